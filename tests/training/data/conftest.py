@@ -1,14 +1,8 @@
-"""The small ImageNet as fixtures."""
+"""The small ImageNet as a fixture."""
 
 import pytest
 
 from image_tree import write_tree
-
-
-@pytest.fixture(scope="session")
-def imagenet(tmp_path_factory):
-    """Shared by all tests: read it, never write to it."""
-    return write_tree(tmp_path_factory.mktemp("imagenet"))
 
 
 @pytest.fixture

@@ -1,92 +1,192 @@
-"""Every kind of file that ImageNet holds becomes the RGB that Pillow gives; what is broken is refused with a reason."""
+"""Every kind of file becomes the RGB of torchvision's decoder or Pillow's; damage is a reason, and ends no process."""
 
 import io
+import random
+import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from sklearn.datasets import load_sample_images
+from torchvision.io import decode_image
 
-from torch_thor.training.data import BrokenImageError, decode_rgb
+import damage
+from command_line import command
+from torch_thor.training.data.decoding import BrokenImageError, decode_rgb
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The image decoding:DeprecationWarning", "ignore:Palette images with Transparency:UserWarning"
+)
 
 
 def photograph():
-    return Image.fromarray(load_sample_images().images[0]).crop((100, 100, 260, 220))
+    return Image.fromarray(load_sample_images().images[0]).crop((100, 100, 196, 164))
 
 
-def encoded(image, kind="JPEG", **options):
+def encoded(image, kind, **options):
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
-def rgb(content):
-    return torch.from_numpy(np.array(Image.open(io.BytesIO(content)).convert("RGB"))).permute(2, 0, 1)
+def samples():
+    """One sound file of every kind."""
+    picture = photograph()
+    turned = picture.rotate(180)
+    yield "jpeg", encoded(picture, "JPEG")
+    yield "progressive jpeg", encoded(picture, "JPEG", progressive=True)
+    orientation = Image.Exif()
+    orientation[0x0112] = 6
+    yield "jpeg with an orientation", encoded(picture, "JPEG", exif=orientation)
+    yield "cmyk jpeg", encoded(picture.convert("CMYK"), "JPEG")
+    yield "grey jpeg", encoded(picture.convert("L"), "JPEG")
+    yield "gif", encoded(picture.convert("P"), "GIF")
+    yield "animated gif", encoded(picture.convert("P"), "GIF", save_all=True, append_images=[turned.convert("P")])
+    yield "transparent gif", encoded(picture.convert("P"), "GIF", transparency=5)
+    yield "webp", encoded(picture, "WEBP")
+    yield "lossless webp", encoded(picture, "WEBP", lossless=True)
+    yield "transparent webp", encoded(Image.merge("RGBA", (*picture.split(), turned.convert("L"))), "WEBP")
+    yield "bmp", encoded(picture, "BMP")
+    yield "tiff", encoded(picture, "TIFF")
+    yield "compressed tiff", encoded(picture, "TIFF", compression="tiff_lzw")
+    yield "ppm", encoded(picture, "PPM")
+    yield "photograph png", encoded(picture, "PNG")
+    yield "animated png", encoded(picture, "PNG", save_all=True, append_images=[turned])
+    for color, depths in damage.DEPTHS.items():
+        for depth in depths:
+            for interlaced in (False, True):
+                for transparent in (False, True) if color in damage.TRANSPARENT else (False,):
+                    content = damage.png(color, depth, interlaced=interlaced, transparent=transparent)
+                    yield f"png {color, depth, interlaced, transparent}", content
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind"),
-    [
-        ("RGB", "JPEG"),
-        ("L", "JPEG"),
-        ("CMYK", "JPEG"),
-        ("RGB", "PNG"),
-        ("RGBA", "PNG"),
-        ("LA", "PNG"),
-        ("P", "PNG"),
-        ("L", "PNG"),
-        ("RGB", "WEBP"),
-        ("P", "GIF"),
-        ("RGB", "BMP"),  # from here on Pillow's part
-        ("RGB", "TIFF"),
-        ("RGB", "PPM"),
-    ],
-)
-def test_every_kind_becomes_rgb(mode, kind):
-    content = encoded(photograph().convert(mode), kind)
-    image = decode_rgb(content)
-    assert image.shape == (3, 120, 160)
-    assert image.dtype == torch.uint8
-    assert torch.equal(image, rgb(content))
+SAMPLES = dict(samples())
+
+
+def test_sound_files_give_the_pixels_and_the_layout_of_torchvisions_decoder():
+    for name, content in SAMPLES.items():
+        image = decode_rgb(content)
+        assert image.dtype == torch.uint8
+        if name.endswith(("tiff", "ppm", "bmp")):  # unknown to torchvision
+            truth = torch.from_numpy(np.array(Image.open(io.BytesIO(content)).convert("RGB"))).permute(2, 0, 1)
+        else:
+            truth = decode_image(
+                torch.frombuffer(bytearray(content), dtype=torch.uint8), "RGB"
+            )  # safe with what is sound
+        truth = truth[0] if truth.ndim == 4 else truth  # the first frame
+        if truth.dtype == torch.uint16:
+            truth = (truth.to(torch.int32) >> 8).to(torch.uint8)
+        assert torch.equal(image, truth), name
+        assert image.stride() == truth.stride(), name  # resizing takes other paths for other layouts
 
 
 def test_cmyk_has_the_colours_of_the_photograph():
-    # Pillow is no oracle for its own files: the colours themselves must come back
-    image = decode_rgb(encoded(photograph().convert("CMYK"), quality=95)).float()
-    truth = torch.from_numpy(np.array(photograph())).permute(2, 0, 1).float()
-    assert (image - truth).abs().mean() < 8
+    # the decoders are no oracles for these files: the colours themselves must come back
+    image = decode_rgb(encoded(photograph().convert("CMYK"), "JPEG", quality=95)).float()
+    assert (image - torch.from_numpy(np.array(photograph())).permute(2, 0, 1)).abs().mean() < 8
 
 
-def test_sixteen_bits_are_scaled_to_eight():
-    values = np.linspace(0, 65535, 256 * 4).round().astype(np.uint16).reshape(4, 256)
-    image = decode_rgb(encoded(Image.fromarray(values), "PNG"))
-    assert image.dtype == torch.uint8
-    assert (image.double() - torch.from_numpy(values / 65535 * 255)).abs().max() <= 1
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_are_scaled_in_every_format(kind):
+    values = torch.arange(0, 65536, 64, dtype=torch.int32).view(32, 32)
+    content = encoded(Image.fromarray(values.to(torch.uint16).numpy()), kind)
+    assert torch.equal(decode_rgb(content), (values >> 8).to(torch.uint8).expand(3, -1, -1))
 
 
-def test_an_animation_gives_its_first_frame():
-    frames = [photograph().convert("P"), photograph().transpose(Image.Transpose.FLIP_LEFT_RIGHT).convert("P")]
-    content = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert torch.equal(decode_rgb(content), rgb(content))
+def test_what_is_cut_short_or_no_image_is_broken():
+    wrong = [(b"", "empty"), (b"no image" * 20, "no image format"), (encoded(photograph(), "EPS"), "PostScript")]
+    for name in ("jpeg", "photograph png", "webp", "bmp"):
+        wrong += [(SAMPLES[name][: int(share * len(SAMPLES[name]))], ".") for share in (0.01, 0.5, 0.97)]
+    for content, said in wrong:
+        with pytest.raises(BrokenImageError, match=said) as caught:
+            decode_rgb(content)
+        assert "\n" not in str(caught.value)
+        assert "0x" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP"])
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.97])
-def test_files_cut_short_are_broken(kind, share):
-    content = encoded(photograph(), kind)
-    with pytest.raises(BrokenImageError) as caught:
-        decode_rgb(content[: int(share * len(content))])
-    reason = str(caught.value)
-    assert reason
-    assert "\n" not in reason
-    assert "0x" not in reason
+def decode_damaged(seed, count):
+    """What happens in a process of its own; of a PNG nothing but the true pixels may come out of a damaged file."""
+    for name, content in SAMPLES.items():
+        truth, chance = decode_rgb(content), random.Random(f"{name} {seed}")
+        for number in range(count):
+            spoiled = damage.damaged(content, chance)
+            print(f"{name}, damage {number} of seed {seed}", flush=True)  # the last line tells what has killed it
+            try:
+                image, reason = decode_rgb(spoiled), "none"
+            except BrokenImageError as error:
+                image, reason = truth, str(error)
+            assert reason
+            assert "\n" not in reason
+            assert (image.dtype, image.shape[0]) == (torch.uint8, 3)
+            assert "png" not in name or torch.equal(image, truth), name
 
 
-def test_what_is_no_image_is_broken():
-    with pytest.raises(BrokenImageError, match="no image format"):
-        decode_rgb(b"this is no image" * 20)
-    with pytest.raises(BrokenImageError, match="empty"):
-        decode_rgb(b"")
+def in_a_process(folder, script):
+    """A script that may kill its process: (exit code, stdout, stderr)."""
+    path = [str(Path(__file__).parent), str(Path(damage.__file__).parent)]
+    text = f"import sys\nsys.path[:0] = {path}\nimport test_decoding as here\n{script}\n"
+    (folder / "script.py").write_text(text)
+    return command(folder, script=folder / "script.py")
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_damage_ends_the_process(tmp_path, seed):
+    code, out, err = in_a_process(tmp_path, f"here.decode_damaged({seed}, 100)")
+    assert code == 0, f"{out.splitlines()[-1]}\n{err[-2000:]}"
+    assert len(out.splitlines()) == 100 * len(SAMPLES)
+
+
+@pytest.mark.slow
+def test_large_and_transparent_images_are_read_without_a_word(tmp_path):
+    # more than the 89 million pixels that Pillow warns of, and a palette with many shades of transparency
+    large = "here.decode_rgb(here.encoded(here.Image.new('L', (10_000, 9_000)), 'PNG'))"
+    palette = "here.decode_rgb(here.damage.png(3, 8, transparent=True))"
+    assert in_a_process(tmp_path, f"print(*{large}.shape, *{palette}.shape)") == (0, "3 9000 10000 3 23 37\n", "")
+
+
+def sized(name, marker, offset, layout, *size):
+    """A sound file with another size in its header."""
+    spoiled, place = bytearray(SAMPLES[name]), SAMPLES[name].index(marker) + offset
+    spoiled[place : place + struct.calcsize(layout)] = struct.pack(layout, *size)
+    return bytes(spoiled)
+
+
+def test_a_header_that_claims_gigabytes_is_damage(monkeypatch):
+    # where memory is taken the process may be killed: nothing may be decoded at all
+    for decoder in ("decode_jpeg", "pil_to_tensor"):
+        monkeypatch.setattr(f"torch_thor.training.data.decoding.{decoder}", None)
+    for bomb in (
+        damage.png(2, 8, stated=(30_000, 30_000)),
+        damage.png(2, 8, stated=(2**31 - 1, 2**31 - 1)),
+        sized("jpeg", b"\xff\xc0", 5, ">HH", 65_500, 65_500),
+        sized("progressive jpeg", b"\xff\xc2", 5, ">HH", 65_500, 65_500),
+        sized("gif", b"GIF8", 6, "<HH", 65_535, 65_535),
+        sized("bmp", b"BM", 18, "<ii", 60_000, 60_000),
+    ):
+        with pytest.raises(BrokenImageError, match=r"Image size \(\d+ pixels\) exceeds limit of 178956970 pixels"):
+            decode_rgb(bomb)
+
+
+def test_every_flipped_bit_of_a_png_is_noticed():
+    content, chance = SAMPLES["photograph png"], random.Random(0)
+    for _ in range(200):
+        with pytest.raises(BrokenImageError):
+            decode_rgb(damage.flipped(content, chance, count=1))
+
+
+def test_a_png_may_hold_long_remarks():
+    remarks = PngImagePlugin.PngInfo()
+    remarks.add_itxt("XML:com.adobe.xmp", "x" * 3_000_000, zip=True)
+    content = encoded(photograph(), "PNG", pnginfo=remarks)
+    assert torch.equal(decode_rgb(content), decode_rgb(SAMPLES["photograph png"]))
+
+
+def test_no_memory_is_no_fault_of_the_image(monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("torch_thor.training.data.decoding.pil_to_tensor", fail)
+    with pytest.raises(MemoryError):
+        decode_rgb(SAMPLES["photograph png"])

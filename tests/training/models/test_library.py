@@ -1,4 +1,4 @@
-"""torchvision's and timm's networks by name: which one a name means, and that nothing is fetched."""
+"""Networks by name: which one a name means, whether it takes the images, and that nothing is fetched."""
 
 import sys
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training import UserError
-from torch_thor.training.models import find_model
+from torch_thor.training.errors import UserError
+from torch_thor.training.models.library import build_library_model, build_model, check_fits, check_name, find_model
 
 
 @pytest.fixture(autouse=True)
@@ -18,98 +18,60 @@ def no_download(monkeypatch):
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", refuse)
 
 
-def find(word):
-    return find_model(word, ["mine"], "or write your own")
+def test_resnet50_is_version_1_5_with_any_number_of_outputs():
+    for name in ("resnet50", "torchvision:resnet50"):
+        model = build_model(name, 3, 1001)
+        assert type(model).__module__ == "torchvision.models.resnet"
+        block = model.layer2[0]
+        assert (block.conv1.stride, block.conv2.stride) == ((1, 1), (2, 2))  # in 1.0 the first convolution has it
+        assert sum(p.numel() for p in model.parameters()) == 25_557_032 + 2049  # with 1000 outputs, and one more
 
 
-def sizes(model):
-    return [p.shape for p in model.parameters()]
-
-
-@pytest.mark.parametrize("word", ["resnet50", "torchvision:resnet50"])
-def test_resnet50_is_version_1_5_with_the_datas_classes(word):
-    model = find(word).build_classifier(3, 1001)
-    assert type(model).__module__ == "torchvision.models.resnet"
-    block = model.layer2[0]
-    assert (block.conv1.stride, block.conv2.stride) == ((1, 1), (2, 2))  # 1.0 has the stride in the first convolution
-    assert model.fc.weight.shape == (1001, 2048)
-    assert sum(p.numel() for p in model.parameters()) == 25_557_032 + 2049  # with 1000 classes, and one more
-
-
-def test_a_prefix_chooses_the_library():
+def test_a_prefix_chooses_the_library_and_timm_takes_any_number_of_channels():
     pytest.importorskip("timm")
-    assert type(find("timm:resnet18").build()).__module__ == "timm.models.resnet"
-    assert type(find("resnet18").build()).__module__ == "torchvision.models.resnet"
-    assert type(find("resnet10t").build()).__module__ == "timm.models.resnet"  # timm alone knows it
+    for name, library in {"timm:resnet18": "timm", "resnet18": "torchvision", "resnet10t": "timm"}.items():
+        assert type(build_library_model(name)).__module__ == f"{library}.models.resnet"
+    assert build_model("timm:resnet10t", 1, 7).eval()(torch.randn(2, 1, 32, 32)).shape == (2, 7)
 
 
-def test_timm_takes_any_number_of_channels():
-    pytest.importorskip("timm")
-    model = find("timm:resnet10t").build_classifier(1, 7).eval()
-    assert model(torch.randn(2, 1, 32, 32)).shape == (2, 7)
-
-
-def test_torchvision_takes_three():
-    with pytest.raises(
-        UserError, match=r"model=resnet18 takes images of 3 channels, and those of the data have 1: .*timm:resnet18"
-    ):
-        find("resnet18").build_classifier(1, 10)
-
-
-@pytest.mark.parametrize("word", ["torchvision:googlenet", "torchvision:inception_v3"])
-def test_auxiliary_heads_are_left_out(word):
-    model = find(word).build_classifier(3, 5).train()
-    assert model(torch.randn(2, 3, 96, 96)).shape == (2, 5)
+@pytest.mark.parametrize("name", ["torchvision:googlenet", "torchvision:inception_v3"])
+def test_auxiliary_heads_are_left_out(name):
+    assert build_model(name, 3, 5).train()(torch.randn(2, 3, 96, 96)).shape == (2, 5)
 
 
 def test_segmentation_is_no_classifier_but_can_be_built_without_a_pretrained_backbone():
-    found = find("lraspp_mobilenet_v3_large")
-    assert isinstance(found.build(), nn.Module)
-    with pytest.raises(UserError, match="model=lraspp_mobilenet_v3_large does not classify images"):
-        found.build_classifier(3, 10)
+    name = "lraspp_mobilenet_v3_large"
+    assert isinstance(build_library_model(name), nn.Module)
+    with pytest.raises(UserError, match=f"model={name} does not classify images"):
+        check_name(name)
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("name", "said"),
     [
-        (
-            "resnet5",
-            r"^resnet5 is neither a torchvision nor a timm model \(did you mean resnet50\?\); or write your own",
-        ),
-        ("mien", r"did you mean mine\?"),
-        (
-            "torchvision:resnet5",
-            r"^torchvision:resnet5 is not a torchvision model \(did you mean resnet50\?\); or",
-        ),
-        ("torchvision:resnet10t", r"is not a torchvision model"),
-        ("timm:resnet5", r"^timm:resnet5 is not a timm model \(did you mean resnet50\?\); or write"),
-        ("hf-hub:timm/resnet50", r"is neither"),
+        ("smal-cnn", r"^model=smal-cnn is not a network \(did you mean small-cnn\?\): give a name of torch-thor"),
+        ("resnet5", r"did you mean resnet50\?"),
+        ("torchvision:resnet5", r"^model=torchvision:resnet5 is not a network \(did you mean resnet50\?\)"),
+        ("torchvision:resnet10t", r"is not a network"),
+        ("timm:resnet5", r"^model=timm:resnet5 is not a network \(did you mean resnet50\?\)"),
+        ("hf-hub:timm/resnet50", r"is not a network"),
     ],
 )
-def test_unknown_names(word, said):
+def test_unknown_names(name, said):
     pytest.importorskip("timm")
     with pytest.raises(UserError, match=said) as caught:
-        find(word)
+        check_name(name)
     assert "\n" not in str(caught.value)
 
 
 def test_without_timm(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)  # as where it is not installed
-    assert find("resnet18").library == "torchvision:"
-    for word in ("timm:resnet18", "resnet10t"):
+    assert find_model("resnet18") == ("torchvision:", "resnet18")
+    for name in ("timm:resnet18", "resnet10t"):
         with pytest.raises(UserError, match=r"pip install 'torch-thor\[timm\]'"):
-            find(word)
-    with pytest.raises(UserError, match=r"torchvision:resnet10t is not a torchvision model"):
-        find("torchvision:resnet10t")
-
-
-def test_a_network_that_cannot_be_built_is_one_line(monkeypatch):
-    def broken(*_, **__):
-        raise ValueError("no such thing\nand more")
-
-    monkeypatch.setattr("torchvision.models.get_model", broken)
-    with pytest.raises(UserError, match=r"^resnet18 could not be built: no such thing$"):
-        find("resnet18").build()
+            find_model(name)
+    with pytest.raises(UserError, match=r"model=torchvision:resnet10t is not a network.*: give a name"):
+        find_model("torchvision:resnet10t")
 
 
 def test_a_module_that_timm_lacks_is_not_taken_for_timm(tmp_path, monkeypatch):
@@ -117,4 +79,43 @@ def test_a_module_that_timm_lacks_is_not_taken_for_timm(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "timm", raising=False)
     with pytest.raises(ModuleNotFoundError, match="nobody_has_this"):
-        find("timm:resnet10t")
+        find_model("timm:resnet10t")
+
+
+def test_a_network_that_cannot_be_built_is_one_line(monkeypatch):
+    def broken(*_, **__):
+        raise ValueError("no such thing\nand more")
+
+    monkeypatch.setattr("torchvision.models.get_model", broken)
+    with pytest.raises(UserError, match=r"^model=resnet18 could not be built: no such thing$"):
+        build_library_model("resnet18")
+    with pytest.raises(UserError, match=r"takes images of 3 channels, and those of the data have 1: .*timm:resnet18"):
+        build_model("resnet18", 1, 10)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, images):
+        return self.head(images.flatten(1)), images
+
+
+def test_checking_leaves_the_network_as_it_was():
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Dropout(), nn.Flatten(), nn.Linear(108, 5))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    check_fits("mine", model, (1, 8, 8), 5)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    for network, shape, classes, said in [
+        (model, (1, 8, 8), 4, r"model=mine returns \(2, 5\) for 2 images \(1 x 8 x 8\) instead of logits \(2, 4\)"),
+        (model, (1, 9, 9), 5, r"model=mine cannot process the data's images \(1 x 9 x 9\)"),
+        (Pair(), (1, 2, 2), 3, r"returns tuple for 2 images"),
+        (build_model("vit_b_16", 3, 10), (3, 32, 32), 10, r"Wrong image height! Expected 224 but got 32"),
+    ]:
+        with pytest.raises(UserError, match=said) as caught:
+            check_fits("mine", network, shape, classes)
+        assert "\n" not in str(caught.value)
+        assert all(module.training for module in network.modules())

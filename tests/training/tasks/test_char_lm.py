@@ -1,36 +1,65 @@
-"""The character model: its text, its windows and its figures, against loops written out."""
+"""The character model: its windows and metrics, against loops written out."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from torch_thor.training import UserError, evaluate, load_recipe
-from torch_thor.training.data import Shard, characters
-from torch_thor.training.models import CharTransformer
-from torch_thor.training.tasks import CharLM
+from tiny import assert_same
+from torch_thor.training.data.small import load_characters
+from torch_thor.training.evaluation import evaluate
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe import Recipe
+from torch_thor.training.tasks import open_task
 from torch_thor.training.tasks.char_lm import CONTEXT
+
+
+def opened(**options):
+    recipe = Recipe(task="char-lm", model="char-transformer", **({"batch_size": 6} | options))
+    return open_task(recipe, torch.device("cpu"), pytest.fail)
 
 
 @pytest.fixture(scope="module")
 def task():
-    recipe = load_recipe("char-lm", ["batch_size=6"])
-    return CharLM.open(recipe, torch.device("cpu"), pytest.fail, pytest.fail)
+    return opened()
 
 
-def test_windows_are_of_the_text(task):
-    text = "".join(map(chr, torch.cat(characters()).tolist()))
-    x, y = next(iter(task.open_data(Shard()).train))
-    assert x.shape == y.shape == (6, CONTEXT)
-    for row, following in zip(x, y, strict=True):
-        window = "".join(map(chr, [*row.tolist(), int(following[-1])]))
-        assert window in text
-        assert torch.equal(row[1:], following[:-1])
+def first(batches, count):
+    return [(x.clone(), y.clone()) for x, y in itertools.islice(batches, count)]
+
+
+def test_windows_are_of_the_text_anywhere_and_new_in_each_batch(task):
+    text = "".join(map(chr, load_characters()[0].tolist()))
+    windows = [
+        "".join(map(chr, [*x.tolist(), int(y[-1])]))
+        for batch in first(task.batches(Ranks(), 0), 50)
+        for x, y in zip(*batch, strict=True)
+    ]
+    assert all(len(window) == CONTEXT + 1 and window in text for window in windows)
+    assert len(set(windows)) > 290  # of 300
+    x, y = next(task.batches(Ranks(), 0))
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    # the draw reaches both ends of the text
+    starts = [text.index(window) / len(text) for window in windows]
+    assert min(starts) < 0.05
+    assert max(starts) > 0.95
+
+
+def test_batches_are_functions_of_seed_and_number_and_shared(task):
+    whole = first(task.batches(Ranks(), 0), 9)
+    assert_same(first(task.batches(Ranks(), 4), 5), whole[4:])
+    shares = [first(opened().batches(Ranks(rank, 3), 2), 7) for rank in range(3)]
+    joined = [tuple(torch.cat(parts) for parts in zip(*step, strict=True)) for step in zip(*shares, strict=True)]
+    assert_same(joined, whole[2:])
+    assert not torch.equal(first(opened(seed=1).batches(Ranks(), 0), 1)[0][0], whole[0][0])
+    assert task.samples == len(load_characters()[0]) // CONTEXT
+    assert task.steps_per_epoch == task.samples // 6
 
 
 class Bigrams(nn.Module):
-    """Scores of the next character that hang on this one alone."""
+    """Scores of the next character that depend on this one alone."""
 
     def __init__(self):
         super().__init__()
@@ -40,54 +69,22 @@ class Bigrams(nn.Module):
         return self.table(x)
 
 
-def test_figures_by_hand(task):
-    torch.manual_seed(0)
+def test_metrics_by_hand(task):
     model = Bigrams()
-    score = evaluate(task, model, task.open_data(Shard()).evaluation)
     logs = model.table.weight.double().log_softmax(-1)
-    _, held_out = characters()
+    _, held_out = load_characters()
     windows = (len(held_out) - CONTEXT - 2) // CONTEXT + 1
-    pairs = [(int(held_out[i]), int(held_out[i + 1])) for i in range(windows * CONTEXT)]
-    loss = -sum(logs[pair].item() for pair in pairs) / len(pairs)
-    assert score.terms == len(pairs)
-    assert score.metrics["loss"] == pytest.approx(loss, rel=1e-6)
-    assert score.metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    loss = -logs[held_out[: windows * CONTEXT], held_out[1 : windows * CONTEXT + 1]].mean().item()
+    found = evaluate(task, model, Ranks())
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
 def test_the_loss_is_a_mean_over_characters(task):
-    batch = next(iter(task.open_data(Shard()).train))
+    x, y = next(task.batches(Ranks(), 0))
     model = Bigrams()
-    found = task.loss(model, batch)
+    found = task.loss(model, (x, y))
     logs = model.table.weight.log_softmax(-1)
-    by_hand = -sum(logs[a, b].item() for a, b in zip(batch[0].flatten(), batch[1].flatten(), strict=True))
-    assert task.terms(batch).number == 6 * CONTEXT
-    assert found.mean.item() == pytest.approx(by_hand / (6 * CONTEXT), rel=1e-5)
+    assert task.terms((x, y)).number == 6 * CONTEXT
+    assert found.mean.item() == pytest.approx(-logs[x, y].mean().item(), rel=1e-5)
     assert found.output.shape == (6 * CONTEXT, 128)
-
-
-def test_the_network_sees_no_character_to_come():
-    torch.manual_seed(0)
-    model = CharTransformer(128, CONTEXT).eval()
-    x = torch.randint(128, (2, CONTEXT))
-    other = x.clone()
-    other[:, 20:] = (other[:, 20:] + 1) % 128
-    first, second = model(x), model(other)
-    assert torch.allclose(first[:, :20], second[:, :20], atol=1e-6)
-    assert not torch.allclose(first[:, 20:], second[:, 20:], atol=1e-2)
-    assert model(x[:, :10]).shape == (2, 10, 128)
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("model=deep-autoencoder", "model=deep-autoencoder is not a network of task=char-lm: use char-transformer"),
-        (
-            "data.name=fashion-mnist",
-            "data is set, but task=char-lm always uses the language reference of Python: leave data out",
-        ),
-        ("label_smoothing=0.1", "label_smoothing=0.1: task=char-lm has no label smoothing"),
-    ],
-)
-def test_what_is_refused(word, said):
-    with pytest.raises(UserError, match=said):
-        load_recipe("char-lm", [word])

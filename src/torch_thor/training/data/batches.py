@@ -8,8 +8,10 @@ the training itself makes each batch when it is due; otherwise torch's DataLoade
 import atexit
 import hashlib
 import multiprocessing
+import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -22,6 +24,7 @@ from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.parallel import Ranks
 
 Key = tuple[int, int]  # epoch and index of a sample
+warnings.filterwarnings("ignore", "This DataLoader will create")  # `warn_of_workers` says it once
 
 
 def digest(*parts: object) -> int:
@@ -155,6 +158,17 @@ def loaded(
             )
         require(batch is not None, f"no sample of a batch can be read; the latest: {reasons[-1:]}: check the disk")
         yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch)
+
+
+def warn_of_workers(count: int, say: Callable[[str], None]) -> None:
+    """Say a line if all training processes of this machine together have more workers than it has cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if count * processes > cores:
+        say(
+            f"data.workers.count={count}: {count * processes} worker processes share {cores} cores; "
+            f"data.workers.count={cores // processes} would be enough"
+        )
 
 
 class _Batches(Dataset[Any]):

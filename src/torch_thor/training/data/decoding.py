@@ -75,15 +75,19 @@ def decode_rgb(content: bytes) -> Tensor:
             raise BrokenImageError("PostScript files are not supported")
         if kind in {"JPEG", "MPO"}:
             try:
-                return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.RGB)
+                decoded: Tensor = decode_jpeg(
+                    torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.RGB
+                )
+                return decoded
             except RuntimeError:  # truncated, or of a kind that torchvision does not support: Pillow tells them apart
                 pass
         with Image.open(io.BytesIO(content)) as image:
             # Pillow's conversion makes all values from 256 on white; before 11.3 it calls some of these modes "I"
             if image.mode.startswith("I;16") or (image.mode == "I" and image.format in {"PNG", "PPM"}):
                 upper: Tensor = pil_to_tensor(image).to(torch.int32) >> 8
-                return upper.to(torch.uint8).expand(3, -1, -1)
-            return pil_to_tensor(image.convert("RGB"))
+                return upper.to(torch.uint8).permute(1, 2, 0).repeat(1, 1, 3).permute(2, 0, 1)
+            converted: Tensor = pil_to_tensor(image.convert("RGB"))
+            return converted
     except (BrokenImageError, MemoryError):
         raise
     except UnidentifiedImageError as error:  # its message contains only the address of an object

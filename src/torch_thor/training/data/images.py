@@ -195,15 +195,17 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _list_files(folder: Path) -> list[str]:
-    def refuse(error: OSError) -> None:  # also of a link to a folder that contains it: too many levels of links
+    def refuse(error: OSError) -> None:
         raise error
 
-    found = [
-        (top, name)
-        for top, _, names in os.walk(folder, onerror=refuse, followlinks=True)
-        for name in names
-        if name.lower().endswith(IMG_EXTENSIONS)
-    ]
+    found = []
+    for top, _, names in os.walk(folder, onerror=refuse, followlinks=True):
+        place = Path(top)
+        if place.is_symlink() and place.parent.resolve().is_relative_to(place.resolve()):
+            raise UserError(
+                f"{top} is a link to a folder that contains it, so listing would never end: remove the link"
+            )
+        found += [(top, name) for name in names if name.lower().endswith(IMG_EXTENSIONS)]
     return [f"{top}{os.sep}{name}" for top, name in sorted(found)]
 
 

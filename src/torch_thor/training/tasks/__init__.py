@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.data.batches import warn_of_workers
+from torch_thor.training.recipe import IN_MEMORY, Recipe
 from torch_thor.training.tasks.task import Task, primary
 
 # the class of each task; its module is imported when the task is used
@@ -35,6 +36,8 @@ def open_task(recipe: Recipe, device: torch.device, say: Callable[[str], None], 
     Raises:
         UserError: If the data are missing or unsuitable.
     """
+    if recipe.data.name not in IN_MEMORY:
+        warn_of_workers(recipe.data.workers.count, say)
     task: Task = _kind(recipe)(recipe, device, say, train=train)
     return task
 

@@ -1,0 +1,283 @@
+"""Folders of images and CIFAR: what is listed, read and cropped; each way in which they can be wrong is one line."""
+
+import errno
+import hashlib
+import itertools
+import math
+import os
+import pickle
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_sample_images
+from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
+
+from image_tree import CLASSES, write_tree
+from torch_thor.training.data import images as module
+from torch_thor.training.data.batches import digest
+from torch_thor.training.data.images import Images, collate, normalised, open_images
+from torch_thor.training.errors import UserError
+from torch_thor.training.recipe import CIFAR, Data, Transform
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
+SMALL = Transform(size=24, resize=28)
+
+
+def opened(root, say=pytest.fail, seed=5, train=True, **options):
+    return open_images(Data(name="image-folder", root=str(root), **options), seed, say, train=train)
+
+
+def refused(root, match, **options):
+    with pytest.raises(UserError, match=match) as caught:
+        opened(root, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("names", [("train", "val"), ("ilsvrc", "ilsvrc_eval")])
+def test_the_list_is_that_of_torchvision(tmp_path, names):
+    write_tree(tmp_path, *names)
+    place = tmp_path / names[0] / "digit/Blüten/日本"
+    place.mkdir(parents=True)
+    shutil.copy(tmp_path / names[0] / "flower/flower_3.JPEG", place / "ö.jpg")
+    (tmp_path / names[0] / "digit/notes.txt").write_text("no image")
+    for found, name, count in zip(opened(tmp_path), names, (19, 9), strict=True):
+        truth = ImageFolder(str(tmp_path / name))
+        assert found.classes == truth.classes == list(CLASSES)
+        assert [(found.where(index), int(found.labels[index])) for index in range(len(found))] == truth.samples
+        assert len(truth.samples) == count
+
+
+def test_an_evaluation_needs_no_training_images(tree):
+    shutil.rmtree(tree / "train/digit")
+    refused(tree, r"differ \(digit only in val/\)", train=False)
+    shutil.rmtree(tree / "train")
+    training, held_out = opened(tree, train=False)
+    assert training is None
+    assert len(held_out) == 9
+    refused(tree, "must contain train/ and val/ or ilsvrc/ and ilsvrc_eval/.* it contains val")
+
+
+def test_folders_that_are_wrong(tree):
+    for index, (spoil, match) in enumerate([
+        ("rm -r val", "must contain train/ and val/ or ilsvrc/ and ilsvrc_eval/, each .* it contains train"),
+        ("rm -r val train", "it contains no folders"),
+        ("rm val/*/*.JPEG", "val contains no image: add the evaluation images"),
+        ("mv val/*/*.JPEG val; rmdir val/*/", "val contains its images directly: .* sort the images"),
+        ("rm -r */digit */flower", "one class folder, china: .* two or more"),
+        ("rm train/digit/*; touch train/digit/a.txt", "train: no image in digit: add images"),
+        ("mv val/digit val/digits", r"differ \(digit only in train/; digits only in val/\)"),
+        ("mkdir val/x0 val/x1 val/x2 val/x3", r"differ \(x0, x1, x2 and 1 more only in val/\)"),
+        ("ln -s . train/zebra; ln -s . val/zebra", "train/zebra is a link to a folder that contains it, .*: remove"),
+        ("ln -s .. train/digit/one; ln -s .. train/digit/two", "is a link to a folder that contains it"),
+        ("ln -s / train/digit/more", "train/digit/more is a link to a folder that contains it"),
+    ]):  # fmt: skip
+        root = tree.parent / str(index)
+        shutil.copytree(tree, root)
+        assert os.system(f"cd {root} && {spoil}") == 0
+        refused(root, match)
+    refused(tree / "nowhere", "nowhere is not a folder")
+    with pytest.raises(UserError, match=r"data.root is not set: .* give it as data.root=FOLDER"):
+        open_images(Data(name="image-folder"), 0, pytest.fail)
+
+
+def test_an_empty_evaluation_class_is_a_warning(tree):
+    for path in (tree / "val/digit").iterdir():
+        path.unlink()
+    said = []
+    _, held_out = opened(tree, said.append)
+    assert held_out.labels.tolist() == [0, 0, 0, 2, 2, 2]
+    assert len(said) == 1
+    assert "no image in digit" in said[0]
+
+
+def test_links_that_lead_elsewhere_are_followed(tree, tmp_path):
+    (tree / "val/china").rename(tmp_path / "elsewhere")
+    (tree / "val/china").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "elsewhere/more").symlink_to(tree / "val/flower", target_is_directory=True)
+    _, held_out = opened(tree)
+    assert held_out.labels.tolist() == [0] * 6 + [1] * 3 + [2] * 3
+    assert held_out.where(3) == str(tree / "val/china/more/flower_6.JPEG")
+
+
+@pytest.mark.parametrize("place", ["train", "train/digit", "train/digit/more"])
+def test_a_folder_that_cannot_be_listed_is_an_error(tree, monkeypatch, place):
+    # simulated: to the root user, as whom tests may run, every folder is readable
+    (tree / "train/digit/more").mkdir()
+
+    def closing(function):
+        def call(path="."):
+            if Path(path) == tree / place:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return function(path)
+
+        return call
+
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, closing(getattr(os, name)))
+    refused(tree, rf"{place} cannot be listed \(Permission denied\), .*: repair or remove it")
+
+
+def test_what_is_no_image_is_named_and_never_opened(tree, monkeypatch):
+    monkeypatch.chdir(tree / "train/digit")  # the address of a socket has room for about 100 letters
+    os.mkfifo("pipe.bmp")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket.bmp")
+    links = {"zero": "/dev/zero", "terminal": "/dev/tty", "link": "pipe.bmp", "circle": "circle.bmp", "lost": "x"}
+    for name, target in links.items():
+        Path(f"{name}.bmp").symlink_to(target)
+    with Path("disk.bmp").open("wb") as file:
+        file.truncate(2**40)
+    training, _ = opened(tree)
+    paths = {Path(training.where(index)): index for index in range(len(training))}
+    monkeypatch.setattr("io.open", lambda *_, **__: pytest.fail("opened"))
+    expected = dict.fromkeys(["pipe", "socket", "zero", "terminal", "link"], "it is not a regular file")
+    expected |= {"circle": os.strerror(errno.ELOOP), "lost": "No such file or directory"}
+    expected["disk"] = "1099.5 GB are too much for an image"
+    for name, reason in expected.items():
+        path = tree / f"train/digit/{name}.bmp"
+        assert training[0, paths[path]] == f"{path} cannot be read ({reason})"
+
+
+def test_too_many_open_files_are_no_fault_of_the_image(tree, monkeypatch):
+    def refuse(self):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UserError, match=r"china_0.JPEG cannot be opened \(Too many open files\): .* \(ulimit -n\)"):
+        opened(tree)[0][0, 0]
+
+
+def photograph():
+    return torch.tensor(load_sample_images().images[1]).permute(2, 0, 1)  # 427 x 640
+
+
+def cropped(options, image, seed=5):
+    """Training images of which all are the same."""
+    source = [image] * 300
+    return Images(source, str, torch.zeros(300, dtype=torch.int64), ["a"], module._random_crop(options), seed)
+
+
+def test_training_crops_are_those_of_torchvision_under_the_seed_of_the_sample():
+    pipeline = v2.Compose([v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip(0.5)])
+    found = []
+    for seed, epoch, index in itertools.product((5, 6), (0, 2), (0, 1)):
+        torch.manual_seed(digest(seed, epoch, index))
+        found.append(pipeline(photograph()))
+        torch.rand(7)
+        assert torch.equal(cropped(Transform(), photograph(), seed)[epoch, index][0], found[-1])
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(found, 2))
+
+
+def test_training_crops_have_the_stated_areas_ratios_and_flips():
+    # the pixels of the image are its coordinates, so that a crop tells where it was taken
+    height, width = 200, 250
+    rows = torch.arange(height, dtype=torch.uint8).view(-1, 1).expand(height, width)
+    columns = torch.arange(width, dtype=torch.uint8).view(1, -1).expand(height, width)
+    images = cropped(Transform(), torch.stack([rows, columns, rows]))
+    crops = torch.stack([images[0, index][0] for index in range(300)]).double()
+    rise = (crops[:, 0, 200, 112] - crops[:, 0, 24, 112]) / 176 * 224
+    run = (crops[:, 1, 112, 200] - crops[:, 1, 112, 24]) / 176 * 224
+    areas, ratios = rise * run.abs() / (height * width), run.abs() / rise
+    assert 0.07 < areas.min() < 0.15
+    assert 0.85 < areas.max() < 1.05
+    assert 0.72 < ratios.min() < 0.80
+    assert 1.25 < ratios.max() < 1.40
+    assert abs((run < 0).double().mean() - 0.5) < 4 * math.sqrt(0.25 / 300)
+
+
+def test_padded_crops():
+    image = torch.randint(1, 256, (3, 32, 32), dtype=torch.uint8)
+    images = cropped(Transform(size=32, resize=32, padding=4, flip=0.0), image)
+    padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
+    places = {(y, x): padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)}
+    found = [[key for key, value in places.items() if torch.equal(value, images[0, index][0])] for index in range(200)]
+    assert all(len(keys) == 1 for keys in found)
+    assert {y for ((y, _),) in found} == {x for ((_, x),) in found} == set(range(9))
+
+
+def test_evaluation_crops_by_hand():
+    crop = module._CentreCrop(Transform())
+    # 427 x 640: the shorter side becomes 256, the longer one int(640 * 256 / 427) = 383
+    resized = functional.resize(photograph(), [256, 383], antialias=True)
+    assert torch.equal(crop(photograph()), resized[:, 16:240, 80:304])
+    assert crop(torch.zeros(3, 1, 2_000, dtype=torch.uint8)).shape == (3, 224, 224)
+    source = [torch.zeros(3, 1, 60_000, dtype=torch.uint8)]
+    narrow = Images(source, "picture {}".format, torch.zeros(1), ["a"], crop, 0)
+    assert narrow[0, 0] == "picture 0 cannot be read (60000 × 1 pixels are too narrow to be resized)"
+
+
+def test_batches_are_normalised_and_channels_last():
+    samples = [(torch.randint(0, 256, (3, 5, 4), dtype=torch.uint8), torch.tensor(label)) for label in (4, 2)]
+    images, labels = collate(samples)
+    assert labels.tolist() == [4, 2]
+    result = normalised(images, SMALL)
+    assert result.dtype == torch.float32
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    mean, std = (torch.tensor(one, dtype=torch.float64).view(3, 1, 1) for one in (SMALL.mean, SMALL.std))
+    expected = torch.stack([(image.double() / 255 - mean) / std for image, _ in samples])
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-6)
+
+
+KINDS = {"cifar10": (CIFAR10, 10, "labels"), "cifar100": (CIFAR100, 100, "fine_labels")}
+
+
+def dump(path, content):
+    path.write_bytes(pickle.dumps(content))
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture(params=KINDS)
+def cifar(request, tmp_path, monkeypatch):
+    """A set with three images a file, whose checksums torchvision then asks for: (name, class, pixels and labels)."""
+    kind, classes, key = KINDS[request.param]
+    (tmp_path / kind.base_folder).mkdir()
+    parts = []
+    for attribute in ("train_list", "test_list"):
+        listed, pixels, labels = [], [], []
+        for number, (name, _) in enumerate(getattr(kind, attribute)):
+            data = np.random.default_rng(number).integers(0, 256, (3, 3072), dtype=np.uint8)
+            own = [0, classes - 1, (number + 3) % classes]
+            content = {"data": data, key: own, "coarse_labels": [0, 0, 0]}
+            listed.append([name, dump(tmp_path / kind.base_folder / name, content)])
+            pixels.append(data.reshape(-1, 3, 32, 32))
+            labels += own
+        monkeypatch.setattr(kind, attribute, listed)
+        parts.append((torch.from_numpy(np.concatenate(pixels)), labels))
+    meta = dict(kind.meta)
+    names = [f"class {number}" for number in range(classes)]
+    meta["md5"] = dump(tmp_path / kind.base_folder / meta["filename"], {meta["key"]: names})
+    monkeypatch.setattr(kind, "meta", meta)
+    return request.param, kind, parts
+
+
+def test_cifar_is_what_its_files_hold(cifar, tmp_path):
+    name, kind, parts = cifar
+    data = Data(name=name, root=str(tmp_path), download=False)
+    assert data.crops == CIFAR
+    for found, (pixels, labels) in zip(open_images(data, 0, pytest.fail), parts, strict=True):
+        assert torch.equal(found.source, pixels)
+        assert found.labels.tolist() == labels
+        assert found.classes == [f"class {number}" for number in range(KINDS[name][1])]
+        assert found.where(1).startswith(name)
+    assert all(torch.equal(found[0, index][0], image) for index, image in enumerate(pixels))  # evaluated as they are
+    path = tmp_path / kind.base_folder / kind.train_list[0][0]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(
+        UserError, match=rf"{name} is missing or incomplete in .*{kind.base_folder}.* data.download=true"
+    ):
+        open_images(data, 0, pytest.fail)
+
+
+def test_a_download_that_fails(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", fail)
+    with pytest.raises(UserError, match=r"no route to host.*check the network"):
+        open_images(Data(name="cifar10", root=str(tmp_path)), 0, pytest.fail)

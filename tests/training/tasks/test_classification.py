@@ -1,0 +1,197 @@
+"""Image classification: losses and metrics by hand, label smoothing in both forms, folders of images as batches."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from image_tree import write_tree
+from tiny import assert_same
+from torch_thor.training.errors import UserError
+from torch_thor.training.evaluation import evaluate
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe import Data, Recipe, Transform, Workers
+from torch_thor.training.tasks import check_task, open_task
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
+CPU = torch.device("cpu")
+LN2 = math.log(2)
+
+
+def opened(say=pytest.fail, train=True, **options):
+    return open_task(Recipe(**options), CPU, say, train=train)
+
+
+def test_smoothing_by_hand():
+    scores = torch.log(torch.tensor([[4.0, 2.0, 1.0, 1.0]], dtype=torch.float64))  # softmax (1/2, 1/4, 1/8, 1/8)
+    for label, smoothing, form, expected in [
+        (0, 0.0, "torch", LN2),
+        (0, 0.0, "reference", LN2),
+        # s = 0.3, K = 4: 0.7 on the label, 0.1 on each other: 0.7 · 1 + 0.1 · (2 + 3 + 3), in units of ln 2
+        (0, 0.3, "reference", 1.5 * LN2),
+        # 0.7 · 2 + 0.1 · (1 + 3 + 3)
+        (1, 0.3, "reference", 2.1 * LN2),
+        # 0.7 + 0.075 on the label, 0.075 on each other: 0.775 · 2 + 0.075 · 7
+        (1, 0.3, "torch", 2.075 * LN2),
+    ]:
+        task = opened(label_smoothing=smoothing, smoothing_form=form)
+        task.outputs = 4
+        assert task.loss(lambda _: scores, (None, torch.tensor([label]))).mean.item() == pytest.approx(
+            expected, rel=1e-14
+        )
+
+
+def test_the_reference_form_with_1001_outputs():
+    """1 - s on the label, s / (K - 1) elsewhere, with all 1001 outputs of the reference's ResNet-50."""
+    task = opened(classes=1001, label_smoothing=0.1, smoothing_form="reference")
+    scores = torch.randn(6, 1001, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(1000, (6,))
+    targets = torch.full((6, 1001), 0.1 / 1000, dtype=torch.float64)
+    targets[range(6), labels] = 0.9
+    expected = -(targets * functional.log_softmax(scores, dim=1)).sum(dim=1).mean()
+    loss = task.loss(lambda _: scores, (None, labels)).mean
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
+    gradients = [torch.autograd.grad(one, scores)[0] for one in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-18)
+
+
+def test_metrics_by_hand_for_any_number_of_processes():
+    task = opened()
+    model = task.model()
+    images, labels = task.test
+    scores = model.eval()(images).double()
+    ranks = scores.argsort(dim=1, descending=True) == labels[:, None]
+    found = evaluate(task, model, Ranks())
+    assert found["top1"] == ranks[:, 0].double().mean()
+    assert found["top5"] == pytest.approx(ranks[:, :5].any(dim=1).double().mean().item(), rel=1e-14)
+    assert found["loss"] == pytest.approx(functional.cross_entropy(scores, labels).item(), rel=1e-5)
+    counted = [batch[1] for rank in range(3) for batch, counts in task.held_out(Ranks(rank, 3)) if counts]
+    assert torch.equal(torch.cat(counted), labels)
+
+
+def test_fewer_than_five_outputs():
+    task = opened()
+    task.outputs = 3
+    found = task.measure(lambda _: torch.eye(3), (None, torch.tensor([0, 2, 2])))
+    assert (found["top1"], found["top5"]) == (2, 3)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Settings of the small ImageNet, two of whose 18 training images are broken."""
+    write_tree(tmp_path)
+
+    def settings(workers=0, **options):
+        data = Data(
+            name="image-folder", root=str(tmp_path), max_broken=0.5, workers=Workers(count=workers),
+            transform=Transform(size=24, resize=28),
+        )  # fmt: skip
+        return {"data": data, "model": "small-resnet", "batch_size": 6} | options
+
+    return settings
+
+
+def test_a_folder_gives_the_same_batches_for_any_number_of_workers_and_processes(folder):
+    said = []
+    task = opened(said.append, **folder())
+    assert (task.samples, task.steps_per_epoch) == (18, 3)
+    alone = list(itertools.islice(task.batches(Ranks(), 0), 9))
+    assert sum(len(labels) for _, labels in alone) == 3 * 16
+    evaluated = list(task.held_out(Ranks()))
+    for start, workers in ((0, 2), (4, 0), (5, 1)):
+        other = opened(said.append, **folder(workers)).batches(Ranks(), start)
+        assert_same([(*batch,) for batch in itertools.islice(other, 9 - start)], alone[start:])
+    shared = [itertools.islice(opened(said.append, **folder()).batches(Ranks(rank, 2), 2), 7) for rank in range(2)]
+    for (images, labels), *parts in zip(alone[2:], *shared, strict=True):
+        assert torch.equal(torch.cat([part[0] for part in parts]), images)
+        assert torch.equal(torch.cat([part[1] for part in parts]), labels)
+    assert_same(list(opened(**folder(), train=False).held_out(Ranks())), evaluated)
+    names = {line.partition(" ")[0].rpartition("/")[2] for line in said}
+    assert names == {"china_2.JPEG", "flower_2.JPEG"}
+
+
+def test_a_broken_image_is_named_once_and_on_its_own_process(folder, capsys):
+    said = []
+    task = opened(said.append, **folder())
+    for _ in range(2):
+        list(itertools.islice(task.batches(Ranks(), 0), 6))
+    assert len(said) == 2
+    assert all(line.endswith("is left out") for line in said)
+    for rank in range(2):
+        list(itertools.islice(task.batches(Ranks(rank, 2), 0), 9))
+    assert len(said) == 2
+    assert capsys.readouterr().err.count("is left out") == 2
+
+
+def test_more_workers_than_cores_are_one_line(folder, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    said = []
+    task = opened(said.append, **folder(workers=2), train=False)
+    list(task.held_out(Ranks()))
+    assert said == ["data.workers.count=2: 4 worker processes share 1 cores; data.workers.count=0 would be enough"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"classes": 9}, r"classes=9: the data has 10 classes; leave classes=null, or set 10 or more"),
+        ({"batch_size": 2000}, r"batch_size=2000 is larger than the training set \(1438 samples\)"),
+        ({"model": "resnet5"}, r"model=resnet5 is not a network \(did you mean resnet50\?\)"),
+        (
+            {"label_smoothing": 0.95, "smoothing_form": "reference"},
+            r"label_smoothing=0.95 with smoothing_form=reference must be below 0.9 for 10 outputs",
+        ),
+    ],
+)
+def test_what_the_data_refuse(options, said):
+    with pytest.raises(UserError, match=said):
+        opened(**options)
+
+
+def test_a_network_for_other_images():
+    with pytest.raises(UserError, match=r"model=resnet18 takes images of 3 channels, and those of the data have 1"):
+        opened(model="resnet18").model()
+
+
+def test_settings_that_the_tasks_cannot_use():
+    phases = ({"steps": 3},)
+    for options, *said in [
+        ({},),
+        ({"data": {"name": "corpus", "root": "x"}}, "data.name=corpus is text, and task=image-classification needs"),
+        (
+            {"phases": phases, "activation_checkpointing": True},
+            "phases is set: task=image",
+            "activation_checkpointing=true",
+        ),
+        ({"stop_at": 76, "targets": [0.5, 76]}, "stop_at=76.0 must lie in (0, 1]", "targets=[0.5, 76.0] must lie in"),
+        ({"task": "autoencoder", "model": "deep-autoencoder", "targets": [7]},),
+        (
+            {"task": "autoencoder", "data": {"name": "cifar10"}, "classes": 10, "label_smoothing": 0.1},
+            "model=small-cnn is not a network of task=autoencoder: use deep-autoencoder",
+            "data.name=cifar10 cannot be used for task=autoencoder: use digits, fashion-mnist",
+            "classes=10: task=autoencoder has no classes",
+            "label_smoothing=0.1: task=autoencoder has no labels",
+        ),
+        (
+            {"task": "char-lm", "model": "deep-autoencoder", "data": {"name": "fashion-mnist"}},
+            "model=deep-autoencoder is not a network of task=char-lm: use char-transformer",
+            "data is set, but task=char-lm always uses the language reference of Python: leave data out",
+        ),
+    ]:
+        faults = check_task(Recipe.model_validate(options))
+        assert len(faults) == len(said), faults
+        assert all(fault.startswith(start) for fault, start in zip(faults, said, strict=True)), faults
+
+
+def test_the_network_is_that_of_the_seed_and_leaves_no_trace():
+    task = opened()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(task.model())
+    assert_same(models[0].state_dict(), models[1].state_dict())
+    assert all(isinstance(module, nn.Module) and module.training for module in models[0].modules())
