@@ -17,7 +17,7 @@ from torch_thor.training.recipe import Data, Phase, Recipe, Schedule, Text, Trai
 from torch_thor.training.tasks import check_task
 
 DEFAULT_RECIPE = "digits"
-_MOST = 1_000_000  # characters of a recipe
+_MOST, _DEEPEST = 1_000_000, 20  # characters of a recipe, levels of its mappings and lists
 # the tables of `torch-thor keys PART`; without a part, the keys that are of no other
 PARTS: dict[str, type[BaseModel]] = {
     "training": Training, "data": Data, "data.transform": Transform, "data.workers": Workers, "data.text": Text,
@@ -182,8 +182,12 @@ def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _yaml(text: str, what: str) -> Any:
     if len(text) > _MOST:
         raise UserError(f"{what} has more than {_MOST} characters: a recipe is a few lines of YAML")
+    depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:  # a few thousand levels take minutes
+                raise yaml.YAMLError(f"nested in more than {_DEEPEST} levels")
             if isinstance(event, yaml.AliasEvent):  # a few of them can stand for billions of values
                 raise yaml.YAMLError(f"an alias, *{event.anchor}")
         return yaml.load(text, Loader=_Loader)
