@@ -1,4 +1,4 @@
-"""The training loop. Files, progress bars and plots are observers; a checkpoint is saved after a step, or not at all."""
+"""The training loop. Files, bars and plots are observers; a checkpoint is saved after a step, or not at all."""
 
 import math
 import time
@@ -94,6 +94,28 @@ class Observer(Protocol):
     def close(self) -> None:
         """Called once when the training has ended, also by an error."""
         return
+
+
+class Record:
+    """Keeps what a short training measures, for scripts: an observer whose memory grows with the steps."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.scores: list[Score] = []
+
+    def step(self, run: "Run", point: Point) -> None:
+        """Keep the measurements of a step."""
+        self.points.append(point)
+
+    def evaluation(self, run: "Run", score: Score) -> None:
+        """Keep the metrics of an evaluation."""
+        self.scores.append(score)
+
+    def end_of_step(self, run: "Run") -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 @dataclass
