@@ -103,6 +103,15 @@ def test_two_writers(run):
     run_recipe(RECIPE, RunFolder(run.path), SILENT, resume=True)
 
 
+def test_two_writers_of_a_folder_that_was_new_to_both(tmp_path):
+    one, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    with one.locked(), other.locked():
+        one.claim(RECIPE, resume=False, overwrite=False)
+        with pytest.raises(UserError, match="is in use by process"):
+            other.claim(RECIPE, resume=False, overwrite=True)
+    assert one.stored(pytest.fail) == RECIPE
+
+
 @pytest.mark.parametrize("damage", ["missing", "cut", "seed: 3 -> 2", "epochs: 2 -> 1", "not utf-8"])
 def test_a_checkpoint_has_a_copy_of_a_damaged_recipe(run, damage):
     text, said = run.recipe.read_text(), []
