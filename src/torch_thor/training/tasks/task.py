@@ -79,8 +79,10 @@ class Metric:
 
     def better(self, value: float, than: float) -> bool:
         """Return whether a value is better than another; NaN is worse than everything."""
-        return value > than or (than != than and value == value) if self.higher_is_better else value < than or (
-            than != than and value == value
+        return (
+            value > than or (than != than and value == value)
+            if self.higher_is_better
+            else value < than or (than != than and value == value)
         )
 
 
