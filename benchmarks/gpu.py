@@ -23,8 +23,8 @@ from torch_thor.bench import describe, write_json
 from torch_thor.curvature import polar
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.files import write_text
-from torch_thor.training.optimizers import MuonAdamW
 from torch_thor.tools.split_dim import sample_images
+from torch_thor.training.optimizers import MuonAdamW
 
 BUDGET = 540.0  # seconds, of which compiling may take most
 NEVER = 10**9

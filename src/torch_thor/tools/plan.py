@@ -39,13 +39,14 @@ from torch_thor.training.recipe import Recipe
 from torch_thor.training.recipes import load_recipe, recipe_names
 
 FILE, ROUNDS = "plan.json", 5
-KINDS, FORMS = ("thor", "thor-muon"), ("ddp", "ddp, divided", "fsdp", "hsdp")
+KINDS, FORMS = ("thor", "thor-muon"), ("ddp", "divided", "fsdp", "hsdp")
 PIXELS, LENGTH, VOCABULARY = 224, 128, 30522  # of ImageNet and of BERT, where no recipe says others
 OF_DATA = {"digits": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}  # classes
 # minutes by devices (Ascend 910) for about 40 epochs of ResNet-50 on ImageNet (Chen et al. 2021)
 PAPER_MODEL, PAPER = "resnet50", {8: 66.7, 128: 4.1, 256: 2.7}
-SIZES = ("in all", "of it curvature", "sums of a refresh", "sent in a step", "more in a refresh", "most work / mean")
-TIMES = ("batch", "step, ms", "of it network", "refresh step", "training, min", "paper, min")
+TITLE = "MB that a device keeps (sums: on a refresh) and sends; its inversions over the mean"
+SIZES = ("in all", "curvature", "sums", "sent, step", "+ refresh", "most work")
+TIMES = ("batch", "step, ms", "network", "refresh", "all, min", "paper, min")
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,14 @@ def plan(
     Raises:
         UserError: If the model cannot be built or measured, or an option does not fit.
     """
-    for option, value, least in (("devices", min(devices, default=0), 1), ("shards", shards, 2),
-                                 ("batch", batch or 1, 1), ("samples", samples or 1, 1)):  # fmt: skip
-        require(value >= least, f"--{option} {value}: give {least} or more")
+    checked = (
+        ("devices", min(devices, default=0), 1),
+        ("shards", shards, 2),
+        ("batch", batch, 1),
+        ("samples", samples, 1),
+    )
+    for option, value, least in checked:
+        require(value is None or value >= least, f"--{option} {value}: give {least} or more")
     require(bandwidth > 0 <= latency, f"--bandwidth {bandwidth} must be above 0, --latency {latency} at least 0")
     if out is not None:
         check_place(out)
@@ -143,7 +149,7 @@ def plan(
     rows = [row for form in FORMS for number in devices for row in rows_of(thor, form, number, shards)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{subject}, {name}: {len(thor.curvature)} preconditioned layers, {trained / 1e6:,.1f} M trained parameters")
-    _print(console, "MB that a device keeps, without activations, and sends", SIZES, map(_sizes, rows), rows)
+    _print(console, TITLE, SIZES, map(_sizes, rows), rows)
     measured, times = None, [dict[str, float]() for _ in rows]
     if batch is not None:
         where = device_of(device)

@@ -69,16 +69,19 @@ def laid_out(
             starts, copies = shard_bounds(rows, shards), "copies" if processes > shards else None
             bounds = (*starts, *[rows] * (processes - shards))
             own = RowShards(shards, bounds, slice(0, starts[1]), 0, _unused, _unused, _unused, copies)
-            view.bind(view.entries, view.options, layer.weight, own)
+            view.bind(view.state, view.options, layer.weight, own)
+            layer.bind()
         owners = owners_of(found, processes, 0) if divided and processes > 1 else {}
         for factor, of_factor in owners.items():
             factor.divided = of_factor
+            factor.bind()
         yield found
     finally:
         for factor in owners:
             factor.divided = None
         for layer in found:
-            layer.weight_view.bind(layer.weight_view.entries, layer.weight_view.options)
+            layer.weight_view.bind(layer.weight_view.state, layer.weight_view.options)
+            layer.bind()
 
 
 def _unused(*_: Any) -> Any:
@@ -223,11 +226,15 @@ def memory_of(
 ) -> Memory:
     """Compute what a process keeps, with the layers that `laid_out` yields. The parameters may be on `meta`."""
     layers, held = list(layers), list(optimizer.model.parameters())
+    missing = [layer for layer in optimizer.curvature.values() if layer not in layers and "G" not in optimizer.sides]
+    plain = {id(view.parameter) for layer in missing for view in (layer.weight_view, *layer.biases)}
     for group in optimizer.param_groups:
         for parameter in (p for p in group["params"] if p.requires_grad):
             state: dict[str, Any] = {}
             optimizer._make_parameter_state(parameter, state, group)
-            held += [parameter, *(state[key] for key in MOMENTS if key in state)]  # its gradient, and its moments
+            moments = [state[key] for key in MOMENTS if key in state]
+            # ThorMuon gives AdamW, which has two moments, the layers that it leaves out where rows are divided
+            held += [parameter, *moments * (1 + (id(parameter) in plain))]  # with its gradient
     curvature = kept_bytes(layers, processes)
     whole = sum(own_bytes(one, shards) for one in held) + sum(one.nbytes for one in optimizer.model.buffers())
     sums = sum(factor_dtype(layer.weight.dtype).itemsize * factor.cut.rows * factor.cut.width

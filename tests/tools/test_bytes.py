@@ -1,0 +1,212 @@
+"""What a process keeps and sends, against a training: with the others only pretended, or alone.
+
+tests/distributed/test_traffic.py compares what refreshes send with what real ranks send.
+"""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from every_kind import Experts
+from torch_thor import THOR, ThorMuon
+from torch_thor.tools.traffic import (
+    GATHER,
+    SCATTER,
+    Collective,
+    blocks_of,
+    collectives_of_refresh,
+    collectives_of_training,
+    kept_bytes,
+    laid_out,
+    memory_of,
+    most_work,
+)
+from torch_thor.training.parallel import blocks
+
+NAMES = {name: name for name in (GATHER, SCATTER, "all_reduce")}
+MESHES = [(2,), (4,), (5,), (2, 2), (3, 2)]
+pytestmark = pytest.mark.filterwarnings("ignore:.*preconditions")
+
+
+class Kinds(nn.Module):
+    """A convolution, a grouped one, an embedding, rows of one weight, and a layer with fewer rows than processes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6))
+        self.grouped = nn.Conv2d(6, 6, 3, padding=1, groups=2)
+        self.words = nn.Embedding(11, 6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.last = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        self.last[0].bias.requires_grad_(False)
+
+    def forward(self, images, words):
+        x = self.grouped(self.conv(images)).flatten(2).transpose(1, 2) + self.words(words)
+        return self.last(self.attention(x, x, x, need_weights=False)[0])
+
+    def loss(self):
+        return self(torch.randn(2, 2, 3, 3), torch.randint(11, (2, 9))).square().mean()
+
+
+@pytest.fixture
+def fake():
+    """Starts a process group in which this process is alone with the others only pretended."""
+
+    def start(*mesh):
+        world = torch.Size(mesh).numel()
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        return init_device_mesh("cpu", mesh, mesh_dim_names=("copies", "shards")[-len(mesh) :])
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def recorded():
+    """The collectives that start inside of the block."""
+    found = []
+
+    def recording(name, really):
+        def collective(*given, **options):
+            every = [*given, *options.values()]
+            received, *passed = [one for one in every if torch.is_tensor(one)]
+            (group,) = [one for one in every if isinstance(one, dist.ProcessGroup)]
+            found.append(Collective(name, group.size(), (passed or [received])[0].nbytes, received.nbytes))
+            return really(*given, **options)
+
+        return collective
+
+    with contextlib.ExitStack() as stack:
+        # names that FSDP2 uses before and since torch 2.14
+        for called, name in {"all_gather_single": GATHER, "reduce_scatter_single": SCATTER, **NAMES}.items():
+            if hasattr(dist, called):
+                stack.enter_context(mock.patch.object(dist, called, recording(name, getattr(dist, called))))
+        yield found
+
+
+def sharded(mesh):
+    model = Kinds()
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", [THOR, ThorMuon])
+def test_what_the_first_process_keeps_and_sends_is_that_of_fully_shard(fake, mesh, kind):
+    world, shards = torch.Size(mesh).numel(), mesh[-1]
+    planned, real = kind(Kinds(), split_dim=4), kind(sharded(fake(*mesh)), split_dim=4)
+    found = list(real.curvature.values())
+    with laid_out(planned.curvature.values(), world, shards=shards) as layers:
+        assert [layer.name for layer in layers] == [layer.name for layer in found]
+        assert [(one.shape, one.owners) for one in blocks_of(layers)] == [
+            (one.shape, one.owners) for one in blocks_of(found)
+        ]
+        refresh = collectives_of_refresh(layers, world)
+        assert refresh == collectives_of_refresh(found, world)
+        assert (refresh[-1].name == "broadcast") is (len(mesh) == 2 and kind is THOR)
+        memory = memory_of(planned, layers, world, shards)
+        assert most_work(layers, world) == most_work(found, world)
+    states = {id(parameter): {} for parameter in real.model.parameters()}
+    for layer in found:
+        layer.weight_view.bind(
+            states[id(layer.weight)], layer.weight_view.options, layer.weight, layer.weight_view.shards
+        )
+        layer.bind()
+        layer.make_state()
+
+    def local(tensors):
+        return sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors if torch.is_tensor(one))
+
+    assert memory.curvature == sum(local(state.values()) for state in states.values())
+    assert memory.curvature == kept_bytes(found, world)
+    moments = 0
+    for parameter in (p for p in real.model.parameters() if p.requires_grad):
+        state = {}
+        real._make_parameter_state(parameter, state, real.param_groups[0])
+        state.pop("step", None)
+        moments += local(state.values())
+    gradients = local(p for p in real.model.parameters() if p.requires_grad)
+    held = local([*real.model.parameters(), *real.model.buffers()])
+    assert memory.whole == held + gradients + moments + memory.curvature
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_bytes_of_a_step_are_those_of_fully_shard(fake, mesh):
+    model = sharded(fake(*mesh))
+    model.loss().backward()  # the first pass finds out the order of the parts
+    with recorded() as found:
+        model.loss().backward()
+    planned = collectives_of_training(Kinds(), torch.Size(mesh).numel(), mesh[-1])
+    order = lambda one: (one.name, one.given)  # noqa: E731
+    assert sorted(found, key=order) == sorted(planned, key=order)
+
+
+def test_bytes_of_a_step_are_those_of_ddp(fake):
+    fake(4)
+    sizes = []
+    model = DistributedDataParallel(Kinds())
+
+    def hook(_, bucket):
+        sizes.append(bucket.buffer().nbytes)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, hook)
+    model(torch.randn(2, 2, 3, 3), torch.randint(11, (2, 9))).square().mean().backward()
+    (planned,) = collectives_of_training(Kinds(), 4)
+    assert planned == Collective("all_reduce", 4, sum(sizes), sum(sizes))
+    large = nn.Linear(2**11, 2**12, bias=False)  # 32 MiB: two collectives
+    assert [one.given for one in collectives_of_training(large, 4)] == [25 * 2**20, 7 * 2**20]
+    assert collectives_of_training(large, 1) == []
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.experts = nn.Embedding(5, 8), Experts(3, 8, 8)
+
+    def loss(self):
+        words = torch.randint(5, (4, 3))
+        return self.experts(self.first(words), words % 3).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*returns a view")
+@pytest.mark.parametrize("kind", [THOR, ThorMuon])
+@pytest.mark.parametrize("model", [Kinds, Routed])
+def test_one_process_keeps_what_a_step_leaves(kind, model):
+    optimizer = kind(model(), split_dim=4)
+    memory = memory_of(optimizer, optimizer.curvature.values(), 1)
+    optimizer.model.loss().backward()
+    sums = [sums.rows.nbytes for layer in optimizer.curvature.values() for sums in layer.statistics.sums()]
+    optimizer.step()
+    states = [one for state in optimizer.state.values() for one in state.items() if torch.is_tensor(one[1])]
+    moments = ("momentum_buffer", "exp_avg", "exp_avg_sq", "step")
+    assert memory.curvature == sum(value.nbytes for key, value in states if key not in moments)
+    state = sum(value.nbytes for key, value in states if key != "step")
+    trained = [p.nbytes for p in optimizer.model.parameters() if p.requires_grad]
+    tensors = [*optimizer.model.parameters(), *optimizer.model.buffers()]
+    assert memory.whole == sum(one.nbytes for one in tensors) + sum(trained) + state
+    assert memory.sums == sum(sums)
+
+
+def test_layers_are_as_before_when_a_plan_is_made():
+    optimizer = THOR(Kinds(), split_dim=4)
+    layers = optimizer.curvature.values()
+    before = collectives_of_refresh(layers, 4)
+    with laid_out(layers, 4, shards=2, divided=True) as found:
+        assert len(found) < len(layers)
+        assert collectives_of_refresh(found, 4) != before
+    assert collectives_of_refresh(layers, 4) == before
+    assert all(layer.weight_view.shards is None for layer in layers)
