@@ -145,7 +145,8 @@ def collectives_of_refresh(
     agreed = _gather(HEADER + NUMBERS, processes)
     rows = _gather(sum(3 + len(layer.statistics.group_rows) for layer in layers), processes)
     traces = _gather(sum(2 * len(layer.sides) * layer.kind.groups for layer in layers), processes)
-    return [agreed, rows, traces, *sums, _gather(2 * len(blocks), processes), *results, *copies]
+    failures = _gather(2 * sum(len(layer.stored) for layer in layers), processes)
+    return [agreed, rows, traces, *sums, failures, *results, *copies]
 
 
 def _of_owners(name: str, blocks: Sequence[tuple[Blocks, Sequence[int]]], itemsize: int) -> Collective:
