@@ -214,7 +214,7 @@ def test_a_short_training_has_every_step_and_a_long_one_a_small_file(tmp_path):
 
 
 def test_scalars_after_the_checkpoint_are_hidden(tmp_path):
-    for first, last in ((1, 5), (4, 9)):
+    for first, last in ((1, 6), (4, 5)):
         run = new_run()
         run.step = first - 1
         board = TensorBoard(tmp_path, run)
@@ -222,7 +222,7 @@ def test_scalars_after_the_checkpoint_are_hidden(tmp_path):
         board.close()
         [path] = tmp_path.glob("events.out.tfevents.*.*")
         path.rename(tmp_path / f"events.out.tfevents.{first}")  # they are read by name, which has whole seconds
-    assert list(scalars(tmp_path)["train/lr"]) == list(range(1, 10))
+    assert list(scalars(tmp_path)["train/lr"]) == [1, 2, 3, 4, 5]
 
 
 # ------------------------------------------------------------------------------------------------ lines and bars

@@ -106,7 +106,7 @@ class Bar(_Figures):
 
     def close(self) -> None:
         """Leave the bar as it is, without the figures."""
-        self._line.plain = ""
+        self._live.update(self._bar)
         self._live.stop()
 
 
