@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch_thor.bench import drawing, markdown, script
     from torch_thor.bench.machine import describe, describe_device
     from torch_thor.bench.numbers import final_accuracy, running_mean, steps_to
-    from torch_thor.bench.recipes import train_recipe
+    from torch_thor.bench.recipes import evaluations_of, run_of, step_of, train_recipe, trained
     from torch_thor.bench.runner import complete, complete_here, missing
     from torch_thor.bench.search import SEEDS, TUNING_SEED, Search, stages
     from torch_thor.bench.stores import Folder, Rows, key_of, write_json, write_tables
@@ -25,17 +25,21 @@ __all__ = [
     "describe",
     "describe_device",
     "drawing",
+    "evaluations_of",
     "final_accuracy",
     "key_of",
     "markdown",
     "median_ratio",
     "missing",
+    "run_of",
     "running_mean",
     "script",
     "stages",
+    "step_of",
     "steps_to",
     "take_turns",
     "train_recipe",
+    "trained",
     "training_step",
     "write_json",
     "write_tables",
@@ -44,7 +48,7 @@ __all__ = [
 _MODULES = {
     "torch_thor.bench.machine": ("describe", "describe_device"),
     "torch_thor.bench.numbers": ("final_accuracy", "running_mean", "steps_to"),
-    "torch_thor.bench.recipes": ("train_recipe",),
+    "torch_thor.bench.recipes": ("evaluations_of", "run_of", "step_of", "train_recipe", "trained"),
     "torch_thor.bench.runner": ("complete", "complete_here", "missing"),
     "torch_thor.bench.search": ("SEEDS", "TUNING_SEED", "Search", "stages"),
     "torch_thor.bench.stores": ("Folder", "Rows", "key_of", "write_json", "write_tables"),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_thor.training.reports.pictures import save_picture
+from torch_thor.files import whole_file
 
 if TYPE_CHECKING:  # slow to import
     from matplotlib.axes import Axes
@@ -30,19 +30,7 @@ def draw_band(
     shade: float = 0.2,
     middle: Callable[[Sequence[float]], float] = statistics.fmean,
 ) -> None:
-    """Draw the mean of some series as a line, and the range from the lowest to the highest value behind it.
-
-    Args:
-        axes: The axes to draw on.
-        xs: The position of each point.
-        series: For each seed one value per point.
-        label: The label in the legend.
-        colour: The colour of line and range, as matplotlib takes it; `None` for the next colour of the cycle.
-        marker: The marker of the points; `None` for none.
-        style: The style of the line.
-        shade: The opacity of the range, in [0, 1].
-        middle: Reduces the values at one point to that of the line; the mean by default.
-    """
+    """Draw the mean of some series as a line, and the range from the lowest to the highest value behind it."""
     columns = list(zip(*series, strict=True))
     (line,) = axes.plot(xs, [middle(column) for column in columns], label=label, color=colour, marker=marker, ls=style)
     if len(series) > 1:
@@ -50,20 +38,11 @@ def draw_band(
 
 
 def note(figure: "Figure", text: str) -> None:
-    """Write a note below the axes, such as the source of numbers that were not measured here.
-
-    Args:
-        figure: The figure.
-        text: One or more lines.
-    """
+    """Write a note below the axes, such as the source of numbers that were not measured here."""
     figure.supxlabel(text, fontsize=8, color="#444444")
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a picture in the resolution of the documentation; a file is replaced only by a complete one.
-
-    Args:
-        figure: The figure.
-        path: The PNG file to write.
-    """
-    save_picture(figure, path, dpi=110)
+    """Write a picture in the resolution of the documentation; a file is replaced only by a complete one."""
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=110)

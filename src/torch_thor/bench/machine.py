@@ -13,11 +13,7 @@ from torch_thor.split.timing import device_name, processor_name
 
 
 def describe() -> dict[str, Any]:
-    """Describe the machine, for a comparison that may run on any of its devices.
-
-    Returns:
-        JSON values: processor, cores, the number of torch's threads in this process, GPU or "cpu", versions and commit.
-    """
+    """Describe the machine, for a comparison that may run on any of its devices."""
     return {
         "processor": processor_name(),
         "cores": os.cpu_count(),
@@ -29,14 +25,7 @@ def describe() -> dict[str, Any]:
 
 
 def describe_device(device: str) -> dict[str, Any]:
-    """Describe one device and the versions; a measurement may be continued only where the description is equal.
-
-    Args:
-        device: The device.
-
-    Returns:
-        JSON values: the device, cores, the number of torch's threads, and the versions.
-    """
+    """Describe one device and the versions; a measurement may be continued only where the description is equal."""
     return {
         "device": device_name(torch.device(device)),
         "cores": os.cpu_count(),
@@ -46,11 +35,7 @@ def describe_device(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a result depends on.
-
-    Returns:
-        The versions, by the names of the packages.
-    """
+    """Return the versions of the packages that a result depends on."""
     import torchvision  # imported here because it takes a second, and only measurements need it
 
     return {
@@ -62,14 +47,7 @@ def versions() -> dict[str, str]:
 
 
 def commit(file: Path = Path(__file__)) -> str:
-    """Return the commit of the checkout that a file belongs to.
-
-    Args:
-        file: The file. An installed copy may be in a folder of another repository, which does not track it.
-
-    Returns:
-        The short hash; `unknown` if no repository tracks the file.
-    """
+    """Return the commit of the checkout that a file belongs to."""
     try:
         if _git(file.parent, "ls-files", "--error-unmatch", file.name):
             return _git(file.parent, "rev-parse", "--short", "HEAD") or "unknown"

@@ -6,18 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a table.
-
-    Args:
-        heads: The heading of each column.
-        rows: The cells of each row, one per column.
-
-    Returns:
-        Markdown, without a newline after the last row.
-
-    Raises:
-        ValueError: A row has another number of cells than there are columns; Markdown would hide surplus cells.
-    """
+    """Format a table."""
     lines = [_line(heads), "|---" * len(heads) + "|"]
     for row in rows:
         if len(row) != len(heads):
@@ -31,55 +20,22 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """Format a number, such as the steps to a target.
-
-    Args:
-        value: The number; `None` or infinity if the target was not reached.
-        form: The format of the number.
-
-    Returns:
-        The number, or `never`.
-    """
+    """Format a number, such as the steps to a target."""
     return "never" if value is None or math.isinf(value) else format(value, form)
 
 
 def each(values: Iterable[float | None], form: str) -> str:
-    """Format the values of several seeds.
-
-    Args:
-        values: One value per seed.
-        form: The format of each number.
-
-    Returns:
-        The numbers, separated by commas.
-    """
+    """Format the values of several seeds."""
     return ", ".join(number(value, form) for value in values)
 
 
 def middle(values: Sequence[float], form: str, *, of: Callable[[Sequence[float]], float] = statistics.median) -> str:
-    """Format the median over several seeds, followed by the value of each.
-
-    Args:
-        values: One value per seed; infinity if a target was not reached.
-        form: The format of each number.
-        of: Computes the first number; the median by default.
-
-    Returns:
-        `median (value, value, ...)`.
-    """
+    """Format the median over several seeds, followed by the value of each."""
     return f"{number(of(values), form)} ({each(values, form)})"
 
 
 def summary(values: Sequence[float], form: str) -> str:
-    """Format the values of several seeds with their mean and standard deviation.
-
-    Args:
-        values: One value per seed.
-        form: The format of each number.
-
-    Returns:
-        Mean ± sample standard deviation (n - 1), followed by each value; for one seed the value alone.
-    """
+    """Format the values of several seeds with their mean and standard deviation."""
     if len(values) == 1:
         return format(values[0], form)
     spread = f"{format(statistics.fmean(values), form)} ± {format(statistics.stdev(values), form)}"
@@ -87,14 +43,6 @@ def summary(values: Sequence[float], form: str) -> str:
 
 
 def reached(values: Sequence[float | None], form: str) -> str:
-    """Format the steps or the time to a target, for several seeds.
-
-    Args:
-        values: One value per seed; `None` if the target was not reached.
-        form: The format of each number.
-
-    Returns:
-        As `summary` returns it; if a seed did not reach the target, each value without mean and deviation.
-    """
+    """Format the steps or the time to a target, for several seeds."""
     known = [value for value in values if value is not None]
     return summary(known, form) if len(known) == len(values) else each(values, form)

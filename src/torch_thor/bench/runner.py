@@ -18,9 +18,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol, TypeVar
 
-from torch_thor.bench.stores import REMEDY, Store
+from torch_thor.bench.stores import Store, write_whole
 from torch_thor.training.errors import first_line
-from torch_thor.training.output_files import write_whole
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -104,7 +103,7 @@ def complete(
             if isinstance(outcome, Failure):
                 failures.append(outcome)
                 store.folder.mkdir(parents=True, exist_ok=True)
-                write_whole(note, f"{outcome.reason}\n\n{outcome.details}", REMEDY)
+                write_whole(note, f"{outcome.reason}\n\n{outcome.details}")
                 say(f"{number} of {len(todo)} failed: {job.key}: {outcome.reason} ({note})")
             else:
                 store.keep(job.key, outcome)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch_thor.training.output_files import write_whole
+from torch_thor.files import write_text, writing
 
 REMEDY = "make room for it; the same command then goes on with what is missing"
 
@@ -18,19 +18,10 @@ class Store(Protocol):
         """The folder of the files, including the tracebacks of failed jobs."""
 
     def holds(self, key: str) -> bool:
-        """Return whether there is a result.
-
-        Args:
-            key: The key of a job.
-        """
+        """Return whether there is a result."""
 
     def keep(self, key: str, result: Mapping[str, Any]) -> None:
-        """Write a result; it is on the disk when this returns.
-
-        Args:
-            key: The key of the job.
-            result: The result as JSON values.
-        """
+        """Write a result; it is on the disk when this returns."""
 
 
 class Folder:
@@ -44,46 +35,20 @@ class Folder:
         self.folder = folder
 
     def file(self, key: str) -> Path:
-        """Return the path of the file of a result.
-
-        Args:
-            key: The key of the job.
-
-        Returns:
-            The path; the file may be missing.
-        """
+        """Return the path of the file of a result."""
         return self.folder / f"{key}.json"
 
     def holds(self, key: str) -> bool:
-        """Return whether there is a result.
-
-        Args:
-            key: The key of the job.
-
-        Returns:
-            Whether the file exists, which is then complete.
-        """
+        """Return whether there is a result."""
         return self.file(key).exists()
 
     def read(self, key: str) -> dict[str, Any]:
-        """Read a result.
-
-        Args:
-            key: The key of the job.
-
-        Returns:
-            The result as JSON values.
-        """
+        """Read a result."""
         result: dict[str, Any] = json.loads(self.file(key).read_text(encoding="utf-8"))
         return result
 
     def keep(self, key: str, result: Mapping[str, Any]) -> None:
-        """Write a result.
-
-        Args:
-            key: The key of the job.
-            result: The result as JSON values.
-        """
+        """Write a result."""
         write_json(self.file(key), result)
 
 
@@ -100,87 +65,48 @@ class Rows:
         self.rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
     def find(self, key: str) -> dict[str, Any] | None:
-        """Look up a result.
-
-        Args:
-            key: The key of the job.
-
-        Returns:
-            The first result of the job; `None` if there is none.
-        """
+        """Look up a result."""
         return next((row for row in self.rows if key_of(row[self.name]) == key), None)
 
     def holds(self, key: str) -> bool:
-        """Return whether there is a result.
-
-        Args:
-            key: The key of the job.
-
-        Returns:
-            Whether there is one.
-        """
+        """Return whether there is a result."""
         return self.find(key) is not None
 
     def keep(self, key: str, result: Mapping[str, Any]) -> None:
-        """Add a result, or replace the existing one of the job, and write the file.
-
-        Args:
-            key: The key of the job.
-            result: The result as JSON values.
-        """
+        """Add a result, or replace the existing one of the job, and write the file."""
         assert key_of(result[self.name]) == key
         there = self.find(key)
         place = len(self.rows) if there is None else self.rows.index(there)
         self.rows[place : place + 1] = [dict(result)]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, "[\n" + ",\n".join(map(json.dumps, self.rows)) + "\n]\n", REMEDY)
+        write_whole(self.path, "[\n" + ",\n".join(map(json.dumps, self.rows)) + "\n]\n")
+
+
+def write_whole(path: Path, text: str, remedy: str = REMEDY) -> None:
+    """Replace a text file by a complete new one; if that fails, a `UserError` names the remedy."""
+    with writing(path, remedy):
+        write_text(path, text)
 
 
 def key_of(words: Mapping[str, Any]) -> str:
-    """Return a key made of the values that identify a job.
-
-    Args:
-        words: The values, by name.
-
-    Returns:
-        `name value, name value, ...`, sorted by name.
-    """
+    """Return a key made of the values that identify a job."""
     return ", ".join(f"{name} {words[name]}" for name in sorted(words))
 
 
 def write_json(path: Path, values: Any, indent: int | None = None) -> None:
-    """Write JSON values into a file, which is replaced only when the new one is complete.
-
-    Args:
-        path: The file, whose folder is created if it is missing.
-        values: JSON values.
-        indent: The number of spaces per level; `None` writes one line.
-    """
+    """Write JSON values into a file, which is replaced only when the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(values, indent=indent) + "\n", REMEDY)
+    write_whole(path, json.dumps(values, indent=indent) + "\n")
 
 
 def write_tables(folder: Path, text: str, values: Any = None) -> None:
-    """Write the tables of raw data into their folder: table.md, and table.json if values are given.
-
-    Args:
-        folder: The folder of the raw data.
-        text: The tables in Markdown.
-        values: The same numbers as JSON values. Numbers that are not finite are written as null, as JSON requires.
-    """
+    """Write the tables of raw data into their folder: table.md, and table.json if values are given."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "table.md", text + "\n", REMEDY)
+    write_whole(folder / "table.md", text + "\n")
     if values is not None:
         write_json(folder / "table.json", finite(values), indent=1)
 
 
 def finite(values: Any) -> Any:
-    """Replace numbers that JSON cannot represent.
-
-    Args:
-        values: JSON values, in which numbers may be NaN or infinite.
-
-    Returns:
-        The same values, with `None` in the place of NaN and infinities.
-    """
+    """Replace numbers that JSON cannot represent."""
     return json.loads(json.dumps(values), parse_constant=lambda name: None)

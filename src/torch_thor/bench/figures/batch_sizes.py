@@ -31,16 +31,8 @@ RULE = "lr of the recipe times the square root of batch size over the recipe's"
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """Return the settings of the figure.
-
-    Args:
-        options: The user's options.
-        device: The device to train on.
-
-    Returns:
-        JSON values.
-    """
-    recipe = recipe_settings(recipe_of(options), list(OPTIMIZERS.values()))
+    """Return the settings of the figure."""
+    recipe = recipe_settings(recipe_of(options, [*OPTIMIZERS.values()]), [*OPTIMIZERS.values()])
     interval = recipe["optimizers"]["thor"]["update_interval"]
     require(
         isinstance(interval, int),
@@ -56,14 +48,7 @@ def settings(options: Options, device: str) -> dict[str, Any]:
 
 
 def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of the table, the largest batch first, so that an error for lack of memory comes early.
-
-    Args:
-        settings: The settings of the figure.
-
-    Returns:
-        The optimizer, the batch size and the seed of each run.
-    """
+    """Return the runs of the table, the largest batch first, so that an error for lack of memory comes early."""
     return [
         {"optimizer": name, "batch_size": size, "seed": seed}
         for seed in settings["seeds"]
@@ -73,16 +58,7 @@ def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def scaled(recipe: Mapping[str, Any], optimizer: str, batch_size: int) -> dict[str, Any]:
-    """Return the settings of a recipe that depend on the batch size.
-
-    Args:
-        recipe: The recipe as JSON values, tuned at its own batch size.
-        optimizer: The name of one of its optimizers.
-        batch_size: The number of images per step.
-
-    Returns:
-        The keys `batch_size`, `lr`, `eval_interval`, and for THOR `update_interval`.
-    """
+    """Return the settings of a recipe that depend on the batch size."""
     own, share = recipe["optimizers"][optimizer], batch_size / recipe["batch_size"]
     words = {"batch_size": batch_size, "lr": float(f"{own['lr'] * math.sqrt(share):.6g}")}
     if recipe["eval_interval"] is not None:
@@ -93,16 +69,7 @@ def scaled(recipe: Mapping[str, Any], optimizer: str, batch_size: int) -> dict[s
 
 
 def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
-    """Train once. A training that diverges counts as a result.
-
-    Args:
-        settings: The settings of the figure.
-        job: The optimizer, the batch size and the seed.
-        console: The console that shows progress.
-
-    Returns:
-        The scaled settings, the error if the training has diverged (else None), and every point of the run.
-    """
+    """Train once. A training that diverges counts as a result."""
     optimizer = OPTIMIZERS[job["optimizer"]]
     own = scaled(settings["recipe"], optimizer, job["batch_size"])
     words = [f"seed={job['seed']}", *(f"{key}={value}" for key, value in own.items())]
@@ -117,14 +84,7 @@ def _targets(raw: RawData) -> list[float]:
 
 
 def table(raw: RawData) -> str:
-    """Return a table of the accuracy and of the epochs to the recipe's targets at each batch size.
-
-    Args:
-        raw: Complete raw data.
-
-    Returns:
-        The table, and the numbers of the paper, in Markdown.
-    """
+    """Return a table of the accuracy and of the epochs to the recipe's targets at each batch size."""
     targets, processor = _targets(raw), processor_time_counts(raw.settings, raw.machine)
     heads = ["batch size", "optimizer", "lr", "steps", "final accuracy"]
     heads += [f"epochs (steps) to {target:.1%}" for target in targets] + [
@@ -152,12 +112,7 @@ def table(raw: RawData) -> str:
 
 
 def draw(raw: RawData, path: Path) -> None:
-    """Draw final accuracy, and epochs to the recipe's lowest target, against the batch size.
-
-    Args:
-        raw: Complete raw data.
-        path: The PNG file to write.
-    """
+    """Draw final accuracy, and epochs to the recipe's lowest target, against the batch size."""
     from matplotlib.figure import Figure as Picture  # imported here because it is slow to import
 
     targets = _targets(raw)[:1]

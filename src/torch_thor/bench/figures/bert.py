@@ -31,55 +31,24 @@ ACCURACY = "mlm_accuracy"
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """Choose the settings of the figure.
-
-    Args:
-        options: The user's.
-        device: To train on.
-
-    Returns:
-        Plain values.
-    """
-    recipe = recipe_settings(recipe_of(options, RECIPE), OPTIMIZERS)
+    """Choose the settings of the figure."""
+    recipe = recipe_settings(recipe_of(options, OPTIMIZERS, RECIPE), OPTIMIZERS)
     return {"recipe": recipe, "device": device, "seeds": options.seeds or SEEDS, "optimizers": list(OPTIMIZERS)}
 
 
 def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of the figure, seed by seed.
-
-    Args:
-        settings: What decides it.
-
-    Returns:
-        An optimizer and a seed each.
-    """
+    """Return the runs of the figure, seed by seed."""
     return [{"optimizer": name, "seed": seed} for seed in settings["seeds"] for name in settings["optimizers"]]
 
 
 def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
-    """Train once.
-
-    Args:
-        settings: What decides the figure.
-        job: Optimizer and seed.
-        console: Where progress is shown.
-
-    Returns:
-        Every point of the run.
-    """
+    """Train once."""
     name, seed = job["optimizer"], job["seed"]
     return train_run(settings, name, [f"seed={seed}"], console, label=f"{name}, seed {seed}").plain()
 
 
 def table(raw: RawData) -> str:
-    """Final accuracy, and what it took to reach LAMB's.
-
-    Args:
-        raw: Complete raw data.
-
-    Returns:
-        Markdown, ours and theirs.
-    """
+    """Final accuracy, and what it took to reach LAMB's."""
     targets = {run["job"]["seed"]: run["evaluations"][ACCURACY][-1] for run in raw.chosen(optimizer=BASELINE)}
     processor = processor_time_counts(raw.settings, raw.machine)
     heads = (
@@ -113,12 +82,7 @@ def table(raw: RawData) -> str:
 
 
 def draw(raw: RawData, path: Path) -> None:
-    """Draw the accuracy, the mean over seeds with the range behind it.
-
-    Args:
-        raw: Complete raw data.
-        path: The PNG to write.
-    """
+    """Draw the accuracy, the mean over seeds with the range behind it."""
     from matplotlib.figure import Figure as Picture  # slow to import, and no window is wanted
 
     picture = Picture(figsize=(11, 4.4), layout="constrained")

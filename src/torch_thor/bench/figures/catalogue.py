@@ -1,11 +1,13 @@
 """`torch-thor figures`: the list of figures, and the command that measures and draws them."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import is_torchelastic_launched
@@ -13,18 +15,17 @@ from torch.distributed import is_torchelastic_launched
 from torch_thor.bench.figures.batch_sizes import BATCH_SIZES
 from torch_thor.bench.figures.bert import BERT
 from torch_thor.bench.figures.curves import CURVES
-from torch_thor.bench.figures.figure import WHICH_RUNS, Figure, Options, device_of
+from torch_thor.bench.figures.figure import WHICH_RUNS, Figure, Options
 from torch_thor.bench.figures.fisher_norm import FISHER_NORM
 from torch_thor.bench.figures.raw import RawData, RawFile, differences, plain, read
 from torch_thor.bench.figures.split_dim import SPLIT_DIM
 from torch_thor.bench.machine import describe_device
 from torch_thor.bench.runner import complete_here, missing
-from torch_thor.bench.stores import key_of
-from torch_thor.training.engine import parallel
+from torch_thor.bench.stores import key_of, write_whole
+from torch_thor.files import check_place, writing
+from torch_thor.training import device_of
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.lock import LOCK_FILE, Lock
-from torch_thor.training.models.library import nearest
-from torch_thor.training.output_files import check_place, write_whole, writing
+from torch_thor.training.keys import nearest
 from torch_thor.training.printing import printer
 
 FIGURES: dict[str, Figure] = {
@@ -60,20 +61,12 @@ class FigureJob:
         return key_of(self.which)
 
     def run(self) -> dict[str, Any]:
-        """Measure the run.
-
-        Returns:
-            The run in the form in which raw data store it.
-        """
+        """Measure the run."""
         return {"job": self.which, **plain(FIGURES[self.figure].measure(self.settings, self.which, self.console))}
 
 
 def figure_table() -> Table:
-    """List the figures.
-
-    Returns:
-        A table for a Rich console.
-    """
+    """List the figures."""
     table = Table("figure", "shows", "options")
     for name, figure in FIGURES.items():
         table.add_row(name, figure.about, " ".join(f"--{option.replace('_', '-')}" for option in figure.takes))
@@ -91,20 +84,7 @@ def make_figures(
     overwrite: bool = False,
     redraw: bool = False,
 ) -> None:
-    """Measure the runs of a figure that are missing, and draw it.
-
-    Args:
-        name: A key of `FIGURES`, or `all`.
-        out: The folder of raw data, picture and table: NAME.json, NAME.png, NAME.md.
-        console: The console to print to.
-        options: The user's options.
-        device: The device to measure on, as in a recipe.
-        overwrite: Whether to delete existing raw data first.
-        redraw: Whether to draw from existing raw data of any settings, without measuring.
-
-    Raises:
-        UserError: An option does not fit, or existing raw data cannot be continued or drawn.
-    """
+    """Measure the runs of a figure that are missing, and draw it."""
     names = list(FIGURES) if name == ALL else [name]
     known = [*FIGURES, ALL]
     require(name in known, f"there is no figure {name}{nearest(name, known)}: the figures are {', '.join(known)}")
@@ -127,8 +107,7 @@ def make_figures(
     with writing(out, ANOTHER):
         out.mkdir(parents=True, exist_ok=True)
     for each in names:
-        with Lock(out / f".{each}{LOCK_FILE}", f"figure {each} in {out}", f"wait for it, or {ANOTHER}") as lock:
-            lock.take()
+        with _locked(out, each):
             raw = find(each)  # another process may have continued it
             _complete(raw, paths[each], console)
             _show(raw, paths[each], console)
@@ -170,7 +149,7 @@ def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: 
     """Return the raw data to continue: existing ones that were measured with the same settings, or new ones."""
     figure = FIGURES[name]
     settings = plain(
-        figure.settings(Options(**{key: getattr(options, key) for key in figure.takes}), device_of(device))
+        figure.settings(Options(**{key: getattr(options, key) for key in figure.takes}), str(device_of(device)))
     )
     with _threads_of(settings):
         raw = RawData(name, settings, plain(describe_device(settings["device"])))
@@ -202,5 +181,24 @@ def _complete(raw: RawData, path: Path, console: Console) -> None:
             say(f"{path} holds all runs: drawn again, nothing measured")
 
 
-def _threads_of(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
-    return parallel.threads(settings.get("recipe", {}).get("threads"))
+@contextmanager
+def _threads_of(settings: Mapping[str, Any]) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(settings.get("recipe", {}).get("threads") or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _locked(out: Path, name: str) -> Iterator[None]:
+    with writing(out, ANOTHER):
+        try:
+            lock = FileLock(out / f".{name}.lock", blocking=False).acquire()
+        except Timeout as error:  # a subclass of OSError
+            raise UserError(
+                f"figure {name} in {out} is in use by another process: wait for it, or {ANOTHER}"
+            ) from error
+    with lock:
+        yield

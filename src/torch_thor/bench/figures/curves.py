@@ -31,57 +31,26 @@ SMOOTHED = 25  # the number of preceding steps in the running mean of the loss
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """Return the settings of the figure.
-
-    Args:
-        options: The user's options.
-        device: The device to train on.
-
-    Returns:
-        JSON values.
-    """
-    recipe = recipe_settings(recipe_of(options), ["sgd", "thor"])
+    """Return the settings of the figure."""
+    recipe = recipe_settings(recipe_of(options, ["sgd", "thor"]), ["sgd", "thor"])
     recipe["optimizers"]["thor"].pop("trace_thresholds")  # each setting has its own
     return {"recipe": recipe, "device": device, "seeds": options.seeds or SEEDS, "settings": list(SETTINGS)}
 
 
 def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of the figure, seed by seed, so that an interrupted measurement has complete seeds.
-
-    Args:
-        settings: The settings of the figure.
-
-    Returns:
-        The setting and the seed of each run.
-    """
+    """Return the runs of the figure, seed by seed, so that an interrupted measurement has complete seeds."""
     return [{"setting": name, "seed": seed} for seed in settings["seeds"] for name in settings["settings"]]
 
 
 def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
-    """Train once.
-
-    Args:
-        settings: The settings of the figure.
-        job: The setting and the seed.
-        console: The console that shows progress.
-
-    Returns:
-        Every point of the run.
-    """
+    """Train once."""
     name, seed = job["setting"], job["seed"]
     words = [f"seed={seed}", *([] if name == BASELINE else [f"trace_thresholds={name}"])]
     return train_run(settings, SETTINGS[name], words, console, label=f"{name}, seed {seed}").plain()
 
 
 def table(raw: RawData) -> str:
-    """Return a table of the final accuracies, and of the epochs and seconds to that of momentum.
-
-    Args:
-        raw: Complete raw data.
-
-    Returns:
-        The table, and the numbers of the paper, in Markdown.
-    """
+    """Return a table of the final accuracies, and of the epochs and seconds to that of momentum."""
     targets = {run["job"]["seed"]: run["evaluations"]["top1"][-1] for run in raw.chosen(setting=BASELINE)}
     processor = processor_time_counts(raw.settings, raw.machine)
     heads = (
@@ -115,12 +84,7 @@ def _refreshed(runs: list[dict[str, Any]]) -> str:
 
 
 def draw(raw: RawData, path: Path) -> None:
-    """Draw loss and accuracy, the mean over seeds with the range behind it.
-
-    Args:
-        raw: Complete raw data.
-        path: The PNG file to write.
-    """
+    """Draw loss and accuracy, the mean over seeds with the range behind it."""
     from matplotlib.figure import Figure as Picture  # imported here because it is slow to import
 
     picture = Picture(figsize=(11, 7.6), layout="constrained")

@@ -1,6 +1,6 @@
 """The definition of a figure: its options, its settings, the runs that these require, and its drawing functions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from torch_thor.bench.figures.raw import RawData
-from torch_thor.training.config.recipe import Recipe
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.engine.parallel import resolve_device
+from torch_thor.training import Recipe, load_recipe
 from torch_thor.training.errors import UserError, require
 
 if TYPE_CHECKING:  # slow to import
@@ -50,11 +48,7 @@ class Options:
             )
 
     def given(self) -> list[str]:
-        """Return the names of the options that the user gave.
-
-        Returns:
-            The names.
-        """
+        """Return the names of the options that the user gave."""
         return [item.name for item in fields(self) if getattr(self, item.name) is not None]
 
 
@@ -82,18 +76,7 @@ class Figure:
 
 
 def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    """Read whole numbers from an option.
-
-    Args:
-        option: The option as the user writes it.
-        text: Numbers separated by commas; `None` if the option was not given.
-
-    Returns:
-        The numbers; `None` if the option was not given.
-
-    Raises:
-        UserError: The text is something else.
-    """
+    """Read whole numbers from an option."""
     if text is None:
         return None
     try:
@@ -102,41 +85,15 @@ def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
         raise UserError(f"{option} {text}: give whole numbers separated by commas, such as 1,2,4") from error
 
 
-def recipe_of(options: Options, default: str = DEFAULT_DATA) -> Recipe:
-    """Return the recipe of a figure.
-
-    Args:
-        options: The user's options.
-        default: The recipe if the options name none.
-
-    Returns:
-        The recipe, with the number of epochs and the interval of evaluations that the user gave.
-    """
-    words = [f"{key}={value}" for key in ("epochs", "eval_interval") if (value := getattr(options, key)) is not None]
+def recipe_of(options: Options, optimizers: Sequence[str], default: str = DEFAULT_DATA) -> Recipe:
+    """Return the recipe of a figure."""
+    words = [f"optimizer={','.join(optimizers)}"]
+    words += [f"{key}={value}" for key in ("epochs", "eval_interval") if (value := getattr(options, key)) is not None]
     return load_recipe(options.data or default, words)
 
 
-def device_of(name: str) -> str:
-    """Return the name of the device for the settings of a figure.
-
-    Args:
-        name: The device as in a recipe, which may be `auto`.
-
-    Returns:
-        The name of a device, which is not `auto`.
-    """
-    return str(resolve_device(name))
-
-
 def write_title(picture: "Picture", raw: RawData, how: str, what: str = "") -> None:
-    """Write a title above a picture: the data, the network, the batch size and the number of seeds.
-
-    Args:
-        picture: The picture.
-        raw: The raw data that it shows.
-        how: Text after network and batch size.
-        what: Text before the number of seeds.
-    """
+    """Write a title above a picture: the data, the network, the batch size and the number of seeds."""
     recipe, seeds = raw.settings["recipe"], len(raw.settings["seeds"])
     picture.suptitle(
         f"{recipe['data']['name']}, {recipe['model']}, batch {recipe['batch_size']}, {how}; "

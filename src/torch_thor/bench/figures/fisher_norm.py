@@ -24,9 +24,9 @@ from torch_thor.bench.figures.figure import Figure, Options, recipe_of, write_ti
 from torch_thor.bench.figures.measuring import recipe_settings, train_run
 from torch_thor.bench.figures.raw import RawData
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.training.engine.history import RefreshPoint
-from torch_thor.training.engine.loop import Callback, Run
-from torch_thor.training.engine.refreshes import curvature_of
+from torch_thor.curvature.refresh import Decision
+from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.training import Observer, Point, Run
 from torch_thor.training.errors import UserError, require
 
 SEEDS = (0,)
@@ -37,28 +37,13 @@ Factors = tuple[float, list[Tensor], list[Tensor]]  # T, then A and G of each gr
 
 
 def factors_of(layer: LayerCurvature) -> Factors:
-    """Return the factors of a layer that are in use, in float64.
-
-    Args:
-        layer: A layer with factors.
-
-    Returns:
-        T, and lists of A and of G with one matrix per group; layers other than grouped convolutions have one group.
-    """
+    """Return the factors of a layer that are in use, in float64."""
     a, g = ([m.double() for m in (f if isinstance(f, list) else [f])] for f in layer.factors() if f is not None)
     return layer.rows_per_term, a, g
 
 
 def inner_product(one: Factors, other: Factors) -> float:
-    """Return ⟨T A ⊗ G, T' A' ⊗ G'⟩_F = T T' ⟨A, A'⟩ ⟨G, G'⟩, summed over groups, without forming the products.
-
-    Args:
-        one: The factors of a layer.
-        other: Other factors of the same layer.
-
-    Returns:
-        The inner product. That of factors with themselves is the square of the F-norm.
-    """
+    """Return ⟨T A ⊗ G, T' A' ⊗ G'⟩_F = T T' ⟨A, A'⟩ ⟨G, G'⟩, summed over groups, without forming the products."""
     parts = [
         (a * a_other).sum() * (g * g_other).sum() for a, g, a_other, g_other in zip(*one[1:], *other[1:], strict=True)
     ]
@@ -66,33 +51,18 @@ def inner_product(one: Factors, other: Factors) -> float:
 
 
 def fisher_norm(factors: Factors) -> float:
-    """Return ‖F‖_F.
-
-    Args:
-        factors: The factors of a layer.
-
-    Returns:
-        The norm.
-    """
+    """Return ‖F‖_F."""
     return math.sqrt(inner_product(factors, factors))
 
 
 def relative_distance(now: Factors, before: Factors) -> float | None:
-    """Return ‖F_now − F_before‖_F / ‖F_before‖_F.
-
-    Args:
-        now: The factors of a layer.
-        before: Earlier factors of the same layer.
-
-    Returns:
-        The distance; `None` if F_before is zero.
-    """
+    """Return ‖F_now − F_before‖_F / ‖F_before‖_F."""
     norm = inner_product(before, before)
     square = inner_product(now, now) + norm - 2 * inner_product(now, before)
     return math.sqrt(max(0.0, square) / norm) if norm else None
 
 
-class Norms(Callback):
+class Norms(Observer):
     """Records the norm of each layer's block at each refresh, and its distance from that of the previous refresh."""
 
     def __init__(self) -> None:
@@ -102,23 +72,18 @@ class Norms(Callback):
         self.distances: list[list[float | None]] = []
         self._before: dict[str, Factors] = {}
 
-    def after_refresh(self, run: Run, points: Sequence[RefreshPoint]) -> None:
-        """Record norms and distances after a refresh.
-
-        Args:
-            run: The training.
-            points: The decisions of the refresh; every layer must have taken new factors.
-
-        Raises:
-            UserError: A layer has not.
-        """
-        failed = [point.layer for point in points if point.decision == "failed"]
+    def step(self, run: Run, point: Point) -> None:
+        """Record norms and distances after a refresh."""
+        if not point.events:
+            return
+        failed = [event.layer for event in point.events if event.decision is Decision.FAILED]
         if failed:
             raise UserError(
                 f"step {run.step}: the factors of {', '.join(failed)} cannot be inverted, so its steps are not THOR's: "
                 "raise damping, in a recipe of your own"
             )
-        now = {name: factors_of(layer) for name, layer in curvature_of(run.optimizer).items()}
+        assert isinstance(run.optimizer, CurvatureOptimizer)
+        now = {name: factors_of(layer) for name, layer in run.optimizer.curvature.items()}
         self.layers = list(now)
         self.steps.append(run.step)
         self.norms.append([fisher_norm(factors) for factors in now.values()])
@@ -129,26 +94,13 @@ class Norms(Callback):
         self._before = now
 
     def columns(self) -> dict[str, Any]:
-        """Return the recorded values.
-
-        Returns:
-            `layers`; `step`, the step of each refresh, counted from 1; and `norm` and `distance`, for each refresh a
-            list over layers.
-        """
+        """Return the recorded values."""
         return {"layers": self.layers, "step": self.steps, "norm": self.norms, "distance": self.distances}
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """Return the settings of the figure.
-
-    Args:
-        options: The user's options.
-        device: The device to train on.
-
-    Returns:
-        JSON values.
-    """
-    recipe = recipe_settings(recipe_of(options), ["thor"])
+    """Return the settings of the figure."""
+    recipe = recipe_settings(recipe_of(options, ["thor"]), ["thor"])
     recipe["optimizers"]["thor"].update(trace_thresholds="thor_nt", split_dim=None, factor_decay=0.0)
     del recipe["optimizers"]["thor"]["update_interval"]
     interval = {**INTERVAL, "last": "one epoch"}
@@ -156,39 +108,23 @@ def settings(options: Options, device: str) -> dict[str, Any]:
 
 
 def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of the figure.
-
-    Args:
-        settings: The settings of the figure.
-
-    Returns:
-        The seed of each run.
-    """
+    """Return the runs of the figure."""
     return [{"seed": seed} for seed in settings["seeds"]]
 
 
 def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
-    """Train once and record the norms.
-
-    Args:
-        settings: The settings of the figure.
-        job: The seed.
-        console: The console that shows progress.
-
-    Returns:
-        The norms, and every point of the run.
-    """
+    """Train once and record the norms."""
     norms, seed = Norms(), job["seed"]
     first, factor = settings["update_interval"]["first"], settings["update_interval"]["factor"]
 
     def grow(run: Run) -> None:
         assert isinstance(run.optimizer, THOR)
         for group in run.optimizer.param_groups:
-            group["update_interval"] = intervals.Geometric(first, max(first, run.steps_per_epoch), factor)
+            group["update_interval"] = intervals.Geometric(first, max(first, run.task.steps_per_epoch), factor)
 
     words = [f"seed={seed}"]
     label = f"thor, seed {seed}"
-    trained = train_run(settings, "thor", words, console, label=label, callbacks=[norms], prepare=grow)
+    trained = train_run(settings, "thor", words, console, label=label, observers=[norms], prepare=grow)
     require(
         len(norms.steps) >= FEWEST,
         f"{trained.run.step} steps with {len(norms.steps)} refreshes show no change: give more --epochs",
@@ -197,26 +133,12 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
 
 
 def norm_changes(norms: Sequence[float]) -> list[float]:
-    """Return the relative change of a norm from each refresh to the next.
-
-    Args:
-        norms: The norm of one layer at each refresh.
-
-    Returns:
-        | ‖F_now‖ − ‖F_before‖ | / ‖F_before‖, from the second refresh on; NaN if ‖F_before‖ is zero.
-    """
+    """Return the relative change of a norm from each refresh to the next."""
     return [abs(now - before) / before if before else math.nan for before, now in itertools.pairwise(norms)]
 
 
 def table(raw: RawData) -> str:
-    """Return a table of the norms at both ends of the training, and of their changes, for the first seed.
-
-    Args:
-        raw: Complete raw data.
-
-    Returns:
-        The table, and what the paper reports, in Markdown.
-    """
+    """Return a table of the norms at both ends of the training, and of their changes, for the first seed."""
     run = raw.runs[0]
     norms, steps = run["norms"], run["norms"]["step"]
     total = len(run["steps"]["step"])
@@ -247,12 +169,7 @@ def _range(norms: Sequence[float]) -> str:
 
 
 def draw(raw: RawData, path: Path) -> None:
-    """Draw norms, their changes and the interval over the steps: the mean over seeds with the range behind it.
-
-    Args:
-        raw: Complete raw data.
-        path: The PNG file to write.
-    """
+    """Draw norms, their changes and the interval over the steps: the mean over seeds with the range behind it."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure as Picture  # imported here because it is slow to import
 

@@ -1,131 +1,90 @@
-"""Trains one run of a figure from the settings in the raw data, and converts its history into JSON values."""
+"""Trains one run of a figure from the settings in the raw data, and converts its measurements into JSON values."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import yaml
 from rich.console import Console
 
-from torch_thor.training.callbacks.progress import Bar, Display, Lines
-from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe
-from torch_thor.training.config.recipe_text import parse_recipe, recipe_yaml
-from torch_thor.training.config.recipe_values import covers
-from torch_thor.training.engine import history_format
-from torch_thor.training.engine.history import History as Record
-from torch_thor.training.engine.history import StepPoint
-from torch_thor.training.engine.loop import Callback, Run, train
-from torch_thor.training.engine.parallel import resolve_device
-from torch_thor.training.errors import DivergedError
-from torch_thor.training.experiment import new_run
-from torch_thor.training.printing import printer
-from torch_thor.training.tasks.registry import TASKS
-
-UNUSED = (  # keys of a recipe that are set for each run, or do not affect results
-    "name",
-    "about",
-    "reaches",
-    "optimizer",
-    "seed",
-    "device",
-    "checkpoint_interval",
-    "keep_checkpoints",
-    "keep_best",
-    "log_interval",
+from torch_thor.bench.recipes import trained
+from torch_thor.training import (
+    DivergedError,
+    Observer,
+    Point,
+    Ranks,
+    Recipe,
+    Record,
+    Run,
+    build,
+    device_of,
+    open_task,
+    primary,
 )
-COLUMNS = {"steps": "step", "evaluations": "eval", "refreshes": "refresh"}  # the lists of a record: the kind of point
+from torch_thor.training.optimizers import settings_of
+from torch_thor.training.printing import printer
+from torch_thor.training.progress import Bar, Lines
+from torch_thor.training.recipes import parse
+
+UNUSED = {  # keys of a recipe that are set for each run, or do not affect results
+    "name", "about", "reaches", "optimizer", "seed", "device", "checkpoint_interval", "keep_checkpoints", "keep_best",
+    "log_interval",
+}  # fmt: skip
 
 
-class ProcessorClock(Callback):
+class ProcessorClock(Observer):
     """Measures the processor time of the training steps alone, which other processes on the machine hardly affect."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._begun = 0.0
-
-    def before_training(self, run: Run) -> None:
-        """Start the clock.
-
-        Args:
-            run: The training.
-        """
         self._begun = time.process_time()
 
-    def after_step(self, run: Run, point: StepPoint) -> None:
-        """Record the time at the end of a step.
-
-        Args:
-            run: The training.
-            point: The measurements of the step.
-        """
+    def step(self, run: Run, point: Point) -> None:
+        """Record the time at the end of a step."""
         self.seconds.append(time.process_time() - self._begun)
 
-    def at_boundary(self, run: Run) -> None:
-        """Exclude the time since the step, which callbacks and evaluations have taken.
-
-        Args:
-            run: The training.
-        """
+    def end_of_step(self, run: Run) -> None:
+        """Exclude the time since the step, which observers and evaluations have taken."""
         self._begun = time.process_time() - self.seconds[-1]
 
 
 @dataclass
 class Trained:
-    """A completed training.
-
-    Args:
-        run: The run.
-        failure: The message of the error if the training has diverged; otherwise `None`.
-        clock: The processor time of its steps.
-    """
+    """A completed training, with the message of the error if it has diverged, and the processor time of its steps."""
 
     run: Run
-    failure: str | None = None
-    clock: ProcessorClock = field(default_factory=ProcessorClock)
+    record: Record
+    failure: str | None
+    clock: ProcessorClock
 
     def plain(self) -> dict[str, Any]:
-        """Return every point of the run as JSON values.
-
-        Returns:
-            The number of steps per epoch, the failure, the columns of the record, and processor seconds at each step.
-        """
-        columns = to_columns(self.run.record, [metric.name for metric in self.run.task.metrics()])
+        """Return every point of the run as JSON values: columns, which take a fraction of the size of mappings."""
         return {
-            "steps_per_epoch": self.run.steps_per_epoch,
+            "steps_per_epoch": self.run.task.steps_per_epoch,
             "failure": self.failure,
-            **columns,
+            **to_columns(self.run, self.record),
             "processor_seconds": self.clock.seconds,
         }
 
 
 def recipe_settings(recipe: Recipe, optimizers: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of a recipe that affect the results of a figure.
-
-    Args:
-        recipe: The recipe.
-        optimizers: The names of the optimizers that the figure uses.
-
-    Returns:
-        The keys of the recipe, without those that are set for each run or do not affect results, and with the settings
-        of these optimizers alone.
-    """
-    # Environment variables are resolved here, except in the folder of the data, which may be private.
-    written = {key: text for key, text in recipe.written.items() if covers(FREE_ON_RESUME, key) and key != "epochs"}
-    text = recipe_yaml(replace(recipe, written=written))
-    keys = {key: value for key, value in yaml.safe_load(text).items() if key not in UNUSED}
-    return {**keys, "optimizers": {name: keys["optimizers"][name] for name in optimizers}}
+    """Return the keys of a recipe that affect the results of a figure, with all settings of these optimizers alone."""
+    keys = recipe.model_dump(mode="json", exclude=UNUSED)
+    own = {name: {**settings_of(name), **recipe.optimizers.get(name, {})} for name in optimizers}
+    return {**keys, "optimizers": own}
 
 
 def train_run(
     settings: Mapping[str, Any],
     optimizer: str,
-    overrides: Sequence[str],
+    words: Sequence[str],
     console: Console,
     *,
     label: str,
-    callbacks: Sequence[Callback] = (),
-    prepare: Callable[[Run], None] | None = None,
+    observers: Sequence[Observer] = (),
+    prepare: Callable[[Run], None] = lambda _: None,
     may_diverge: bool = False,
 ) -> Trained:
     """Train one run.
@@ -133,10 +92,10 @@ def train_run(
     Args:
         settings: Settings with the keys `recipe` (a result of `recipe_settings`) and `device`.
         optimizer: The name of one of the recipe's optimizers.
-        overrides: Overrides `key=value`, as for `torch-thor train`.
+        words: `key=value`, as for `torch-thor train`.
         console: The console that shows progress.
         label: The name of the run in the progress display.
-        callbacks: Further callbacks of the training.
+        observers: Further observers of the training.
         prepare: Called with the run before the first step.
         may_diverge: Whether a training that diverges counts as a result and not as an error.
 
@@ -146,45 +105,44 @@ def train_run(
     Raises:
         DivergedError: The training has diverged, and `may_diverge` is False.
     """
-    words = [f"optimizer={optimizer}", f"device={settings['device']}", *overrides]
-    recipe = parse_recipe(yaml.safe_dump(settings["recipe"]), "figures", words)
-    say = printer(console)
-    run = new_run(recipe, optimizer, TASKS[recipe.task].open(recipe, resolve_device(recipe.device), say, say))
-    if prepare is not None:
-        prepare(run)
-    trained = Trained(run)
-    hidden = not console.is_interactive
-    with Display(console=console, transient=True, disable=hidden) as display:
-        shown = Lines(display, label, None) if hidden else Bar(display, display.add_run(label))
-        try:
-            train(run, [trained.clock, *callbacks, shown])
-        except DivergedError as error:
-            if not may_diverge:
-                raise
-            trained.failure = str(error)
-    return trained
+    own = [f"optimizer={optimizer}", f"device={settings['device']}", "log_interval=null", *words]
+    recipe = parse(yaml.safe_dump(settings["recipe"]), "figures", own)
+    device = device_of(recipe.device)
+    run = build(recipe, optimizer, open_task(recipe, device, printer(console)), Ranks(device=device))
+    run.name = label
+    prepare(run)
+    clock = ProcessorClock()
+    shown = Bar(run, console) if console.is_interactive else Lines(run, console)
+    record, failure = trained(run, [clock, *observers, shown])
+    if failure is not None and not may_diverge:
+        raise DivergedError(failure)
+    return Trained(run, record, failure, clock)
 
 
-def to_columns(record: Record, metrics: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
-    """Return every point of a record in columns, which take a fraction of the size of a mapping for each point.
+def to_columns(run: Run, record: Record) -> dict[str, dict[str, list[Any]]]:
+    """Return a list of values for each entry of steps, evaluations and refreshes, with the names of `metrics.jsonl`."""
+    metric = primary(run.task.metrics)
+    names, scores = [one.name for one in run.task.metrics], record.scores
+    steps = {one.name: [getattr(point, one.name) for point in record.points] for one in fields(Point)}
+    del steps["events"]
+    evaluations: dict[str, list[Any]] = {
+        "step": [score.step for score in scores],
+        "seconds": [score.seconds for score in scores],
+        **{name: [score.metrics[name] for score in scores] for name in names},
+        **{f"averaged_{name}": [(score.averaged or {}).get(name) for score in scores] for name in names},
+        "primary": [metric.name for _ in scores],
+        "higher_is_better": [metric.higher_is_better for _ in scores],
+    }
+    events = [(point.step, event) for point in record.points for event in point.events]
+    refreshes: dict[str, list[Any]] = {
+        "step": [step for step, _ in events],
+        "layer": [event.layer for _, event in events],
+        "decision": [event.decision.value for _, event in events],
+        "trace_change": [_finite(event.trace_change) for _, event in events],
+        "trace": [_finite(event.trace) for _, event in events],
+    }
+    return {"steps": steps, "evaluations": evaluations, "refreshes": refreshes}
 
-    Args:
-        record: The record of a run.
-        metrics: The names of the metrics of its evaluations.
 
-    Returns:
-        For each of `steps`, `evaluations` and `refreshes`, a mapping from the names of fields to lists of values.
-    """
-    return {name: history_format.to_columns(kind, getattr(record, name), metrics) for name, kind in COLUMNS.items()}
-
-
-def from_columns(columns: Mapping[str, Any]) -> Record:
-    """Return the record for columns.
-
-    Args:
-        columns: A result of `to_columns`, or a run of the raw data, which contains one.
-
-    Returns:
-        The record.
-    """
-    return Record(**{name: history_format.from_columns(kind, columns[name]) for name, kind in COLUMNS.items()})
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

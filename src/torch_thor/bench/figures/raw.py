@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch_thor.bench.stores import key_of
-from torch_thor.training.checksums import digest
+from torch_thor.bench.stores import key_of, write_whole
+from torch_thor.training.checkpoint import digest
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.output_files import write_whole
 
 FORMAT = 1
 DIGITS = 6  # the number of significant digits of stored numbers
@@ -38,46 +37,21 @@ class RawData:
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, **job: Any) -> dict[str, Any] | None:
-        """Look up a run.
-
-        Args:
-            **job: The values that identify the run.
-
-        Returns:
-            The run; `None` if it is not finished.
-        """
+        """Look up a run."""
         return next((run for run in self.runs if run["job"] == job), None)
 
     def only(self, jobs: Sequence[Mapping[str, Any]]) -> "RawData":
-        """Return the same data with only some of the runs.
-
-        Args:
-            jobs: The values that identify the runs, all of which must be finished.
-
-        Returns:
-            Raw data with these runs, in this order.
-        """
+        """Return the same data with only some of the runs."""
         found = [run for job in jobs if (run := self.run(**job)) is not None]
         assert len(found) == len(jobs)
         return replace(self, runs=found)
 
     def chosen(self, **part: Any) -> list[dict[str, Any]]:
-        """Return the finished runs whose jobs have given values.
-
-        Args:
-            **part: Some of the values that identify a run.
-
-        Returns:
-            The runs, in the order in which they were measured.
-        """
+        """Return the finished runs whose jobs have given values."""
         return [run for run in self.runs if part.items() <= run["job"].items()]
 
     def write(self, path: Path) -> None:
-        """Write the file; an existing one is replaced when the new one is complete.
-
-        Args:
-            path: The file.
-        """
+        """Write the file; an existing one is replaced when the new one is complete."""
         lines = {"format": FORMAT, "checksum": digest(asdict(self)), **asdict(self)}
         text = ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in lines.items())
         write_whole(path, f"{{{text}}}\n", "choose another folder with --out")
@@ -101,23 +75,11 @@ class RawFile:
         return self.path.parent
 
     def holds(self, key: str) -> bool:
-        """Return whether a run is finished.
-
-        Args:
-            key: The key of its job, see `stores.key_of`.
-
-        Returns:
-            Whether it is.
-        """
+        """Return whether a run is finished."""
         return any(key_of(run["job"]) == key for run in self.raw.runs)
 
     def keep(self, key: str, result: Mapping[str, Any]) -> None:
-        """Add a run and write the file.
-
-        Args:
-            key: The key of its job, see `stores.key_of`.
-            result: The run.
-        """
+        """Add a run and write the file."""
         assert key_of(result["job"]) == key
         self.raw.runs.append(dict(result))
         self.raw.write(self.path)
@@ -126,30 +88,12 @@ class RawFile:
 
 
 def plain(values: Any) -> Any:
-    """Convert values into the form in which JSON stores them.
-
-    Args:
-        values: Mappings, sequences, text and numbers.
-
-    Returns:
-        The same values with lists for sequences, text for keys, and numbers rounded to six significant digits.
-    """
+    """Convert values into the form in which JSON stores them."""
     return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.{DIGITS}g}"))
 
 
 def read(path: Path, figure: str) -> RawData | None:
-    """Read raw data.
-
-    Args:
-        path: The file.
-        figure: The name of the figure.
-
-    Returns:
-        The data; `None` if there is no such file.
-
-    Raises:
-        UserError: The file is damaged, or holds something else.
-    """
+    """Read raw data."""
     remedy = "measure anew with --overwrite, or choose another folder with --out"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -168,15 +112,7 @@ def read(path: Path, figure: str) -> RawData | None:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Describe the differences between two mappings.
-
-    Args:
-        old: JSON values.
-        new: JSON values.
-
-    Returns:
-        `key: old -> new; ...`; empty if they are equal.
-    """
+    """Describe the differences between two mappings."""
     before, now = dict(_flat(old)), dict(_flat(new))
     found = [
         f"{key}: {before.get(key)} -> {now.get(key)}" for key in {**before, **now} if before.get(key) != now.get(key)
