@@ -80,7 +80,7 @@ def test_damaged_files_are_refused(tmp_path, ending):
     write_idx(path, values)
     whole = path.read_bytes()
     assert torch.equal(read_idx(tmp_path, "a"), values)
-    other_kind = struct.pack(">HBBI", 0, 0x0D, 1, 4) + bytes(16)
+    other_kind = struct.pack(">HBBI", 0, 0x09, 1, 4) + bytes(4)
     for content in (whole[:-9], whole[:7], b"", gzip.compress(other_kind) if ending else other_kind):
         path.write_bytes(content)
         with pytest.raises(UserError, match="fetch the data set again"):

@@ -83,14 +83,12 @@ def held_out_keys(count: int, batch_size: int, ranks: Ranks) -> Iterator[tuple[l
     """Yield the indices of the evaluation batches of a process, and whether each counts.
 
     The batches are those of a single process, in the order of the set, dealt out in turn. A process with one fewer than
-    another repeats its latest, or the very first, which does not count.
+    another gets the very first instead, which does not count.
     """
     number = -(-count // batch_size)
     for first in range(0, number, ranks.world):
-        own = first + ranks.rank
-        counts = own < number
-        if not counts:
-            own = max(own - ranks.world, 0)
+        counts = first + ranks.rank < number
+        own = first + ranks.rank if counts else 0
         yield list(range(own * count // number, (own + 1) * count // number)), counts
 
 
