@@ -41,7 +41,7 @@ def train(
 
     For example:
 
-    - `torch-thor train` compares three optimizers on a small transformer, in less than a minute
+    - `torch-thor train` compares three optimizers on a small transformer, in about a minute
 
     - `torch-thor train fashion-mnist optimizer=thor lr=0.1`
 
