@@ -22,7 +22,7 @@ COMMAND_LINE = "torch_thor.cli:main"
 # Each package may import itself and those before it.
 LAYERS = (
     "lazy", "torch_internals", "files", "intervals", "schedules", "curvature", "capture", "distributed", "optim",
-    "split", "training", "bench", "commands", "cli",
+    "split", "training", "tools", "bench", "commands", "cli",
 )  # fmt: skip
 # The package that each public name is from.
 HOMES = {name: module.split(".")[1] for module, names in torch_thor._MODULES.items() for name in names}
@@ -40,9 +40,12 @@ EXCEPTIONS = {
         "simulates ranks that compute different numbers",
     ),
     "distributed/test_traffic.py": (
-        "training.reports.plan_divided training.reports.traffic",
+        "tools.traffic",
         "compares what a plan counts with what is sent, in turns of few elements",
     ),
+    "tools/test_bytes.py": ("training.parallel", "divides a network as the application does"),
+    "tools/test_plan.py": ("training.recipes", "plans with the package's recipes"),
+    "tools/test_split_dim.py": ("training.recipe", "compares with the usual normalisation of images"),
     "split/test_choice.py": ("curvature.layer", "counts the statistics that exist at the same time"),
     "warm.py": ("cli training.experiment", "imports in advance what the command line imports"),
     "signalled_script.py": ("training.engine.step", "sends itself a signal in a step of the test's choice"),

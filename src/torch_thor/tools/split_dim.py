@@ -146,16 +146,11 @@ def sample_images(count: int, pixels: int, folder: Path | None, seed: int) -> tu
 
     photographs, source = _photographs(count, folder, seed)
     usual = Transform()
-    crop = v2.Compose(
-        [
-            v2.RandomResizedCrop(pixels, scale=usual.scale, antialias=True),
-            v2.RandomHorizontalFlip(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(usual.mean, usual.std),
-        ]
-    )
+    crop = v2.RandomResizedCrop(pixels, scale=usual.scale, antialias=True)
+    normalise = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(usual.mean, usual.std)])
+    prepare = v2.Compose([crop, v2.RandomHorizontalFlip(), normalise])
     torch.manual_seed(seed)
-    return torch.stack([crop(photographs[i % len(photographs)]) for i in range(count)]), source
+    return torch.stack([prepare(photographs[i % len(photographs)]) for i in range(count)]), source
 
 
 def _photographs(count: int, folder: Path | None, seed: int) -> tuple[list[Tensor], str]:
