@@ -44,8 +44,8 @@ PIXELS, LENGTH, VOCABULARY = 224, 128, 30522  # of ImageNet and of BERT, where n
 OF_DATA = {"digits": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}  # classes
 # minutes by devices (Ascend 910) for about 40 epochs of ResNet-50 on ImageNet (Chen et al. 2021)
 PAPER_MODEL, PAPER = "resnet50", {8: 66.7, 128: 4.1, 256: 2.7}
-TITLE = "MB that a device keeps (sums: on a refresh) and sends; its inversions over the mean"
-SIZES = ("in all", "curvature", "sums", "sent, step", "+ refresh", "most work")
+TITLE = "MB that a device keeps and sends; the most work of one over the mean"
+SIZES = ("in all", "factors", "sums", "sent, step", "+ refresh", "work")
 TIMES = ("batch", "step, ms", "network", "refresh", "all, min", "paper, min")
 
 
