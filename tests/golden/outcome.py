@@ -8,16 +8,20 @@ from torch import Tensor
 DIGITS_OF_CHECKSUM = 16  # of 64: plenty to tell a change, and the files stay small
 
 
-def outcome(settings, record, optimizer, model):
-    """What was asked for, the way of a training, and its end: all that a redesign must leave alone."""
+def outcome(settings, steps, scores, optimizer, model):
+    """What was asked for, the way of a training, and its end: all that a redesign must leave alone.
+
+    Each of `steps` is (its number from 1, its loss, the events of the trace rule in it).
+    """
     return {
         "settings": settings,
-        "losses": [float(point.loss).hex() for point in record.steps],
+        "losses": [float(loss).hex() for _, loss, _ in steps],
         "refreshes": [
-            f"{point.step} {point.layer} {point.decision} {'-' if point.trace is None else point.trace.hex()}"
-            for point in record.refreshes
+            f"{step} {event.layer} {event.decision.value} {'-' if event.trace is None else event.trace.hex()}"
+            for step, _, events in steps
+            for event in events
         ],
-        "evaluations": [f"{point.step} {point.loss.hex()} {point.top1.hex()}" for point in record.evaluations],
+        "evaluations": [f"{one.step} {one.metrics['loss'].hex()} {one.metrics['top1'].hex()}" for one in scores],
         "optimizer": dict(_flat(optimizer.state_dict(), "")),
         "model": dict(_flat(model.state_dict(), "")),
     }

@@ -15,39 +15,38 @@ from torch import distributed as dist
 
 from golden.outcome import outcome
 from torch_thor import THOR, ThorMuon
-from torch_thor.training import History, RefreshPoint, StepPoint, UserError, load_recipe, train
-from torch_thor.training import image_run as new_run
-from torch_thor.training.data import DataBundle, open_data
+from torch_thor.training import Ranks, Record, UserError, build, load_recipe, open_task, train
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # whose processes these are
 
-from ranks import Ranks
+from ranks import Ranks as Pool
 
 KEPT = {"train": 2048, "test": 500}  # images of Fashion-MNIST: 16 steps an epoch
-_POOL = Ranks(most=2)
+_POOL = Pool(most=2)
 
 
 class UnavailableError(Exception):
     """Something that a run needs is not on this machine; the message says what."""
 
 
-def application(recipe, *words, resize=lambda data: data):
+def application(recipe, *words, change=lambda task: None, ranks=None):
     """Train a recipe as the command line does, without its files."""
-    loaded = load_recipe(recipe, ["device=cpu", *words])
+    loaded, ranks = load_recipe(recipe, ["device=cpu", *words]), ranks or Ranks()
     try:
-        data = open_data(loaded.data, torch.device("cpu"), lambda _: None)
+        task = open_task(loaded, ranks.device, lambda _: None)
     except UserError as error:
         raise UnavailableError(str(error)) from error
-    run = new_run(loaded, loaded.optimizer[0], resize(data))
-    record = train(run)
-    return outcome([recipe, *words], record, run.optimizer, run.model)
+    change(task)
+    run = build(loaded, loaded.optimizer[0], task, ranks)
+    train(run, [record := Record()])
+    steps = [(point.step, point.loss, point.events) for point in record.points]
+    return outcome([recipe, *words], steps, record.scores, run.optimizer, run.model)
 
 
-def first_images(data):
+def first_images(task):
     many, few = KEPT["train"], KEPT["test"]
-    return DataBundle(
-        data.train_images[:many], data.train_labels[:many], data.test_images[:few], data.test_labels[:few], data.classes
-    )
+    task.train, task.test = [part[:many] for part in task.train], [part[:few] for part in task.test]
+    task.samples, task.held, task.steps_per_epoch = many, few, many // task.recipe.batch_size
 
 
 def image_folder(*words):
@@ -72,7 +71,7 @@ def two_ranks(recipe, *words):
 
 def _on_rank(rank, world, recipe, words):
     with settled():
-        return application(recipe, *words)
+        return application(recipe, *words, ranks=Ranks(rank, world))
 
 
 def end_ranks():
@@ -89,7 +88,7 @@ def every_layer(steps, method=THOR, **options):
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     others = [p for name, p in model.named_parameters() if "norm" not in name]
     optimizer = method([{"params": others, "weight_decay": 0.01}, {"params": norms}], model=model, **options)
-    record = History()
+    found = []
     for step, (images, tokens) in enumerate(batches(steps), 1):
         optimizer.row_mask = tokens[:, :LENGTH] != PADDING
         optimizer.loss_terms = int((tokens[:, 1:] != PADDING).sum())
@@ -97,12 +96,9 @@ def every_layer(steps, method=THOR, **options):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        record.steps.append(StepPoint(step, loss.item(), 0.0, 0.0, 0.0, refresh=bool(optimizer.last_refresh)))
-        record.refreshes += [
-            RefreshPoint(step, event.layer, event.decision.value, event.trace_change, event.trace)
-            for event in optimizer.last_refresh
-        ]
-    return outcome([f"{key}={value!r}" for key, value in {"steps": steps, **options}.items()], record, optimizer, model)
+        found.append((step, loss.item(), optimizer.last_refresh))
+    settings = [f"{key}={value!r}" for key, value in {"steps": steps, **options}.items()]
+    return outcome(settings, found, [], optimizer, model)
 
 
 @contextmanager
@@ -144,7 +140,7 @@ RUNS = {
     "digits-lamb": partial(application, "digits", "optimizer=lamb", "epochs=1"),
     "fashion-mnist": partial(
         application, "fashion-mnist", "data.download=false", "optimizer=thor", "epochs=2", "update_interval=6",
-        resize=first_images,
+        change=first_images,
     ),
     "image-folder": partial(
         image_folder, "digits", "optimizer=thor", "data.name=image-folder", "data.workers.count=0",
