@@ -1,0 +1,333 @@
+"""The loop for any task: parts and processes are one batch, the order of things, and what ends a training."""
+
+import copy
+import gc
+import io
+import itertools
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from tiny import assert_same
+from torch_thor import THOR
+from torch_thor.training import loop
+from torch_thor.training.errors import DivergedError, UserError
+from torch_thor.training.evaluation import evaluate
+from torch_thor.training.loop import Observer, Record, split, train
+from torch_thor.training.observers import Metrics
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.progress import Lines
+from torch_thor.training.recipe import Recipe
+from torch_thor.training.run import build
+from torch_thor.training.tasks.task import Loss, Metric, Terms
+
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # where the pool of processes is
+
+from ranks import Ranks as Pool
+
+COUNTS = torch.tensor([5, 1, 0, 3, 2, 4])  # rows that count, of the five of each sample
+CUTS = {1: (0, 6), 2: (0, 2, 6)}  # of a batch, by the number of processes
+MUON = {"lr": 0.05, "damping": 0.1, "update_interval": 2, "factor_decay": 0.5}
+OPTIMIZERS = {"sgd": {"lr": 0.3}, "thor": {**MUON, "trace_thresholds": (0.0, 0.0)}, "thor-muon": MUON}
+
+
+class Padded:
+    """Mappings of sequences; a row has a label, or is padding, which contains `junk`. One step may be spoiled."""
+
+    unit, steps_per_epoch, samples = "rows", 4, 24
+    metrics = (
+        Metric("loss", "loss", "loss", False, primary=True),
+        Metric("double", "double", "double", False, derived=lambda means: 2 * means["loss"]),
+    )
+
+    def __init__(self, junk=0.0, spoiled=None):
+        self.junk, self.spoiled, self.read, self.passes = junk, spoiled, -1, 0
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    def batch(self, seed, own=slice(None)):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(6, 5, 4, generator=generator, dtype=torch.float64)
+        labels, counts = torch.randint(3, (6, 5), generator=generator), torch.arange(5) < COUNTS[:, None]
+        rows = (rows * (float("nan") if seed + 1 == self.spoiled else 1)).where(counts[..., None], self.junk)
+        return {"rows": rows[own], "truth": (labels[own], counts[own])}
+
+    def batches(self, ranks, start):
+        for self.read in itertools.count(start):
+            yield self.batch(self.read, slice(*CUTS[ranks.world][ranks.rank : ranks.rank + 2]))
+
+    def held_out(self, ranks):
+        nothing = self.batch(0, slice(2, 3))  # a sequence of padding
+        for seed in (100, 101, 102, 103)[ranks.rank :: ranks.world]:
+            yield from ((self.batch(seed), True), (self.batch(seed + 50), False), (nothing, True))
+
+    def terms(self, batch):
+        return Terms(int(batch["truth"][1].sum()), batch["truth"][1])
+
+    def each(self, scores, batch):
+        self.passes += 1
+        labels, counts = batch["truth"]
+        return F.cross_entropy(scores.movedim(-1, 1), labels, reduction="none").where(counts, 0.0).sum()
+
+    def loss(self, net, batch):
+        scores = net(batch["rows"])
+        return Loss(self.each(scores, batch) / max(1, self.terms(batch).number), scores, dim=-1)
+
+    def measure(self, net, batch):
+        return {"loss": self.each(net(batch["rows"]), batch)}
+
+
+def started(name="sgd", task=None, ranks=None, **given):
+    own = {"epochs": 2, "batch_size": 6, "seed": 5, "device": "cpu", "schedule": {"kind": "linear"}, **given}
+    settings = {**OPTIMIZERS[name], **own.pop("settings", {})}
+    recipe = Recipe.model_validate({**own, "optimizer": [name], "optimizers": {name: settings}})
+    return build(recipe, name, task or Padded(), ranks or Ranks())
+
+
+def result(*given, **options):
+    """What must not depend on how a batch is divided."""
+    run, record = started(*given, **options), Record()
+    train(run, [record])
+    factors = [factor for layer in getattr(run.optimizer, "curvature", {}).values() for factor in layer.factors()]
+    found = {"weights": dict(run.model.state_dict()), "factors": [f for f in factors if f is not None]}
+    found["metrics"] = [score.metrics for score in record.scores]
+    return {**found, **{key: [getattr(point, key) for point in record.points] for key in ("loss", "terms")}}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    ranks = Pool(most=2)
+    yield ranks
+    ranks.close()
+
+
+def on_rank(rank, world, name, given):
+    return result(name, Padded(junk=7.0), Ranks(rank, world), **given)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parts_and_processes_are_one_batch(name, pool, tmp_path):
+    """In float64: a part's mean counts as often as it has terms, also where it has none; padding is in no factor."""
+    for clip in (None, 0.2):
+        whole = result(name, clip_norm=clip)
+        assert whole["terms"] == [15] * 8
+        assert len(whole["factors"]) == {"sgd": 0, "thor": 4, "thor-muon": 2}[name]
+        for parts in (1, 2, 3, 6):
+            found = result(name, Padded(junk=7.0), clip_norm=clip, accumulation=parts)
+            torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-9)
+        for parts in (1, 2):
+            first, second = pool.run(2, tmp_path, on_rank, name, {"clip_norm": clip, "accumulation": parts})
+            assert first["loss"] == second["loss"]
+            torch.testing.assert_close(first, whole, rtol=1e-6, atol=1e-9)
+
+
+def test_batches_are_split_as_chunk_does_and_the_phase_says_how_often():
+    parts = split({"a": torch.arange(5), "b": (torch.arange(10).view(5, 2), [torch.ones(5)])}, 2)
+    assert [part["a"].tolist() for part in parts] == [[0, 1, 2], [3, 4]]
+    assert parts[1]["b"][0].tolist() == [[6, 7], [8, 9]]
+    assert len(split(torch.arange(2), 4)) == 2
+    run = started(phases=[{"steps": 3, "accumulation": 6}, {"steps": 2}], epochs=1, eval_interval=9)
+    train(run)
+    assert run.task.passes == 3 * 6 + 2 + 8  # 8 of the evaluation at the end
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_equals_a_loop_written_out(fisher):
+    """THOR is told the terms of a step, the rows of a part, and the output; then clipping, lr and step, to the bit."""
+    run, record = started("thor", clip_norm=0.45, accumulation=2, settings={"fisher": fisher}), Record()
+    train(run, [record])
+    torch.manual_seed(5)
+    task, norms = Padded(), []
+    model = task.model()
+    optimizer = THOR(model, **OPTIMIZERS["thor"], fisher=fisher)
+    for step, point in enumerate(record.points):
+        mean, optimizer.loss_terms = 0, 15
+        for part in split(task.batch(step), 2):
+            optimizer.row_mask = part["truth"][1]
+            found = task.loss(model, part)
+            if fisher == "sampled":
+                optimizer.sample_fisher(found.output, dim=-1, seed=5)
+            share = found.mean * (task.terms(part).number / 15)
+            share.backward()
+            mean += share.item()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.45))
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 8)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted = (mean, 0.05 * (1 - step / 8), 0.1, sum(one.duration for one in record.points[: step + 1]))
+        assert (point.loss, point.lr, point.damping, point.seconds) == pytest.approx(wanted, rel=1e-6)
+        assert point.refresh == (step % 2 == 0) == bool(point.events)
+        assert 0 <= point.waited <= point.duration
+    assert min(norms) < 0.45 < max(norms)
+    assert_same(dict(run.model.state_dict()), dict(model.state_dict()))
+    assert record.scores[-1].seconds == record.points[-1].seconds
+
+
+def counted(rank, world):
+    """The collectives of eight steps and one evaluation; those of the gradients alone are asynchronous."""
+    calls = []
+
+    def counting(name, really):
+        return lambda *a, async_op=False, **k: (async_op or calls.append(name), really(*a, **k, async_op=async_op))[1]
+
+    dist.all_reduce = counting("sum", dist.all_reduce)
+    for name in ("broadcast", "broadcast_object_list", "all_gather", "all_gather_object", "barrier"):
+        really = getattr(dist, name)
+        setattr(dist, name, lambda *a, _n=name, _f=really, **k: (calls.append(_n), _f(*a, **k))[1])
+    run = started(ranks=Ranks(rank, world), eval_interval=9)
+    calls.clear()
+    train(run)
+    return calls
+
+
+def test_one_all_reduce_a_step_beside_that_of_the_gradients(pool, tmp_path):
+    try:  # one more before the first step; the evaluation gathers
+        assert pool.run(2, tmp_path, counted) == [["sum"] * (1 + 8) + ["all_gather_object"]] * 2
+    finally:
+        pool.kill()  # with what was changed there
+
+
+class Diary(Observer):
+    """Writes down what happens, and raises where it is told to."""
+
+    def __init__(self, error=None):
+        self.lines, self.error = [], error
+
+    def write(self, line):
+        self.lines.append(line)
+        if line == self.error:
+            raise UserError(f"at {line}")
+
+    def step(self, run, point):
+        self.write(f"step {point.step}")
+
+    def evaluation(self, run, score):
+        self.write(f"eval {score.step}")
+
+    def end_of_step(self, run):
+        self.write(f"end {run.step}")
+
+    def close(self):
+        self.write("close")
+
+
+def test_observers_see_everything_in_order_and_are_closed():
+    run, diary = started(steps=3, eval_interval=2), Diary()
+    train(run, [diary])
+    assert ", ".join(diary.lines) == "step 1, end 1, step 2, eval 2, end 2, step 3, eval 3, end 3, close"
+    assert run.task.read == 2  # not one more than the last step needs
+    for error in ("step 2", "eval 2", "end 2", "close"):
+        both = [Diary(error), Diary()]
+        with pytest.raises(UserError, match=f"at {error}"):
+            train(started(steps=3, eval_interval=2), both)
+        assert all(one.lines.index("close") == len(one.lines) - 1 for one in both)
+
+
+ENDS = [
+    ({}, [4, 8]), ({"eval_epochs": 2}, [8]), ({"eval_interval": 3, "eval_epochs": 2}, [3, 6, 8]),
+    ({"steps": 5}, [4, 5]), ({"stop_at": 1.5}, [4, 8]), ({"stop_at": 1.5, "eval_interval": 1}, [1, 2, 3]),
+    ({"stop_at": 2.5, "eval_interval": 1, "ema_decay": 0.5}, [1, 2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "steps"), ENDS)
+def test_when_it_evaluates_and_ends(monkeypatch, given, steps):
+    """The metric falls to 1.5 in step 3, and that of the averages to 2.5 in step 2."""
+    values = {True: [0, float("nan"), 3.0, 1.5, 2.0, 1.5, 9, 9, 9], False: [0, 4.0, 2.5, 9, 9, 9, 9, 9, 9]}
+    run, record = started(**given), Record()
+    monkeypatch.setattr(
+        loop, "evaluate", lambda _, model, ranks: {"loss": values[run.average is None or model is run.model][run.step]}
+    )
+    train(run, [record])
+    assert [score.step for score in record.scores] == steps
+    if steps == [1, 2, 3]:  # NaN is worse than any number
+        assert (run.best.step, run.best.value("loss")) == (3, 1.5)
+    train(run)  # of a run that is done, nothing more
+    assert (run.step, run.done) == (steps[-1], True)
+
+
+def on_two(rank, world):
+    run = started(ranks=Ranks(rank, world))
+    return evaluate(run.task, run.model, run.ranks)
+
+
+def test_metrics_are_means_over_terms(pool, tmp_path):
+    """To the last bit the same for two processes; repeated batches do not count, batches without terms are skipped."""
+    run, losses = started(), []
+    for batch in map(run.task.batch, (100, 101, 102, 103)):
+        labels, counts = batch["truth"]
+        scores = run.model(batch["rows"]).log_softmax(-1)
+        losses += [-scores[i, j, labels[i, j]].item() for i, j in counts.nonzero().tolist()]
+    found = evaluate(run.task, run.model, run.ranks)
+    assert found == {"loss": pytest.approx(sum(losses) / 60), "double": 2 * found["loss"]}
+    assert pool.run(2, tmp_path, on_two) == [found, found]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("error", [None, "held_out", "measure"])
+def test_an_evaluation_leaves_no_trace_even_after_an_error(monkeypatch, training, error):
+    layers = nn.Flatten(0, 1), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3), nn.Unflatten(0, (-1, 5))
+    model = nn.Sequential(*layers).double().train(training)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    if error is not None:
+        monkeypatch.setattr(Padded, error, lambda *_: {}["a file"])
+    with pytest.raises(KeyError, match="a file") if error else pytest.MonkeyPatch.context():
+        evaluate(Padded(), model, Ranks())
+    assert [module.training for module in model.modules()] == [training] * 6
+    assert_same(dict(model.state_dict()), dict(before))
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("sgd", r"^the loss became nan at step 3 \(lr=0.225\): lower lr, add .* raise damping$"), ("thor", "^step 3: ")],
+)
+def test_divergence_is_one_error_that_names_the_step(name, said):
+    run, diary = started(name, Padded(spoiled=3), eval_interval=1), Diary()
+    with pytest.raises(DivergedError, match=said) as caught:
+        train(run, [diary])
+    assert "\n" not in str(caught.value)
+    assert (run.step, diary.lines[-2:]) == (2, ["end 2", "close"])
+
+
+def test_a_step_that_thor_skips_enters_no_average_and_the_average_is_evaluated():
+    run, seen = started("thor", Padded(spoiled=3), ema_decay=0.5), []
+    run.optimizer.nonfinite, watch = "skip", Diary()
+    watch.step = lambda run, point: seen.append((point.skipped, run.model[2].weight.clone().detach()))
+    train(run, [watch])
+    assert [skipped for skipped, _ in seen] == [step == 3 for step in range(1, 9)]
+    assert torch.equal(seen[1][1], seen[2][1])
+    wanted = seen[0][1]
+    for skipped, weight in seen[1:]:
+        wanted = wanted if skipped else 0.5 * wanted + 0.5 * weight
+    torch.testing.assert_close(run.average.module[2].weight, wanted)
+    assert evaluate(run.task, run.average.module, run.ranks) == run.score.averaged != run.score.metrics
+
+
+def test_memory_does_not_grow_with_the_steps(tmp_path):
+    """Nothing of a step is kept, not by the observers either; a list of the points would be 100,000 bytes."""
+    run, used = started("thor", steps=700, eval_interval=10, log_interval=50, ema_decay=0.5), {}
+    console, watch = Console(file=io.StringIO()), Diary()
+
+    def look(run):
+        watch.lines.clear()
+        if run.step in (300, 700):
+            console.file.truncate(0)
+            gc.collect()
+            used[run.step] = tracemalloc.get_traced_memory()[0]
+
+    watch.end_of_step = look
+    tracemalloc.start()
+    try:
+        train(run, [Metrics(tmp_path / "metrics.jsonl"), Lines(run, console), watch])
+    finally:
+        tracemalloc.stop()
+    assert abs(used[700] - used[300]) < 20_000
