@@ -27,10 +27,21 @@ import torch
 from torch import nn
 
 from torch_thor import LAMB, THOR, ThorMuon
-from torch_thor.bench import TUNING_SEED, Folder, Search, describe, final_accuracy, script, stages
-from torch_thor.training import DivergedError, Run, load_recipe, train
-from torch_thor.training.optimizers import MuonAdamW
-from torch_thor.training.tasks import MaskedLM
+from torch_thor.bench import (
+    TUNING_SEED,
+    Folder,
+    Search,
+    describe,
+    evaluations_of,
+    final_accuracy,
+    run_of,
+    script,
+    stages,
+    trained,
+)
+from torch_thor.training import load_recipe
+from torch_thor.training.muon import MuonAdamW
+from torch_thor.training.tasks.masked_lm import MaskedLM
 
 STORE = Folder(Path(__file__).parent / "results" / "bert")
 CORPUS = Path("corpora/debian")
@@ -93,14 +104,7 @@ class Setting:
         return f"{self.optimizer}-lr{self.lr:g}-momentum{self.momentum:g}{adamw}"
 
     def make(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Make the optimizer.
-
-        Args:
-            model: The network.
-
-        Returns:
-            The optimizer.
-        """
+        """Make the optimizer."""
         lr, momentum = self.lr, self.momentum
         match self.optimizer:
             case "thor":
@@ -136,16 +140,7 @@ class Setting:
 
 @cache
 def open_task(contest: Contest, seed: int, corpus: Path) -> MaskedLM:
-    """Open the task.
-
-    Args:
-        contest: Batch size and steps.
-        seed: Of the weights and the data.
-        corpus: The prepared corpus.
-
-    Returns:
-        The task.
-    """
+    """Open the task."""
     interval = contest.steps // 4 if seed == TUNING_SEED else contest.eval_interval
     words = [
         "data.name=corpus", f"data.root={corpus}", "data.text.length=64", f"seed={seed}",
@@ -153,7 +148,7 @@ def open_task(contest: Contest, seed: int, corpus: Path) -> MaskedLM:
         f"schedule.warmup_steps={round(WARM_UP * contest.steps)}", f"eval_interval={interval}",
         "targets=[]", "device=cpu",
     ]  # fmt: skip
-    return MaskedLM.open(load_recipe("bert-tiny", words), torch.device("cpu"), print, print)
+    return MaskedLM(load_recipe("bert-tiny", words), torch.device("cpu"), print)
 
 
 @dataclass(frozen=True)
@@ -178,33 +173,22 @@ class Training:
         return f"{self.contest}-{self.setting}-seed{self.seed}"
 
     def run(self) -> dict[str, Any]:
-        """Train.
-
-        Returns:
-            The raw data.
-        """
+        """Train."""
         started = time.perf_counter()
         task = open_task(self.contest, self.seed, self.corpus)
-        torch.manual_seed(self.seed)
-        model = task.build_model()
-        run = Run(model, self.setting.make(model), task, task.recipe)
-        failure = None
-        try:
-            train(run)
-        except DivergedError as error:
-            failure = str(error)
-        manifest = task.held_out.corpus.manifest
+        run = run_of(task.recipe, task, self.setting.make)
+        record, failure = trained(run)
         return {
             **asdict(self.contest),
             **asdict(self.setting),
             "seed": self.seed,
             "failure": failure,
-            "evaluations": [(point.step, round(point.value, 5)) for point in run.record.evaluations],
-            "held_out_loss": [round(point.loss, 4) for point in run.record.evaluations],
-            "nsp_accuracy": [round(point.metrics["nsp_accuracy"], 4) for point in run.record.evaluations],
-            "loss": [round(point.loss, 4) for point in run.record.steps],
+            "evaluations": evaluations_of(run, record),
+            "held_out_loss": [round(score.metrics["loss"], 4) for score in record.scores],
+            "nsp_accuracy": [round(score.metrics["nsp_accuracy"], 4) for score in record.scores],
+            "loss": [round(point.loss, 4) for point in record.points],
             "seconds": round(time.perf_counter() - started, 1),
-            "corpus": {"tokenizer": manifest.tokenizer_checksum, "vocab_size": manifest.vocab_size},
+            "corpus": {"tokenizer": task.tokenizer_checksum, "vocab_size": len(task.tokenizer())},
             "machine": describe(),
         }
 
@@ -218,16 +202,7 @@ class Training:
 
 
 def search(contest: Contest, name: str, corpus: Path = CORPUS) -> Search[Training]:
-    """Return the search for the best setting of an optimizer.
-
-    Args:
-        contest: Batch size and steps.
-        name: A key of ``GRIDS``.
-        corpus: The prepared corpus.
-
-    Returns:
-        Ten runs; the one with the highest accuracy at the end is the best.
-    """
+    """Return the search for the best setting of an optimizer."""
     start, momenta = GRIDS[name]
     adamw_lr = search(contest, "adamw", corpus).best().setting.lr if name == "muon" else None
     settings = [Setting(name, start * 2**power, momentum, adamw_lr) for momentum in momenta for power in range(RATES)]

@@ -25,13 +25,15 @@ from torch_thor.bench import (
     Folder,
     Search,
     describe,
+    evaluations_of,
     final_accuracy,
     markdown,
+    run_of,
     script,
     stages,
+    trained,
     write_tables,
 )
-from torch_thor.training import DivergedError, Run, train
 
 STORE = Folder(Path(__file__).parent / "results" / "bert_bounded")
 CONTEST = CONTESTS[0]
@@ -80,30 +82,20 @@ class Training:
         return f"{self.variant.replace(',', '').replace(' ', '-')}-lr{self.lr:g}-seed{self.seed}"
 
     def run(self) -> dict[str, Any]:
-        """Train.
-
-        Returns:
-            The raw data.
-        """
+        """Train."""
         task = open_task(CONTEST, self.seed, CORPUS)
-        torch.manual_seed(self.seed)
-        model = task.build_model()
         options: dict[str, Any] = {**REFERENCE, **VARIANTS[self.variant]}
-        optimizer = THOR(model, lr=self.lr, **options)
+        run = run_of(task.recipe, task, lambda model: THOR(model, lr=self.lr, **options))
         if self.variant == MIXED:
-            leave_to_adamw(model, optimizer)
-        run = Run(model, optimizer, task, task.recipe)
-        failure = None
-        try:
-            train(run)
-        except DivergedError as error:  # a learning rate that is too high: a result, not an accident
-            failure = str(error)
+            assert isinstance(run.optimizer, THOR)
+            leave_to_adamw(run.model, run.optimizer)
+        record, failure = trained(run)  # diverges at a learning rate that is too high: a result, not an accident
         return {
             **asdict(self),
             "options": options,
             "failure": failure,
-            "evaluations": [(point.step, round(point.value, 5)) for point in run.record.evaluations],
-            "loss": [round(point.loss, 4) for point in run.record.steps],
+            "evaluations": evaluations_of(run, record),
+            "loss": [round(point.loss, 4) for point in record.points],
             "machine": describe(),
         }
 
@@ -113,12 +105,7 @@ class Training:
 
 
 def leave_to_adamw(model: nn.Module, thor: THOR) -> None:
-    """Give embeddings, biases and norms to AdamW, as Muon of bert.py does, with the schedule of THOR.
-
-    Args:
-        model: The network.
-        thor: Its optimizer.
-    """
+    """Give embeddings, biases and norms to AdamW, as Muon of bert.py does, with the schedule of THOR."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2 or id(parameter) in embeddings]
     adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.8, 0.99), weight_decay=0.01)
@@ -133,14 +120,7 @@ def leave_to_adamw(model: nn.Module, thor: THOR) -> None:
 
 
 def search(variant: str) -> Search[Training]:
-    """Return the search for the learning rate of a variant.
-
-    Args:
-        variant: A key of ``VARIANTS``.
-
-    Returns:
-        A run for each learning rate; the one with the highest accuracy at the end is the best.
-    """
+    """Return the search for the learning rate of a variant."""
     return Search([Training(variant, lr, TUNING_SEED) for lr in LRS], Training.final)
 
 
@@ -161,11 +141,7 @@ def chosen() -> list[Training]:
 
 
 def table() -> str:
-    """Return the result as Markdown and write it with the figures as JSON.
-
-    Returns:
-        The table.
-    """
+    """Return the result as Markdown and write it with the figures as JSON."""
     heads = (
         "THOR with",
         "lr (of 3)",

@@ -12,9 +12,11 @@ The memory of the curvature is measured, and computed from the layers' sizes, fo
 """
 
 import argparse
+import itertools
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +25,11 @@ import torch
 from torch import nn
 
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench import describe, median_ratio, take_turns, write_json
+from torch_thor.bench import describe, median_ratio, run_of, step_of, take_turns, write_json
 from torch_thor.bench.markdown import table
-from torch_thor.training import Batch, RunConfig
-from torch_thor.training.engine.step import Stepper
-from torch_thor.training.models.masked_lm import BERTS, build
-from torch_thor.training.tasks import MaskedLM
+from torch_thor.training import Batch, Ranks, Recipe
+from torch_thor.training.models.bert import BERTS, build
+from torch_thor.training.tasks.masked_lm import MaskedLM
 
 RESULTS = Path(__file__).parent / "results"
 SPLIT, POSITIONS, MASKED, SPECIAL = 128, 512, 0.15, 5
@@ -37,16 +38,7 @@ FACTORS = ("A", "A_inverse", "G", "G_inverse")  # of a layer's state
 
 
 def make_batch(vocab_size: int, batch_size: int, length: int) -> Batch:
-    """Draw a batch as the task has it: pairs of sentences with 15 % of the tokens to predict.
-
-    Args:
-        vocab_size: Word pieces.
-        batch_size: Examples.
-        length: Tokens of an example.
-
-    Returns:
-        A mapping of tensors.
-    """
+    """Draw a batch as the task has it: pairs of sentences with 15 % of the tokens to predict."""
     words = torch.randint(SPECIAL, vocab_size, (batch_size, length))
     chosen = torch.rand(batch_size, length).argsort(1) < round(MASKED * length)
     types = (torch.arange(length) >= length // 2).long().repeat(batch_size, 1)
@@ -55,20 +47,32 @@ def make_batch(vocab_size: int, batch_size: int, length: int) -> Batch:
         "token_type_ids": types,
         "attention_mask": torch.ones_like(words),
         "labels": torch.where(chosen, words, -100),
+        "masked": chosen.sum(1),
         "next_sentence_label": torch.randint(2, (batch_size,)),
     }
 
 
+class OneBatch(MaskedLM):
+    """The task on one batch again and again."""
+
+    steps_per_epoch = 1
+
+    def __init__(self, model: str, vocab_size: int, batch: Batch) -> None:
+        size = len(batch["labels"])
+        self.recipe = Recipe(task="masked-lm", model=model, batch_size=size, device="cpu", steps=10**9)
+        self._held_out, self.vocab_size, self.batch = SimpleNamespace(pairs=True), vocab_size, batch
+
+    def model(self) -> nn.Module:
+        """Build the network."""
+        return build(self.recipe.model, self.vocab_size, POSITIONS, 0)
+
+    def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
+        """Repeat the batch."""
+        return itertools.repeat(self.batch)
+
+
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Make an optimizer with its default settings and a short step.
-
-    Args:
-        name: `adamw`, `thor` or `thor-spectral`, the name of ThorMuon in the raw data.
-        model: The network.
-
-    Returns:
-        The optimizer; all layers are refreshed in every second step.
-    """
+    """Make an optimizer with its default settings and a short step."""
     if name == BASE:
         return torch.optim.AdamW(model.parameters(), lr=1e-5)
     kind = THOR if name == "thor" else ThorMuon
@@ -79,28 +83,12 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def seconds(model: str, batch: Batch, vocab_size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Time the steps.
-
-    Args:
-        model: A size of BERT.
-        batch: What is trained on.
-        vocab_size: Word pieces.
-        rounds: Of two steps each, after one that is not counted.
-
-    Returns:
-        Seconds by name (AdamW's as `adamw` and `adamw 2`: beside ordinary steps and beside refreshes); and the bytes of
-        the curvature by the optimizer's name.
-    """
-    config = RunConfig(batch_size=len(batch["labels"]), device="cpu")
-    held_out: Any = SimpleNamespace(pairs=True)
-    task = MaskedLM(None, held_out, SimpleNamespace(compile=False), torch.device("cpu"))  # type: ignore[arg-type]
+    """Time the steps."""
+    task: Any = OneBatch(model, vocab_size, batch)
     optimizers, steps = {}, {}
     for name in (BASE, *FORMS):
-        torch.manual_seed(0)
-        network = build(model, vocab_size, POSITIONS, 0)
-        optimizers[name] = make_optimizer(name, network)
-        stepper = Stepper(network, optimizers[name], task, config)
-        steps[name] = lambda stepper=stepper: stepper.take(batch, 1)
+        run = run_of(task.recipe, task, partial(make_optimizer, name))
+        optimizers[name], steps[name] = run.optimizer, step_of(run)
     taken = dict.fromkeys(steps, 0)
 
     def name_of(name: str) -> str:
@@ -115,28 +103,12 @@ def seconds(model: str, batch: Batch, vocab_size: int, rounds: int) -> tuple[dic
 
 
 def curvature_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Add up the memory of all factors and inverses.
-
-    Args:
-        optimizer: THOR or ThorMuon, after a refresh.
-
-    Returns:
-        Bytes.
-    """
+    """Add up the memory of all factors and inverses."""
     return sum(state[key].nbytes for state in optimizer.state.values() for key in FACTORS if key in state)
 
 
 def computed_bytes(model: str, vocab_size: int, *, both: bool) -> int:
-    """Compute the memory of the curvature from the layers' sizes, float32.
-
-    Args:
-        model: A size of BERT.
-        vocab_size: Word pieces.
-        both: Whether A and G are kept, and embeddings are preconditioned, as THOR does; ThorMuon keeps A alone.
-
-    Returns:
-        Bytes of factors and inverses.
-    """
+    """Compute the memory of the curvature from the layers' sizes, float32."""
     layers, width, _, inner = BERTS[model]
 
     def blocks(size: int) -> int:
@@ -153,15 +125,7 @@ def computed_bytes(model: str, vocab_size: int, *, both: bool) -> int:
 
 
 def summary(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Compare the steps.
-
-    Args:
-        times: What :func:`seconds` gave.
-
-    Returns:
-        For each of the two: its ordinary step over AdamW's, the step that refreshes over AdamW's, and what a refresh
-        adds, in ordinary steps.
-    """
+    """Compare the steps."""
     found = {}
     for name in FORMS:
         refresh = median_ratio(times[f"{name} refresh"], times[name])

@@ -15,15 +15,7 @@ PEERS = ("lamb", "muon", "soap")
 
 
 def there(contest: Contest, name: str) -> list[Training]:
-    """Return the runs of an optimizer's best setting that there are.
-
-    Args:
-        contest: Batch size and steps.
-        name: A key of ``GRIDS``.
-
-    Returns:
-        A run for each seed; none before the tuning is complete.
-    """
+    """Return the runs of an optimizer's best setting that there are."""
     if missing(search(contest, "adamw").tries, STORE) or missing(search(contest, name).tries, STORE):
         return []
     return [job for job in search(contest, name).chosen() if STORE.holds(job.key)]
@@ -35,16 +27,7 @@ def _steps(job: Training, target: float) -> float:
 
 
 def summary(contest: Contest, name: str) -> dict[str, Any]:
-    """Return the figures of an optimizer.
-
-    Args:
-        contest: Batch size and steps.
-        name: A key of ``GRIDS``.
-
-    Returns:
-        The setting; seed by seed, accuracy and loss at the end; and the steps to what each of ``PEERS`` ends with
-        in the same seed.
-    """
+    """Return the figures of an optimizer."""
     jobs = there(contest, name)
     setting = jobs[0].setting
     found: dict[str, Any] = {
@@ -62,11 +45,7 @@ def summary(contest: Contest, name: str) -> dict[str, Any]:
 
 
 def figures() -> dict[str, Any]:
-    """Return every figure of the tables.
-
-    Returns:
-        By contest and optimizer; under ``"tuning"`` the accuracy at the end of each setting in the tuning seed.
-    """
+    """Return every figure of the tables."""
     result: dict[str, Any] = {}
     for contest in CONTESTS:
         rows: dict[str, Any] = {name: summary(contest, name) for name in GRIDS if there(contest, name)}
@@ -77,11 +56,7 @@ def figures() -> dict[str, Any]:
 
 
 def tables() -> str:
-    """Return the results as Markdown, and write them, with the figures as JSON, beside the raw data.
-
-    Returns:
-        A table for each batch size, and one of all settings that were tried.
-    """
+    """Return the results as Markdown, and write them, with the figures as JSON, beside the raw data."""
     found = figures()
     costs = json.loads(STEP_TIMES.read_text())["ratio_to_adamw"] if STEP_TIMES.exists() else {}
     parts = []

@@ -9,34 +9,26 @@ A step is that of the training loop, with the parts of a batch, the loss and its
 """
 
 import argparse
+import itertools
 import json
 import statistics
+from copy import copy
 from pathlib import Path
 
 import torch
 
 from bert import CONTESTS, CORPUS, GRIDS, Contest, Setting, open_task
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench import describe, take_turns, write_json
-from torch_thor.training import Batch
-from torch_thor.training.data import Shard
-from torch_thor.training.engine.step import Stepper
-from torch_thor.training.tasks import MaskedLM
+from torch_thor.bench import describe, run_of, step_of, take_turns, write_json
+from torch_thor.training import Batch, Ranks
+from torch_thor.training.tasks.masked_lm import MaskedLM
 
 OUT = Path(__file__).parent / "results" / "step_time_bert.json"
 SPAN = 10
 
 
 def refreshes(optimizer: THOR | ThorMuon, steps: int) -> int:
-    """Count the steps of a run that refresh, from the optimizer's own interval.
-
-    Args:
-        optimizer: Not used for a step yet.
-        steps: Length of the run.
-
-    Returns:
-        Their number.
-    """
+    """Count the steps of a run that refresh, from the optimizer's own interval."""
     interval = optimizer.param_groups[0]["update_interval"]
     count, step = 0, 0
     while step < steps:
@@ -45,29 +37,19 @@ def refreshes(optimizer: THOR | ThorMuon, steps: int) -> int:
 
 
 def seconds(task: MaskedLM, contest: Contest, spans: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Time the steps of a contest.
-
-    Args:
-        task: The task.
-        contest: Batch size and parts.
-        spans: Of ``SPAN`` rounds each, after one that is not counted.
-
-    Returns:
-        Seconds by optimizer, those of steps that refresh under ``"NAME refresh"``; and how many steps of a run refresh.
-    """
-    batches, now = task.open_data(Shard()).train.endless(), list[Batch]()
-
+    """Time the steps of a contest."""
+    batches = task.batches(Ranks(), 0)
+    now: list[Batch] = [next(batches)]
+    task = copy(task)
+    task.batches = lambda *_: (now[0] for _ in itertools.count())
     steps, thors, counts = {}, dict[str, THOR | ThorMuon](), dict[str, int]()
     for name, (_, momenta) in GRIDS.items():
-        torch.manual_seed(0)
-        model = task.build_model()
-        optimizer = Setting(name, 1e-5, momenta[0], 1e-5 if name == "muon" else None).make(model)
+        run = run_of(task.recipe, task, Setting(name, 1e-5, momenta[0], 1e-5 if name == "muon" else None).make)
+        optimizer, steps[name] = run.optimizer, step_of(run)
         if isinstance(optimizer, THOR | ThorMuon):
             thors[name], counts[name] = optimizer, refreshes(optimizer, contest.steps)
             for group in optimizer.param_groups:
                 group["update_interval"] = SPAN
-        stepper = Stepper(model, optimizer, task, task.recipe)
-        steps[name] = lambda stepper=stepper: stepper.take(now[0], 1)
 
     def next_batch() -> None:
         now[:] = [next(batches)]  # the same for all of them
@@ -79,16 +61,7 @@ def seconds(task: MaskedLM, contest: Contest, spans: int) -> tuple[dict[str, lis
 
 
 def costs(contest: Contest, times: dict[str, list[float]], counts: dict[str, int]) -> dict[str, float]:
-    """Return what a step costs, on average over a run.
-
-    Args:
-        contest: Its length.
-        times: Seconds, as :func:`seconds` returns them.
-        counts: Refreshes in a run, by optimizer.
-
-    Returns:
-        Seconds by optimizer; for THOR and ThorMuon also those of ordinary steps and of steps that refresh.
-    """
+    """Return what a step costs, on average over a run."""
     found = {}
     for name in GRIDS:
         if name in counts:

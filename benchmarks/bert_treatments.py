@@ -36,9 +36,9 @@ from bert_embeddings import CountedEmbedding, UniformEmbedding
 from norms import TREATMENTS as NORMS
 from norms import norm_parameters
 from torch_thor import THOR
-from torch_thor.bench import TUNING_SEED, Folder, Search, describe, markdown, script, stages, write_tables
-from torch_thor.training import Batch, DivergedError, Run, evaluate, load_recipe, new_run, train
-from torch_thor.training.tasks import MaskedLM
+from torch_thor.bench import TUNING_SEED, Folder, Search, describe, markdown, script, stages, trained, write_tables
+from torch_thor.training import Batch, Ranks, Run, build, evaluate, load_recipe, primary
+from torch_thor.training.tasks.masked_lm import MaskedLM
 from torch_thor.training.tasks.task import Loss, Terms
 
 STORE = Folder(Path(__file__).parent / "results" / "bert_treatments")
@@ -52,14 +52,7 @@ RECIPE = [
 
 
 def embeddings(model: nn.Module) -> list[tuple[str, nn.Embedding]]:
-    """List the embeddings.
-
-    Args:
-        model: A BERT.
-
-    Returns:
-        Those of words, positions and segments, with their names.
-    """
+    """List the embeddings."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
 
 
@@ -68,13 +61,9 @@ class TreatedMaskedLM(MaskedLM):
 
     treatment = "as-is"
 
-    def build_model(self) -> nn.Module:
-        """Build the network.
-
-        Returns:
-            The recipe's, with the embeddings' classes changed where the treatment says so.
-        """
-        model = super().build_model()
+    def model(self) -> nn.Module:
+        """Build the network."""
+        model = super().model()
         for name, module in embeddings(model):
             if self.treatment == "embedding-uniform":
                 module.__class__ = UniformEmbedding
@@ -83,14 +72,7 @@ class TreatedMaskedLM(MaskedLM):
         return model
 
     def terms(self, batch: Batch) -> Terms:
-        """Count the loss terms.
-
-        Args:
-            batch: A mapping of tensors.
-
-        Returns:
-            Their number, as the treatment counts them, and the mask of the tokens that are not padding.
-        """
+        """Count the loss terms."""
         terms = super().terms(batch)
         if self.treatment == "terms-examples":
             return replace(terms, number=len(batch["labels"]))
@@ -98,20 +80,12 @@ class TreatedMaskedLM(MaskedLM):
             return replace(terms, number=int(batch["attention_mask"].sum()))
         return terms
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Compute the loss.
-
-        Args:
-            model: The network.
-            batch: A mapping of tensors.
-
-        Returns:
-            The loss, after telling the word embedding which tokens are predicted.
-        """
-        for _, module in embeddings(model):
+    def loss(self, net: nn.Module, batch: Batch) -> Loss:
+        """Compute the loss."""
+        for _, module in embeddings(net):
             if isinstance(module, CountedEmbedding):
                 module.predicted = batch["labels"][batch["labels"] >= 0]
-        return super().loss(model, batch)
+        return super().loss(net, batch)
 
 
 TREATMENTS = (
@@ -146,43 +120,32 @@ class Training:
         return f"{self.treatment}-lr{self.lr:g}-seed{self.seed}"
 
     def new_run(self) -> Run:
-        """Prepare the training.
-
-        Returns:
-            The training, before its first step.
-        """
+        """Prepare the training."""
         words = [*RECIPE, f"lr={self.lr}", f"seed={self.seed}"]
         if self.treatment == "embedding-momentum":
             words.append("layers=-*_embeddings")
         recipe = load_recipe("bert-tiny", words)
-        task = TreatedMaskedLM.open(recipe, torch.device("cpu"), print, print)
+        task = TreatedMaskedLM(recipe, torch.device("cpu"), print)
         task.treatment = self.treatment
-        run = new_run(recipe, "thor", task)
+        run = build(recipe, "thor", task, Ranks())
         if self.treatment.startswith("norms-"):
             run.optimizer.register_step_pre_hook(partial(replace_gradients, self.treatment.removeprefix("norms-")))
         return run
 
     def run(self) -> dict[str, Any]:
-        """Train.
-
-        Returns:
-            The raw data.
-        """
-        run, failure = self.new_run(), None
-        try:
-            train(run)
-        except DivergedError as error:  # a learning rate that is too high: a result, not an accident
-            failure = str(error)
+        """Train."""
+        run = self.new_run()
+        record, failure = trained(run)  # diverges at a learning rate that is too high: a result, not an accident
         assert isinstance(run.task, TreatedMaskedLM)
         run.task.treatment = "as-is"  # an evaluation averages over the masked tokens
-        metrics = evaluate(run.task, run.model, run.streams.evaluation).metrics
+        metrics = evaluate(run.task, run.model, run.ranks)
         return {
             **asdict(self),
             "steps": STEPS,
             "failure": failure,
-            "held_out": {"accuracy": metrics[run.primary.name], "loss": metrics["loss"]},
-            "loss": [round(point.loss, 4) for point in run.record.steps],
-            "loss_terms": sorted({point.terms for point in run.record.steps}),
+            "held_out": {"accuracy": metrics[primary(run.task.metrics).name], "loss": metrics["loss"]},
+            "loss": [round(point.loss, 4) for point in record.points],
+            "loss_terms": sorted({point.terms for point in record.points}),
             "machine": describe(),
         }
 
@@ -193,14 +156,7 @@ class Training:
 
 
 def replace_gradients(treatment: str, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
-    """Replace the gradients of the norms, before a step.
-
-    Args:
-        treatment: A treatment of norms.py.
-        optimizer: THOR.
-        args: Of the step.
-        keywords: Of the step.
-    """
+    """Replace the gradients of the norms, before a step."""
     assert isinstance(optimizer, THOR)
     assert isinstance(optimizer.loss_terms, int)  # the application has set it for this step
     damping = math.sqrt(optimizer.param_groups[0]["damping"])
@@ -209,14 +165,7 @@ def replace_gradients(treatment: str, optimizer: torch.optim.Optimizer, args: An
 
 
 def search(treatment: str) -> Search[Training]:
-    """Return the search for the learning rate of a treatment.
-
-    Args:
-        treatment: One of ``TREATMENTS``.
-
-    Returns:
-        A run for each learning rate; the one with the highest accuracy is the best.
-    """
+    """Return the search for the learning rate of a treatment."""
     return Search([Training(treatment, lr, TUNING_SEED) for lr in LRS], lambda run: run.held_out()["accuracy"])
 
 
@@ -226,11 +175,7 @@ def searches() -> list[Search[Training]]:
 
 
 def table() -> str:
-    """Return the result as Markdown and write it with the figures as JSON.
-
-    Returns:
-        The table.
-    """
+    """Return the result as Markdown and write it with the figures as JSON."""
     heads = (
         "treatment",
         "lr (of 3)",

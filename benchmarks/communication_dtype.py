@@ -26,7 +26,7 @@ from local_ranks import on_ranks
 from tasks import TASKS
 from torch_thor import THOR, Distributed, ThorMuon
 from torch_thor.bench import describe, markdown, write_json
-from torch_thor.training.data import Shard
+from torch_thor.training import Ranks, evaluate
 
 OUT = Path(__file__).parent / "results" / "communication_dtype.json"
 NAME, WORLD = "language", 2
@@ -36,58 +36,30 @@ DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 def train(rank: int, world: int, form: str, dtype: str, seed: int, steps: int | None) -> dict[str, Any]:
-    """Train on one of the processes.
-
-    Args:
-        rank: Rank of the process.
-        world: Number of processes.
-        form: A key of `FORMS`.
-        dtype: A key of `DTYPES`.
-        seed: Of the weights and the data.
-        steps: Number of steps; `None` for those of the task.
-
-    Returns:
-        The held-out loss, and the first update of the preconditioned weights.
-    """
+    """Train on one of the processes."""
     benchmark = TASKS[NAME]
     count = steps or benchmark.steps
-    task = benchmark.open(benchmark.config(seed))
+    task = benchmark.open(benchmark.recipe(seed))
     torch.manual_seed(seed)
-    model = task.build_model()
+    model = task.model()
     optimizer = FORMS[form](model, distributed=Distributed(communication_dtype=DTYPES[dtype]))
     weights = [layer.weight for layer in optimizer.curvature.values()]
     start = torch.cat([weight.detach().flatten() for weight in weights])
     wrapped = DistributedDataParallel(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / count)
-    streams = task.open_data(Shard(rank, world))
     first = start
-    for step, batch in zip(range(count), streams.train.endless(), strict=False):
+    for step, batch in zip(range(count), task.batches(Ranks(rank, world), 0), strict=False):
         optimizer.zero_grad()
         task.loss(wrapped, batch).mean.backward()
         optimizer.step()
         schedule.step()
         if step == 0:
             first = torch.cat([weight.detach().flatten() for weight in weights]) - start
-    model.eval()
-    total, terms = 0.0, 0
-    with torch.no_grad():
-        for batch in task.open_data(Shard()).evaluation if rank == 0 else ():
-            total += float(task.measure(model, batch)["loss"])
-            terms += task.terms(batch).number
-    return {"loss": total / terms if terms else None, "first": first}
+    return {"loss": evaluate(task, model, Ranks())["loss"] if rank == 0 else None, "first": first}
 
 
 def pair(form: str, seed: int, steps: int | None = None) -> dict[str, Any]:
-    """Train with both dtypes.
-
-    Args:
-        form: A key of `FORMS`.
-        seed: Of the weights and the data.
-        steps: Number of steps; `None` for those of the task.
-
-    Returns:
-        Settings, the held-out loss of each dtype, and the error of the first update.
-    """
+    """Train with both dtypes."""
     started = time.perf_counter()
     found = {dtype: on_ranks(WORLD, train, form, dtype, seed, steps)[0] for dtype in DTYPES}
     exact, rounded = found["float32"]["first"], found["bfloat16"]["first"]
@@ -101,14 +73,7 @@ def pair(form: str, seed: int, steps: int | None = None) -> dict[str, Any]:
 
 
 def table(raw: dict[str, Any]) -> str:
-    """Make the table.
-
-    Args:
-        raw: The raw data.
-
-    Returns:
-        Markdown.
-    """
+    """Make the table."""
     rows = []
     for form in FORMS:
         runs = [run for run in raw["runs"] if run["form"] == form]

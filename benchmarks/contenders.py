@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torch_thor import ThorMuon
-from torch_thor.training.optimizers import MuonAdamW
+from torch_thor.training.muon import MuonAdamW
 
 BUDGET = 6  # learning rates an optimizer and task
 
@@ -56,14 +56,7 @@ class Setting:
         return "-".join(words)
 
     def make(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Make the optimizer.
-
-        Args:
-            model: the network.
-
-        Returns:
-            The optimizer.
-        """
+        """Make the optimizer."""
         if self.optimizer == "thor":
             damping = {} if self.damping is None else {"damping": self.damping}
             return ThorMuon(model, lr=self.lr, weight_decay=0.01, **damping)
@@ -74,15 +67,7 @@ class Setting:
 
 
 def grid(optimizer: str, task: str) -> list[float]:
-    """Return the learning rates to try.
-
-    Args:
-        optimizer: one of ``PEERS``.
-        task: key of ``tasks.TASKS``.
-
-    Returns:
-        Six numbers, rising.
-    """
+    """Return the learning rates to try."""
     large_batch = task.startswith("classifier") and task != "classifier"
     if large_batch and optimizer in _LARGE_BATCH_START:
         start = _LARGE_BATCH_START[optimizer]

@@ -1,7 +1,7 @@
 """Throughput of reading, decoding and cropping images on one core, and the number of cores that one GPU needs.
 
     python benchmarks/decode.py                                    # photographs of scikit-learn, cut to ImageNet's size
-    python benchmarks/decode.py --folder /data/imagenet/train      # your own image files
+    python benchmarks/decode.py --folder /data/imagenet            # your own image files
     python benchmarks/decode.py --workers 0 4 8 16 --gpu-rate 2800 # with the measured images per second of a GPU
 
 Each stage is timed in one process with one thread. The stages take turns in each round, so a change in the speed of
@@ -12,6 +12,7 @@ Number of cores = images per second of the GPU / images per second and core of `
 """
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -25,17 +26,11 @@ import torch
 from PIL import Image
 
 from torch_thor.bench import describe, take_turns, write_json
-from torch_thor.training.data import (
-    IMAGENET,
-    EvaluationTransform,
-    FolderSource,
-    TrainingOrder,
-    TrainingTransform,
-    Workers,
-    decode_rgb,
-    list_images,
-    raw_loader,
-)
+from torch_thor.training.data.batches import loaded, training_keys
+from torch_thor.training.data.decoding import decode_rgb, read_image
+from torch_thor.training.data.images import Images, collate, open_images
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe import Data
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH, HEIGHT, QUALITY = 500, 375, 97  # ImageNet's most frequent size, and near its mean of 110 kB a file
@@ -43,43 +38,28 @@ TRAINING = "read, decode, training crop"
 
 
 def write_photographs(folder: Path, count: int) -> None:
-    """Cut JPEGs of ImageNet's size out of scikit-learn's two photographs.
-
-    Args:
-        folder: Where they go, half to each of two classes.
-        count: How many.
-    """
+    """Cut JPEGs of ImageNet's size out of scikit-learn's two photographs, half of them for each of two classes."""
     from sklearn.datasets import load_sample_images  # only without --folder
 
     for name, pixels in zip(("china", "flower"), load_sample_images().images, strict=True):
-        (folder / name).mkdir()
+        (folder / "train" / name).mkdir(parents=True)
         picture = Image.fromarray(pixels)
         for number in range(count // 2):
             left, top = 3 * number % (picture.width - WIDTH), number % (picture.height - HEIGHT)
             cut = picture.crop((left, top, left + WIDTH, top + HEIGHT))
-            cut.save(folder / name / f"{number}.JPEG", quality=QUALITY)
+            cut.save(folder / "train" / name / f"{number}.JPEG", quality=QUALITY)
+    (folder / "val").symlink_to(folder / "train")
 
 
-def time_stages(source: FolderSource, count: int, rounds: int) -> dict[str, float]:
-    """Time each stage on one core.
-
-    Args:
-        source: The images.
-        count: How many to take.
-        rounds: How often.
-
-    Returns:
-        Median images a second.
-    """
-    step = max(1, len(source.labels) // count)
-    chosen = list(range(0, len(source.labels), step))[:count]
-    train, evaluation = TrainingTransform(IMAGENET, seed=0), EvaluationTransform(IMAGENET)
-    contents = [Path(source.where(index)).read_bytes() for index in chosen]
+def time_stages(train: Images, evaluation: Images, count: int, rounds: int) -> dict[str, float]:
+    """Time each stage on one core, with so many training images; return the median of images a second."""
+    chosen = list(range(0, len(train), max(1, len(train) // count)))[:count]
+    contents = [read_image(Path(train.where(index))) for index in chosen]
     stages: dict[str, Callable[[int, int], object]] = {  # of the place among the chosen, and of the index
-        "read": lambda _, index: Path(source.where(index)).read_bytes(),
+        "read": lambda _, index: read_image(Path(train.where(index))),
         "decode": lambda place, _: decode_rgb(contents[place]),
-        TRAINING: lambda _, index: train(source.load(index), 0, index),
-        "read, decode, evaluation crop": lambda _, index: evaluation(source.load(index), 0, index),
+        TRAINING: lambda _, index: train[0, index],
+        "read, decode, evaluation crop": lambda _, index: evaluation.crop(train.source[index]),
     }
 
     def over_all(stage: Callable[[int, int], object]) -> Callable[[], None]:
@@ -94,29 +74,15 @@ def time_stages(source: FolderSource, count: int, rounds: int) -> dict[str, floa
     return {name: statistics.median(len(chosen) / took for took in times) for name, times in seconds.items()}
 
 
-def time_loader(source: FolderSource, workers: int, batch_size: int, batches: int) -> float:
-    """Time the loader that trainings use.
-
-    Args:
-        source: The images.
-        workers: Processes that read; 0 is the timing process itself.
-        batch_size: Images in a batch.
-        batches: Batches to time, after the workers have started.
-
-    Returns:
-        Images a second.
-    """
-    order = TrainingOrder(len(source.labels), batch_size, seed=0)
+def time_loader(train: Images, workers: int, batch_size: int, batches: int) -> float:
+    """Time the loader that trainings use, with so many workers, which have started; return images a second."""
     warm_up = max(1, 3 * workers)  # what is prefetched while nobody waits must not be counted
-    epochs = math.ceil((warm_up + batches) / order.batches)
-    keys = [[(epoch, index) for index in batch] for epoch in range(epochs) for batch in order.epoch(epoch)]
-    loader = raw_loader(source, TrainingTransform(IMAGENET, seed=0), keys, Workers(count=workers))
+    keys = itertools.islice(training_keys(len(train), batch_size, 0, Ranks(), 0), warm_up + batches)
+    loader = loaded(train, keys, workers=workers, prefetch=2, device=torch.device("cpu"), collate=collate)
     started, images = 0.0, 0
-    for number, batch in enumerate(loader):
-        if number >= warm_up + batches:
-            break
+    for number, (_, labels) in enumerate(loader):
         if number >= warm_up:
-            images += len(batch.labels)
+            images += len(labels)
         if number == warm_up - 1:
             started = time.perf_counter()
         finished = time.perf_counter()
@@ -126,7 +92,7 @@ def time_loader(source: FolderSource, workers: int, batch_size: int, batches: in
 def main() -> None:
     """Time everything, print a table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="a folder with a folder of images for each class")
+    parser.add_argument("--folder", type=Path, help="a folder that contains train/ and val/, as for training")
     parser.add_argument("--images", type=int, default=200, help="images a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
@@ -141,10 +107,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         if options.folder is None:
             write_photographs(Path(temporary), options.images)
-        source = list_images(options.folder or Path(temporary))
-        sizes = [Path(source.where(index)).stat().st_size for index in range(min(options.images, len(source.labels)))]
-        rates = time_stages(source, options.images, options.rounds)
-        loaders = {count: time_loader(source, count, options.batch, options.batches) for count in options.workers}
+        data = Data(name="image-folder", root=str(options.folder or temporary))
+        train, evaluation = open_images(data, 0, print)
+        assert train is not None
+        sizes = [Path(train.where(index)).stat().st_size for index in range(min(options.images, len(train)))]
+        rates = time_stages(train, evaluation, options.images, options.rounds)
+        loaders = {count: time_loader(train, count, options.batch, options.batches) for count in options.workers}
     cores = {f"{rate:g}": math.ceil(rate / rates[TRAINING]) for rate in options.gpu_rate}
 
     print(f"{os.cpu_count()} cores, {statistics.mean(sizes) / 1000:.0f} kB a file")

@@ -34,8 +34,9 @@ from torch.nn import functional
 from torch_thor import ThorMuon
 from torch_thor.bench import Folder, describe, markdown, missing, script, write_tables
 from torch_thor.files import write_text
-from torch_thor.training.data import DataSpec, characters, load_data
-from torch_thor.training.models.classifiers import BasicBlock
+from torch_thor.training.data.small import load_characters, load_images
+from torch_thor.training.models.small import BasicBlock
+from torch_thor.training.recipe import Data
 
 STORE = Folder(Path(__file__).parent / "results" / "defaults")
 PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "defaults.md"
@@ -246,7 +247,7 @@ class Transformer(nn.Module):
 def transformer(make: Make, blocks: int, width: int, model: Transformer | None = None, reverse: bool = False) -> Result:
     """Train a transformer with 16 windows a step; 256 windows are held out."""
     model = model or Transformer(blocks, width)
-    train, held_out = (part.clamp(max=SYMBOLS - 1) for part in characters())
+    train, held_out = (part.clamp(max=SYMBOLS - 1) for part in load_characters())
     if reverse:
         train, held_out = train.flip(0), held_out.flip(0)
 
@@ -308,18 +309,18 @@ def resnet(make: Make, blocks: int, width: int) -> Result:
 def images(make: Make, model: nn.Module) -> Result:
     """Train a classifier of small images."""
     model = model.to(memory_format=torch.channels_last)
-    data = load_data(DataSpec("fashion-mnist"))
-    train, test = functional.avg_pool2d(data.train_images, 2), functional.avg_pool2d(data.test_images[:5000], 2)
+    (train, labels), (test, test_labels) = load_images(Data(name="fashion-mnist"))
+    train, test = functional.avg_pool2d(train, 2), functional.avg_pool2d(test[:5000], 2)
 
     def loss_of() -> Tensor:
         chosen = torch.randint(len(train), (256,))
-        return functional.cross_entropy(model(train[chosen]), data.train_labels[chosen])
+        return functional.cross_entropy(model(train[chosen]), labels[chosen])
 
     losses = descend(model, make, loss_of, STEPS, True)
     model.eval()
     with torch.no_grad():
         scores = torch.cat([model(part) for part in test.split(500)])
-    return {"first": losses[0], "value": functional.cross_entropy(scores, data.test_labels[:5000]).item()}
+    return {"first": losses[0], "value": functional.cross_entropy(scores, test_labels[:5000]).item()}
 
 
 CASES: dict[str, Callable[[Make], Result]] = {

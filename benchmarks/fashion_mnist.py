@@ -67,17 +67,13 @@ class Training:
         return f"{self.optimizer}-lr{self.lr:g}-seed{self.seed}"
 
     def run(self) -> dict[str, Any]:
-        """Train.
-
-        Returns:
-            The raw data.
-        """
+        """Train."""
         from torch_thor.bench import train_recipe
 
         interval = 10**6 if self.seed == TUNING_SEED else EVAL_INTERVAL
         name, changed = VARIANTS.get(self.optimizer, (self.optimizer, []))
         words = [f"lr={self.lr}", f"seed={self.seed}", f"eval_interval={interval}", "device=cpu", *changed]
-        return {**asdict(self), **train_recipe("fashion-mnist", name, words)[1]}
+        return {**asdict(self), **train_recipe("fashion-mnist", name, words)[2]}
 
     def result(self) -> dict[str, Any]:
         """Return the raw data."""
@@ -89,14 +85,7 @@ class Training:
 
 
 def search(optimizer: str) -> Search[Training]:
-    """Return the search for the learning rate of an optimizer.
-
-    Args:
-        optimizer: key of ``GRIDS``.
-
-    Returns:
-        A run for each learning rate; the one with the highest final accuracy is the best.
-    """
+    """Return the search for the learning rate of an optimizer."""
     return Search([Training(optimizer, lr, TUNING_SEED) for lr in GRIDS[optimizer]], Training.final)
 
 
@@ -106,23 +95,12 @@ def searches() -> list[Search[Training]]:
 
 
 def there(optimizer: str) -> list[Training]:
-    """List the runs of the other seeds that there are.
-
-    Args:
-        optimizer: key of ``GRIDS``.
-
-    Returns:
-        All of them once the script has come to its end.
-    """
+    """List the runs of the other seeds that there are."""
     return [run for run in search(optimizer).chosen() if STORE.holds(run.key)]
 
 
 def table() -> str:
-    """Return the result as Markdown, from the seeds there are, and write it with the figures as JSON.
-
-    Returns:
-        The table.
-    """
+    """Return the result as Markdown, from the seeds there are, and write it with the figures as JSON."""
     targets = {run.seed: run.final() for run in search("sgd").chosen()}
     heads = (
         "optimizer",
@@ -146,11 +124,7 @@ def table() -> str:
 
 
 def draw(path: Path) -> None:
-    """Draw accuracy and loss against steps, the median over seeds with the range behind it.
-
-    Args:
-        path: a PNG file.
-    """
+    """Draw accuracy and loss against steps, the median over seeds with the range behind it."""
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")

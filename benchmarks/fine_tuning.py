@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from torch_thor.bench import describe, write_json
 from torch_thor.bench.markdown import each, table
-from torch_thor.training.text.text_files import paragraphs_of
+from torch_thor.training.text.documents import paragraphs_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

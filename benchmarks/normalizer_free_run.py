@@ -9,12 +9,10 @@ from typing import Any
 from torch import nn
 
 from torch_thor import AGCSGD
-from torch_thor.bench import Folder, describe
-from torch_thor.training import DivergedError, RunConfig, StepPoint, evaluate, load_recipe, new_run, resolve_device
-from torch_thor.training.data import EvaluationSet, open_data
-from torch_thor.training.engine import loop
-from torch_thor.training.models import build_model
-from torch_thor.training.tasks import ImageClassification
+from torch_thor.bench import Folder, describe, trained
+from torch_thor.training import Observer, Point, Ranks, build, device_of, evaluate, load_recipe, loop
+from torch_thor.training.models.library import build_model
+from torch_thor.training.tasks.images import ImageClassification
 
 STORE = Folder(Path(__file__).parent / "results" / "normalizer_free")
 MOMENTUM = 0.9
@@ -23,40 +21,26 @@ LOSS_OF_GUESSING = math.log(10)  # ten classes
 
 
 class ResizedClassification(ImageClassification):
-    """Image classification at a size of choice, by a network as its library builds it.
+    """Image classification at a size of choice, by a network as its library builds it."""
 
-    Args:
-        data: the images.
-        config: batch size and seed.
-        model: the network's name.
-        size: height and width that images are scaled to.
-    """
+    size: int  # height and width that images are scaled to
 
-    def __init__(self, data: EvaluationSet, config: RunConfig, *, model: str, size: int) -> None:
-        super().__init__(data, config, model=model)
-        self.size = size
-
-    def build_model(self) -> nn.Module:
-        """Build the network.
-
-        Returns:
-            The network, behind the scaling where images have another size.
-        """
-        assert self.model is not None
-        channels, *shape = self.data.image_shape
-        network = build_model(self.model, channels, self.outputs)
+    def model(self) -> nn.Module:
+        """Build the network, behind the scaling where images have another size."""
+        channels, *shape = self.recipe.data.image_shape
+        network = build_model(self.recipe.model, channels, self.outputs)
         if shape == [self.size, self.size]:
             return network
         return nn.Sequential(nn.Upsample((self.size, self.size), mode="bilinear"), network)
 
 
-class _ClippedUnits(loop.Callback):
+class _ClippedUnits(Observer):
     """Notes the share of units that each step of AGC-SGD clips."""
 
     def __init__(self) -> None:
         self.shares: list[float] = []
 
-    def after_step(self, run: loop.Run, point: StepPoint) -> None:
+    def step(self, run: loop.Run, point: Point) -> None:
         if isinstance(run.optimizer, AGCSGD) and run.optimizer.clip_statistics is not None:
             self.shares.append(float(run.optimizer.clip_statistics.share))
 
@@ -96,11 +80,7 @@ class Run:
         return f"{self.question}-{self.model}-{self.optimizer}-b{self.batch}{part}-lr{self.lr:g}-seed{self.seed}"
 
     def result(self) -> dict[str, Any]:
-        """Return the raw data.
-
-        Raises:
-            SystemExit: they were measured with other options, which are not part of the name.
-        """
+        """Return the raw data."""
         found = STORE.read(self.key)
         other = {key: found[key] for key, value in asdict(self).items() if found.get(key, value) != value}
         if other:
@@ -108,11 +88,7 @@ class Run:
         return found
 
     def new_run(self) -> loop.Run:
-        """Prepare the training.
-
-        Returns:
-            It, before its first step.
-        """
+        """Prepare the training."""
         steps = self.images // self.batch
         words: dict[str, object] = {
             "model": f"timm:{self.model}",
@@ -131,25 +107,20 @@ class Run:
         if self.optimizer == "agc-sgd":
             words["clip_factor"] = CLIP_FACTOR[self.batch]
         recipe = load_recipe("fashion-mnist", [f"{key}={value}" for key, value in words.items()])
-        data = open_data(recipe.data, resolve_device(recipe.device), print)
-        return new_run(recipe, self.optimizer, ResizedClassification(data, recipe, model=recipe.model, size=self.size))
+        device = device_of(recipe.device)
+        task = ResizedClassification(recipe, device, print)
+        task.size = self.size
+        return build(recipe, self.optimizer, task, Ranks(device=device))
 
     def run(self) -> dict[str, Any]:
-        """Train.
-
-        Returns:
-            The raw data.
-        """
+        """Train."""
         import timm
 
-        run, clipped, failed = self.new_run(), _ClippedUnits(), False
-        try:
-            loop.train(run, [clipped])
-            metrics = run.record.evaluations[-1].metrics
-        except DivergedError:  # a result, not an accident
-            failed = True
-            metrics = evaluate(run.task, run.model, run.streams.evaluation).metrics
-        losses = [point.loss for point in run.record.steps]
+        run, clipped = self.new_run(), _ClippedUnits()
+        record, failure = trained(run, [clipped])
+        failed = failure is not None  # a result, not an accident
+        metrics = evaluate(run.task, run.model, run.ranks) if failed else record.scores[-1].metrics
+        losses = [point.loss for point in record.points]
         end = math.nan if failed else statistics.fmean(losses[-max(1, len(losses) // 20) :])
         return {
             **asdict(self),

@@ -31,9 +31,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor import THOR
-from torch_thor.bench import TUNING_SEED, Folder, Search, describe, markdown, script, stages, write_tables
-from torch_thor.training import DivergedError, Run, evaluate, load_recipe, new_run, train
-from torch_thor.training.tasks import ImageClassification, MaskedLM
+from torch_thor.bench import TUNING_SEED, Folder, Search, describe, markdown, script, stages, trained, write_tables
+from torch_thor.training import Ranks, Run, build, evaluate, load_recipe, primary
+from torch_thor.training.tasks.images import ImageClassification
+from torch_thor.training.tasks.masked_lm import MaskedLM
 
 HERE = Path(__file__).parent
 STORE = Folder(HERE / "results" / "norms")
@@ -53,12 +54,8 @@ SETTINGS = [
 class SmallViT(ImageClassification):
     """Image classification with a vision transformer of this benchmark's own size, in the place of a named network."""
 
-    def build_model(self) -> nn.Module:
-        """Build the network.
-
-        Returns:
-            A vision transformer of four layers, which sees the images at 32 x 32 pixels: 16 patches.
-        """
+    def model(self) -> nn.Module:
+        """Build the network."""
         import timm
 
         shape = {"img_size": 32, "patch_size": 8, "depth": 4, "embed_dim": 96, "num_heads": 3, "in_chans": 1}
@@ -98,14 +95,10 @@ class Training:
         return f"{self.task}-{self.treatment}-lr{self.lr:g}-seed{self.seed}"
 
     def new_run(self) -> Run:
-        """Prepare the training.
-
-        Returns:
-            It, before its first step; the optimizer replaces the gradients of the norms before each step.
-        """
+        """Prepare the training."""
         kind, name, words = TASKS[self.task]
         recipe = load_recipe(name, [*SETTINGS, *words, f"lr={self.lr}", f"seed={self.seed}"])
-        run = new_run(recipe, "thor", kind.open(recipe, torch.device("cpu"), print, print))
+        run = build(recipe, "thor", kind(recipe, torch.device("cpu"), print), Ranks())
         run.optimizer.register_step_pre_hook(self._replace_gradients)
         return run
 
@@ -117,26 +110,18 @@ class Training:
             parameter.grad = change(parameter.grad, optimizer.loss_terms, damping)
 
     def run(self) -> dict[str, Any]:
-        """Train.
-
-        Returns:
-            The raw data.
-        """
-        run, failure = self.new_run(), None
-        try:
-            train(run)
-            metrics = run.record.evaluations[-1].metrics
-        except DivergedError as error:  # at a learning rate that is too high: a result, not an accident
-            failure = str(error)
-            metrics = evaluate(run.task, run.model, run.streams.evaluation).metrics
+        """Train."""
+        run = self.new_run()
+        record, failure = trained(run)  # diverges at a learning rate that is too high: a result, not an accident
+        metrics = record.scores[-1].metrics if failure is None else evaluate(run.task, run.model, run.ranks)
         group = run.optimizer.param_groups[0]
         return {
             **asdict(self),
             "steps": STEPS,
             "failure": failure,
-            "held_out": {"loss": metrics["loss"], "accuracy": metrics[run.primary.name]},
-            "loss": [round(point.loss, 5) for point in run.record.steps],
-            "loss_terms": sorted({point.terms for point in run.record.steps}),
+            "held_out": {"loss": metrics["loss"], "accuracy": metrics[primary(run.task.metrics).name]},
+            "loss": [round(point.loss, 5) for point in record.points],
+            "loss_terms": sorted({point.terms for point in record.points}),
             "norm_parameters": len(norm_parameters(run.model)),
             "options": {key: group[key] for key in ("damping", "momentum", "update_interval", "max_update_ratio")},
             "machine": describe(),
@@ -149,27 +134,12 @@ class Training:
 
 
 def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List the weights and biases of LayerNorm.
-
-    Args:
-        model: a network.
-
-    Returns:
-        Those of all its layers.
-    """
+    """List the weights and biases of LayerNorm."""
     return [p for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()]
 
 
 def search(task: str, treatment: str) -> Search[Training]:
-    """Return the search for the learning rate of a treatment.
-
-    Args:
-        task: its name.
-        treatment: of the norms.
-
-    Returns:
-        A run for each learning rate; the one with the lowest held-out loss is the best.
-    """
+    """Return the search for the learning rate of a treatment."""
     tries = [Training(task, treatment, lr, TUNING_SEED) for lr in LRS]
     return Search(tries, lambda run: -run.held_out()["loss"])
 
@@ -180,11 +150,7 @@ def searches() -> list[Search[Training]]:
 
 
 def table() -> str:
-    """Return the result as Markdown and write it with the figures as JSON.
-
-    Returns:
-        The table.
-    """
+    """Return the result as Markdown and write it with the figures as JSON."""
     heads = (
         "model",
         "norms",

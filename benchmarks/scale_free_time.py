@@ -21,8 +21,7 @@ from contenders import PEERS, USUAL_MOMENTUM, Setting
 from tasks import TASKS, Benchmark
 from torch_thor.bench import describe, take_turns, training_step, write_json
 from torch_thor.intervals import Geometric
-from torch_thor.training import Batch
-from torch_thor.training.data import Shard
+from torch_thor.training import Batch, Ranks
 
 OUT = Path(__file__).parent / "results" / "step_time_scale_free.json"
 SPAN = 10
@@ -30,14 +29,7 @@ INTERVAL = Geometric(1, 50, factor=1.5)  # the default of ThorMuon
 
 
 def refreshes(steps: int) -> int:
-    """Return how many steps of a run of THOR refresh.
-
-    Args:
-        steps: length of the run.
-
-    Returns:
-        Their number.
-    """
+    """Return how many steps of a run of THOR refresh."""
     count, step = 0, 0
     while step < steps:
         count, step = count + 1, step + INTERVAL(step)
@@ -45,17 +37,9 @@ def refreshes(steps: int) -> int:
 
 
 def seconds(benchmark: Benchmark, spans: int) -> dict[str, list[float]]:
-    """Time the steps of a task.
-
-    Args:
-        benchmark: the task.
-        spans: of ``SPAN`` rounds each, after one that is not counted.
-
-    Returns:
-        Seconds by optimizer; those of THOR's steps that refresh under ``"thor refresh"``.
-    """
-    task = benchmark.open(benchmark.config(0))
-    batches, now = task.open_data(Shard()).train.endless(), list[Batch]()
+    """Time the steps of a task."""
+    task = benchmark.open(benchmark.recipe(0))
+    batches, now = task.batches(Ranks(), 0), list[Batch]()
 
     def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         return training_step(lambda: task.loss(model, now[0]).mean, optimizer)
@@ -63,7 +47,7 @@ def seconds(benchmark: Benchmark, spans: int) -> dict[str, list[float]]:
     steps = {}
     for name in (*PEERS, "thor"):
         torch.manual_seed(0)
-        model = task.build_model()
+        model = task.model()
         optimizer = Setting(name, 1e-5, USUAL_MOMENTUM.get(name)).make(model)
         steps[name] = step_of(model, optimizer)
     thor = optimizer  # the last of them
@@ -80,15 +64,7 @@ def seconds(benchmark: Benchmark, spans: int) -> dict[str, list[float]]:
 
 
 def costs(benchmark: Benchmark, times: dict[str, list[float]]) -> dict[str, float]:
-    """Return what a step costs.
-
-    Args:
-        benchmark: the task.
-        times: what :func:`seconds` gave.
-
-    Returns:
-        Seconds by optimizer.
-    """
+    """Return what a step costs."""
     found = {
         name: statistics.median(statistics.fmean(times[name][i : i + SPAN]) for i in range(0, len(times[name]), SPAN))
         for name in PEERS

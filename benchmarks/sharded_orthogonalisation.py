@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from tasks import TASKS
 from torch_thor import Distributed, ThorMuon
 from torch_thor.bench import describe, markdown, write_json
-from torch_thor.training.data import Shard
+from torch_thor.training import Ranks, evaluate
 
 OUT = Path(__file__).parent / "results" / "sharded_orthogonalisation.json"
 NAME = "language"
@@ -39,53 +39,30 @@ SEEDS = (0, 1, 2)
 
 
 def train(rank: int, world: int, folder: str, whole: bool, seed: int) -> None:
-    """Train on one of the processes; the first one writes the held-out loss.
-
-    Args:
-        rank: the number of the process.
-        world: the number of processes.
-        folder: a folder that all of them see.
-        whole: ``whole_matrices``.
-        seed: of the weights and the data.
-    """
+    """Train on one of the processes; the first one writes the held-out loss."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     benchmark = TASKS[NAME]
-    task = benchmark.open(benchmark.config(seed))
+    task = benchmark.open(benchmark.recipe(seed))
     torch.manual_seed(seed)
-    model = task.build_model()
+    model = task.model()
     fully_shard(model)
     optimizer = ThorMuon(model, distributed=Distributed(whole_matrices=whole))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / benchmark.steps)
-    streams = task.open_data(Shard(rank, world))
-    for _, batch in zip(range(benchmark.steps), streams.train.endless(), strict=False):
+    for _, batch in zip(range(benchmark.steps), task.batches(Ranks(rank, world), 0), strict=False):
         optimizer.zero_grad()
         task.loss(model, batch).mean.backward()
         optimizer.step()
         schedule.step()
-    model.eval()
-    total, terms = torch.zeros((), dtype=torch.float64), 0
-    with torch.no_grad():
-        # each process evaluates everything, because FSDP needs all of them in each forward pass
-        for batch in task.open_data(Shard()).evaluation:
-            total += task.measure(model, batch)["loss"].double()
-            terms += task.terms(batch).number
+    # each process evaluates everything, because FSDP needs all of them in each forward pass
+    loss = evaluate(task, model, Ranks())["loss"]
     if rank == 0:
-        Path(folder, "loss").write_text(str(float(total) / terms))
+        Path(folder, "loss").write_text(str(loss))
     dist.destroy_process_group()
 
 
 def run(world: int, *, whole: bool, seed: int) -> dict[str, Any]:
-    """Train once.
-
-    Args:
-        world: the number of processes.
-        whole: ``whole_matrices``.
-        seed: of the weights and the data.
-
-    Returns:
-        The settings, the held-out loss and the seconds that it took.
-    """
+    """Train once."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train, (world, folder, whole, seed), nprocs=world)
@@ -95,14 +72,7 @@ def run(world: int, *, whole: bool, seed: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the result as Markdown.
-
-    Args:
-        rows: the raw data.
-
-    Returns:
-        A table with one row for each number of processes.
-    """
+    """Return the result as Markdown."""
     heads = ("processes", "rows of each process", "whole matrices", "difference of the means")
     lines = []
     for world in PROCESSES:
@@ -131,11 +101,7 @@ def main() -> None:
 
 
 def raw_data() -> dict[str, Any]:
-    """Return the raw data.
-
-    Returns:
-        The machine and the runs.
-    """
+    """Return the raw data."""
     found: dict[str, Any] = json.loads(OUT.read_text())
     return found
 

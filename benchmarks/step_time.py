@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from torch_thor import THOR
 from torch_thor.bench import describe, median_ratio, take_turns, training_step, write_json
-from torch_thor.training.models import build_model
+from torch_thor.training.models.library import build_model
 
 RESULTS = Path(__file__).parent / "results"
 SMALL = "small-resnet"
@@ -29,14 +29,7 @@ NEVER = 10**9
 
 
 def optimizers(split_dim: int | None) -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
-    """Return the trainings that take turns.
-
-    Args:
-        split_dim: THOR's block size.
-
-    Returns:
-        Builders by name.
-    """
+    """Return the trainings that take turns."""
     return {
         "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9, weight_decay=5e-4),
         "thor ordinary": lambda model: THOR(
