@@ -6,7 +6,7 @@ import os
 import pytest
 
 from torch_thor.files import REMAINS, check_place, whole_file, whole_folder, write_text, writing
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
 
 
 def contents(folder):

@@ -29,7 +29,7 @@ for name in torch_thor.__all__:
 assert torch_thor.THOR is torch_thor.optim.thor.THOR
 assert not hasattr(torch_thor, "THRO")
 del torch_thor; from torch_thor import *
-extras = {"torchvision", "sklearn", "omegaconf", "typer", "rich", "matplotlib", "tensorboard", "safetensors"}
+extras = {"torchvision", "sklearn", "pydantic", "typer", "rich", "matplotlib", "tensorboard", "safetensors"}
 assert not extras & {*sys.modules}, extras & {*sys.modules}
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
