@@ -22,6 +22,7 @@ from typing import Any
 
 from torch_thor.bench import Folder, describe, write_json, write_tables
 from torch_thor.bench.markdown import table
+from torch_thor.training.text.corpus import TOKENIZER
 from wikipedia_dump import write_dump
 
 STORE = Folder(Path(__file__).parent / "results" / "prepare_memory")
@@ -66,11 +67,12 @@ def proportional_set_size(process: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
-def watch(words: Sequence[str]) -> dict[str, Any]:
+def watch(words: Sequence[str], tokenizer: Path) -> dict[str, Any]:
     """Run the command, and note what its stages take.
 
     Args:
         words: The command.
+        tokenizer: The file that it writes at the end of the second stage.
 
     Returns:
         For each stage its `seconds` and `peak` (bytes); `peak` of all; `samples`, (seconds, bytes) each.
@@ -85,9 +87,8 @@ def watch(words: Sequence[str]) -> dict[str, Any]:
     def read() -> None:
         for line in process.stdout or ():
             lines.append(line)
-            for stage in STAGES:
-                if line.startswith(f"{stage}: "):
-                    ends.setdefault(stage, time.monotonic() - started)
+            if "left out" in line:  # is said at the end of the first stage, also if nothing was
+                ends.setdefault("cleaning", time.monotonic() - started)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -95,8 +96,11 @@ def watch(words: Sequence[str]) -> dict[str, Any]:
     while process.poll() is None:
         memory = sum(map(proportional_set_size, process_tree(process.pid)))
         samples.append((time.monotonic() - started, memory))
+        if tokenizer.exists():
+            ends.setdefault("tokenizer", time.monotonic() - started)
         time.sleep(INTERVAL)
     reader.join()
+    ends["encoding"] = time.monotonic() - started
     if process.returncode or set(ends) != set(STAGES):
         raise SystemExit(f"{' '.join(words)} failed:\n{''.join(lines)}")
     stages, begin = {}, 0.0
@@ -129,7 +133,7 @@ def measure(megabytes: int, workers: int, scratch: Path) -> dict[str, Any]:
     size = write_dump(dump, megabytes * MB)
     out = scratch / f"corpus-{megabytes}"
     words = ["prepare", str(dump), "--out", str(out), "--workers", str(workers)]
-    found = watch([sys.executable, "-m", "torch_thor", *words])
+    found = watch([sys.executable, "-m", "torch_thor", *words], out / TOKENIZER)
     return {
         "machine": describe(),
         "megabytes": megabytes,

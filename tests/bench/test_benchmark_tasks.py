@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from first_steps import assert_recorded
+from torch_thor.training import Ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results" / "scale_free"
@@ -45,33 +46,36 @@ def test_first_losses_are_those_that_were_recorded(tasks, name):
     assert_recorded(tasks.new_run(tasks.TASKS[recorded["task"]], recorded["seed"], setting.make), recorded)
 
 
-def test_one_generator_draws_the_order_of_all_epochs(tasks):
-    order = tasks.OneShuffle(10, 4, 7)
+def test_one_generator_draws_the_batches_of_all_epochs(tasks):
     generator = torch.Generator().manual_seed(7)
-    for epoch in range(3):
-        whole = torch.randperm(10, generator=generator).tolist()
-        assert list(order.epoch(epoch)) == [whole[:4], whole[4:8]]
-        assert list(order.epoch(epoch, 1)) == [whole[4:8]]
-
-
-def test_one_generator_draws_the_windows_of_all_epochs(tasks):
-    order = tasks.OneDraw(12, 4, 7, positions=700)
+    orders = [torch.randperm(10, generator=generator).tolist() for _ in range(3)]
+    found = [batch.tolist() for batch in itertools.islice(tasks.one_shuffle(10, 4, 7), 6)]
+    assert found == [order[first : first + 4] for order in orders for first in (0, 4)]  # the last two are left out
     generator = torch.Generator().manual_seed(7)
-    drawn = [torch.randint(700, (4,), generator=generator).tolist() for _ in range(9)]
-    assert [list(order.epoch(epoch)) for epoch in range(3)] == [drawn[:3], drawn[3:6], drawn[6:]]
-    assert list(order.epoch(1, 2)) == drawn[5:6]
+    windows = [torch.randint(700, (4,), generator=generator).tolist() for _ in range(9)]
+    assert [batch.tolist() for batch in itertools.islice(tasks.one_draw(700, 4, 7), 9)] == windows
 
 
 def test_the_orders_are_those_that_were_recorded(tasks):
-    """The first three samples of two batches, with seed 10: at the beginning of epoch 0, and of epoch 1 but one."""
-    images, windows = tasks.OneShuffle(60_000, 128, 10), tasks.OneDraw(5584, 16, 10, positions=357_362)
-    firsts = [batch[:3] for order in (images, windows) for batch in itertools.islice(order.epoch(0), 2)]
-    assert firsts[:2] == [[16937, 30792, 31904], [54597, 27147, 35106]]
-    assert firsts[2:] == [[51197, 239825, 145794], [165920, 42794, 255534]]
-    assert [batch[:3] for batch in itertools.islice(images.epoch(1, 1), 2)] == [
-        [15731, 19673, 13858],
-        [58375, 38702, 25737],
+    """The first three samples of batches with seed 10: the first two, and the second and third of the second epoch."""
+    found = [
+        [batch[:3].tolist() for batch in itertools.islice(order, first, first + 2)]
+        for order, first in (
+            (tasks.one_shuffle(60_000, 128, 10), 0),
+            (tasks.one_draw(357_362, 16, 10), 0),
+            (tasks.one_shuffle(60_000, 128, 10), 469),
+        )
     ]
+    assert found[0] == [[16937, 30792, 31904], [54597, 27147, 35106]]
+    assert found[1] == [[51197, 239825, 145794], [165920, 42794, 255534]]
+    assert found[2] == [[15731, 19673, 13858], [58375, 38702, 25737]]
+
+
+def test_several_processes_share_each_batch(tasks):
+    task = tasks.TASKS["language"].open(tasks.TASKS["language"].recipe(0))
+    whole = next(task.batches(Ranks(), 3))
+    parts = [next(task.batches(Ranks(rank, 2), 3)) for rank in range(2)]
+    assert all(torch.cat(own).equal(one) for own, one in zip(zip(*parts, strict=True), whole, strict=True))
 
 
 def test_a_loss_that_does_not_come_back_ends_the_training(tasks):

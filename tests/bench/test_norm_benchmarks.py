@@ -12,7 +12,7 @@ from torch import nn
 
 from first_steps import assert_recorded, take
 from torch_thor.bench import describe
-from torch_thor.training.data import DataBundle
+from torch_thor.training.tasks import images as images_task
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -68,8 +68,8 @@ def gradients_of_first_step(norms, task, treatment):
         found.update({name: p.grad.clone() for name, p in optimizer.model.named_parameters()})
 
     run.optimizer.register_step_pre_hook(note)  # after the one that replaces gradients
-    take(run, 1)
-    return found, run.record.steps[0].terms
+    points = take(run, 1)
+    return found, points[0].terms
 
 
 @pytest.mark.parametrize("task", ["bert", "vit"])
@@ -107,9 +107,8 @@ def test_first_losses_without_norms_and_with_batch_norm_are_those_that_were_reco
 def small_data(monkeypatch, normalizer_free):
     """Give a benchmark a few random images in the place of Fashion-MNIST."""
     images, labels = torch.randn(64, 1, 28, 28), torch.arange(64) % 10
-    data = DataBundle(images, labels, images[:20], labels[:20], 10)
-    monkeypatch.setattr(normalizer_free, "open_data", lambda *_: data)
-    return data
+    monkeypatch.setattr(images_task, "load_images", lambda _: ((images, labels), (images[:20], labels[:20])))
+    return images
 
 
 def small(normalizer_free, **changed):
@@ -146,6 +145,6 @@ def test_images_are_scaled_to_the_size_of_choice(normalizer_free, small_data):
     run = small(normalizer_free, size=56).new_run()
     seen = []
     run.model[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    run.model(small_data.train_images[:2])
-    wanted = nn.functional.interpolate(small_data.train_images[:2], (56, 56), mode="bilinear")
+    run.model(small_data[:2])
+    wanted = nn.functional.interpolate(small_data[:2], (56, 56), mode="bilinear")
     assert seen[0].equal(wanted)

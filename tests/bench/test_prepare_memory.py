@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_thor.training.text import Document
-from torch_thor.training.text.sources import find_sources, units_of
-from torch_thor.training.text.wikipedia import articles
-from torch_thor.training.text.word_counts import count_words
+from torch_thor.training.text.documents import Document, read
+from torch_thor.training.text.sources import find_sources, units
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HOLDER = "import sys; data = bytearray(40_000_000); print('ready', flush=True); sys.stdin.read()"
@@ -36,14 +34,14 @@ def test_dumps_have_articles_of_prose_and_more_words_the_longer_they_are(small, 
         file = tmp_path / f"{size}.xml.bz2"
         written = small.write_dump(file, size)
         assert size <= written == len(bz2.decompress(file.read_bytes()))
-        units = list(units_of(find_sources([str(file)])))
-        found = [one for unit in units for one in articles("dump", unit.header, unit.pages)]
+        parts = list(units(find_sources([str(file)]), lambda path: path.open("rb")))
+        found = [read(piece) for unit in parts for piece in unit.pieces]
         assert all(isinstance(one, Document) for one in found)
-        assert not any(unit.faults for unit in units)
+        assert not any(unit.faults for unit in parts)
         text = [paragraph for one in found for paragraph in one.paragraphs]
         assert not any(mark in line for line in text for mark in ("[[", "{{", "<ref", "==", "http"))
         assert 0.3 < sum(map(len, text)) / written < 0.7
-        words.append(len(count_words(text, True).words))
+        words.append(len(set(" ".join(text).lower().split())))
     assert words[1] > 2 * words[0]
 
 

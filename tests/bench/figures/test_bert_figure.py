@@ -2,8 +2,6 @@
 
 from torch_thor.bench.figures import RawData
 from torch_thor.bench.figures.bert import BERT
-from torch_thor.bench.figures.measuring import to_columns
-from torch_thor.training import EvalPoint, History, StepPoint
 
 METRICS = ("loss", "mlm_accuracy", "perplexity", "nsp_accuracy")
 
@@ -11,17 +9,10 @@ METRICS = ("loss", "mlm_accuracy", "perplexity", "nsp_accuracy")
 def run(optimizer, seed, seconds, accuracies):
     """A run of four steps, the first of which refreshes; evaluated after two and after four."""
     clock = [seconds * step for step in (2, 3, 4, 5)]  # the first step takes twice as long
-    steps = [StepPoint(n, 5.0, 0.1, time, seconds, refresh=n == 1) for n, time in enumerate(clock, 1)]
-    evaluations = [
-        EvalPoint(
-            step,
-            clock[step - 1],
-            dict(zip(METRICS, (5.0, accuracy, 100.0 * step, 0.5), strict=True)),
-            primary="mlm_accuracy",
-        )
-        for step, accuracy in zip((2, 4), accuracies, strict=True)
-    ]
-    columns = to_columns(History(steps, evaluations), METRICS)
+    steps = {"seconds": clock, "refresh": [True, False, False, False]}
+    values = ([5.0] * 2, accuracies, [200.0, 400.0], [0.5] * 2)
+    evaluations = {"step": [2, 4], **dict(zip(METRICS, values, strict=True)), "averaged_mlm_accuracy": [None] * 2}
+    columns = {"steps": steps, "evaluations": {**evaluations, "primary": ["mlm_accuracy"], "higher_is_better": [True]}}
     return {"job": {"optimizer": optimizer, "seed": seed}, **columns, "processor_seconds": clock, "steps_per_epoch": 8}
 
 

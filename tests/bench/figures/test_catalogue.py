@@ -1,23 +1,23 @@
 """Figures from the command's side: measured once, gone on with, drawn again without training, refused when in doubt."""
 
 import io
-from dataclasses import asdict
+import math
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 from rich.console import Console
 from small_bert import use_small_recipe
 
-from replaying import accuracy_point
 from torch_thor.bench import describe_device
 from torch_thor.bench.figures import FIGURES, Options, catalogue, make_figures, measuring, paper, read
 from torch_thor.bench.figures.batch_sizes import scaled
-from torch_thor.bench.figures.measuring import ProcessorClock, from_columns, to_columns
+from torch_thor.bench.figures.measuring import ProcessorClock, to_columns
 from torch_thor.bench.figures.raw import plain
-from torch_thor.training import History, RefreshPoint, StepPoint, UserError
+from torch_thor.curvature.refresh import Decision, RefreshEvent
+from torch_thor.training import Metric, Point, Record, Score, UserError
 
 pytestmark = pytest.mark.slow  # every figure is measured, with trainings of its own
-CLASSIFIED = ("loss", "top1", "top5")
 QUICK = Options(data="digits", epochs=1, seeds=(0,))
 NETWORK = """
 import torch
@@ -62,7 +62,7 @@ def untrained(monkeypatch):
     def refuse(*words, **more):
         raise AssertionError("trained, though all was there")
 
-    monkeypatch.setattr(measuring, "train", refuse)
+    monkeypatch.setattr(measuring, "trained", refuse)
 
 
 def test_all_makes_each(every):
@@ -143,14 +143,14 @@ def test_refused_before_anything_is_touched(curves, untrained, options, more, sa
 def test_interrupted_measurement_goes_on_with_what_is_missing(curves, tmp_path, monkeypatch):
     trained = []
 
-    def train(run, callbacks):
+    def train(run, observers):
         trained.append(run)
         if len(trained) == 3:
             raise KeyboardInterrupt
-        return train_whole(run, callbacks)
+        return train_whole(run, observers)
 
-    train_whole = measuring.train
-    monkeypatch.setattr(measuring, "train", train)
+    train_whole = measuring.trained
+    monkeypatch.setattr(measuring, "trained", train)
     (tmp_path / "curves.png").write_bytes(b"a picture of other data")
     with pytest.raises(KeyboardInterrupt):
         make("curves", tmp_path, overwrite=True)
@@ -171,12 +171,12 @@ def test_interrupted_measurement_goes_on_with_what_is_missing(curves, tmp_path, 
 def test_runs_of_more_seeds_are_added_to_those_that_are_there(tmp_path, monkeypatch):
     trained = []
 
-    def train(run, callbacks):
-        trained.append(run.config.seed)
-        return train_whole(run, callbacks)
+    def train(run, observers):
+        trained.append(run.recipe.seed)
+        return train_whole(run, observers)
 
-    train_whole = measuring.train
-    monkeypatch.setattr(measuring, "train", train)
+    train_whole = measuring.trained
+    monkeypatch.setattr(measuring, "trained", train)
 
     def sizes(*seeds):
         make("batch-sizes", tmp_path, Options(data="digits", epochs=1, batch_sizes=(512,), seeds=seeds))
@@ -284,28 +284,37 @@ def test_a_growing_interval_cannot_be_scaled(tmp_path):
         make("batch-sizes", tmp_path / "out", Options(data=str(recipe)))
 
 
-def test_records_come_back_from_their_columns():
-    record = History(
-        [StepPoint(1, 2.5, 0.1, 0.5, 0.5, refresh=True), StepPoint(2, 2.25, 0.1, 0.75, 0.25, refresh=False)],
-        [accuracy_point(2, 0.75, 2.0, 0.5, 0.875)],
-        [RefreshPoint(1, "head", "update", None, 3.5), RefreshPoint(1, "conv", "keep", 0.125, None)],
+def test_columns_have_every_point():
+    metrics = [Metric("loss", "", "", False), Metric("top1", "", "", True, primary=True)]
+    run = SimpleNamespace(task=SimpleNamespace(metrics=metrics))
+    events = (
+        RefreshEvent("head", 0, Decision.UPDATE, math.inf, 3.5),
+        RefreshEvent("conv", 0, Decision.KEEP, 0.125, 2.0),
     )
-    columns = plain(to_columns(record, CLASSIFIED))
-    assert columns["refreshes"]["layer"] == ["head", "conv"]
-    assert [asdict(point) for point in from_columns(columns).points()] == [asdict(point) for point in record.points()]
-    assert from_columns(plain(to_columns(History(), CLASSIFIED))) == History()
+    record, empty = Record(), plain(to_columns(run, Record()))
+    record.points = [Point(1, 2.5, 0.1, None, 0.5, 0.5, 0.0, 8, skipped=False, refresh=True, events=events)]
+    record.scores = [Score(1, 0.5, {"loss": 2.0, "top1": 0.5})]
+    columns = plain(to_columns(run, record))
+    assert {kind: list(of) for kind, of in columns.items()} == {kind: list(of) for kind, of in empty.items()}
+    assert not any(values for of in empty.values() for values in of.values())
+    assert columns["steps"]["loss"] == [2.5]
+    assert columns["refreshes"] == {
+        "step": [1, 1], "layer": ["head", "conv"], "decision": ["update", "keep"], "trace_change": [None, 0.125],
+        "trace": [3.5, 2.0],
+    }  # fmt: skip
+    assert columns["evaluations"] == {
+        "step": [1], "seconds": [0.5], "loss": [2.0], "top1": [0.5], "averaged_loss": [None], "averaged_top1": [None],
+        "primary": ["top1"], "higher_is_better": [True],
+    }  # fmt: skip
 
 
 def test_processor_time_leaves_out_what_is_no_step(monkeypatch):
-    clock, point = ProcessorClock(), StepPoint(1, 2.5, 0.1, 0.5, 0.5, refresh=True)
-    for now, tell in (
-        (10, clock.before_training),
-        (11, clock.after_step),
-        (15, clock.at_boundary),
-        (17, clock.after_step),
-    ):
-        monkeypatch.setattr(measuring.time, "process_time", lambda now=now: now)
-        tell(None, *([point] if tell == clock.after_step else []))
+    times = iter((10, 11, 15, 17))
+    monkeypatch.setattr(measuring.time, "process_time", lambda: next(times))
+    clock = ProcessorClock()
+    clock.step(None, None)
+    clock.end_of_step(None)
+    clock.step(None, None)
     assert clock.seconds == [1, 3]
 
 

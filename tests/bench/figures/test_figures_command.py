@@ -40,7 +40,7 @@ def test_one_command_makes_a_figure(figures, tmp_path):
         (("curves", "--seeds", "1,1"), "--seeds 1,1: give different whole numbers of 0 or more"),
         (("curves", "--seeds", "-1"), "--seeds -1: give different whole numbers of 0 or more"),
         (("batch-sizes", "--batch-sizes", "0,8"), "--batch-sizes 0,8: give different whole numbers of 1 or more"),
-        (("curves", "--epochs", "0"), "epochs=0 must be 1 or more"),
+        (("curves", "--epochs", "0"), "epochs=0 should be greater than or equal to 1"),
         (("curves", "--data", "mnist"), "there is no recipe mnist"),
         (("curves", "--device", "abacus"), "device=abacus cannot be used"),
         (("curves", "--redraw"), "is not there, so there is nothing to draw again"),

@@ -17,9 +17,8 @@ from torch_thor.bench.figures.fisher_norm import (
     norm_changes,
     relative_distance,
 )
-from torch_thor.training import RefreshPoint, UserError, load_recipe, train
-from torch_thor.training import image_run as new_run
-from torch_thor.training.data import DataBundle, DataSpec, load_data
+from torch_thor.curvature.refresh import Decision, RefreshEvent
+from torch_thor.training import Point, Ranks, UserError, build, load_recipe, open_task, train
 
 GROUPS = 2
 
@@ -110,9 +109,8 @@ def test_changes_of_a_norm():
 
 
 def test_taken_at_every_refresh_of_a_growing_interval():
-    full = load_data(DataSpec("digits"))
-    data = DataBundle(full.train_images[:320], full.train_labels[:320], full.test_images, full.test_labels, 10)
-    run = new_run(load_recipe("digits", ["epochs=2", "batch_size=32", "trace_thresholds=thor_nt"]), "thor", data)
+    recipe = load_recipe("digits", ["steps=20", "batch_size=32", "trace_thresholds=thor_nt", "device=cpu"])
+    run = build(recipe, "thor", open_task(recipe, torch.device("cpu"), print), Ranks())
     for group in run.optimizer.param_groups:
         group["update_interval"] = intervals.Geometric(2, 5, 1.5)
     norms = Norms()
@@ -128,8 +126,8 @@ def test_taken_at_every_refresh_of_a_growing_interval():
 
 
 def test_a_layer_that_cannot_be_inverted_is_named():
+    decisions = {"conv1": Decision.UPDATE, "head": Decision.FAILED}
+    events = tuple(RefreshEvent(layer, 3, decision, None, 1.0) for layer, decision in decisions.items())
+    point = Point(4, 1.0, 0.1, 0.1, 1.0, 0.1, 0.0, 1, skipped=False, refresh=True, events=events)
     with pytest.raises(UserError, match="factors of head cannot be inverted"):
-        Norms().after_refresh(
-            type("Stub", (), {"step": 4})(),
-            [RefreshPoint(4, "conv1", "update", None, 1.0), RefreshPoint(4, "head", "failed", None, None)],
-        )
+        Norms().step(type("Stub", (), {"step": 4})(), point)

@@ -1,7 +1,5 @@
 """The times of a run in the raw data: of which clock, of which steps, and to a target."""
 
-from replaying import accuracy_point
-from torch_thor.bench.figures.measuring import to_columns
 from torch_thor.bench.figures.run_times import (
     epochs_to,
     median_step,
@@ -11,7 +9,6 @@ from torch_thor.bench.figures.run_times import (
     seconds_to,
     step_to,
 )
-from torch_thor.training import History, StepPoint
 
 
 def test_time_is_the_processors_or_the_walls():
@@ -28,16 +25,24 @@ def test_time_is_the_processors_or_the_walls():
 
 def test_times_to_a_target_are_those_of_the_first_evaluation_that_reaches_it():
     seconds = [1.0, 3.0, 4.0, 6.0, 9.0]
-    steps = [StepPoint(n, 1.0, 0.1, time, 0.5, refresh=False) for n, time in enumerate(seconds, 1)]
-    evaluations = [accuracy_point(step, seconds[step - 1], 1.0, top1, 0.9) for step, top1 in ((2, 0.5), (4, 0.75))]
-    columns = to_columns(
-        History(steps, [*evaluations, accuracy_point(5, 9.0, 1.0, 0.7, 0.9)]), ("loss", "top1", "top5")
-    )
-    run = {**columns, "processor_seconds": [0.5, 0.75, 1.25, 2.0, 2.5], "steps_per_epoch": 8}
+    run = {
+        "steps": {"seconds": seconds},
+        "evaluations": {"step": [2, 4, 5], "top1": [0.5, 0.75, 0.7], "averaged_top1": [None] * 3},
+        "processor_seconds": [0.5, 0.75, 1.25, 2.0, 2.5],
+        "steps_per_epoch": 8,
+    }
     assert [step_to(run, target) for target in (0.5, 0.625, 0.75, 0.8)] == [2, 4, 4, None]
     assert [epochs_to(run, target) for target in (0.5, 0.625, 0.8)] == [0.25, 0.5, None]
     assert [seconds_to(run, target, processor=False) for target in (0.5, 0.625, 0.8)] == [3.0, 6.0, None]
     assert [seconds_to(run, target, processor=True) for target in (0.5, 0.625, 0.8)] == [0.75, 2.0, None]
+
+
+def test_the_target_is_a_value_of_the_metric_that_is_named():
+    found = {"step": [2, 4], "loss": [0.5, 0.25], "averaged_loss": [0.75, 0.5], "top1": [1.0, 1.0]}
+    found |= {"primary": ["loss"] * 2, "higher_is_better": [False] * 2}
+    assert step_to({"evaluations": found}, 0.5) == 4  # that of the averaged weights
+    assert step_to({"evaluations": {**found, "averaged_loss": [None] * 2}}, 0.5) == 2
+    assert step_to({"evaluations": {name: [] for name in found}}, 0.5) is None
 
 
 def test_milliseconds_are_the_mean_of_the_runs_that_have_such_steps():

@@ -1,5 +1,7 @@
 """`torch-thor figures`: the list of figures, and the command that measures and draws them."""
 
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -193,12 +195,14 @@ def _threads_of(settings: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _locked(out: Path, name: str) -> Iterator[None]:
-    with writing(out, ANOTHER):
+    """Let no other process measure the figure; the file of the lock names this one."""
+    path = out / f".{name}.lock"
+    with writing(path, ANOTHER):
         try:
-            lock = FileLock(out / f".{name}.lock", blocking=False).acquire()
+            lock = FileLock(path, blocking=False).acquire()
         except Timeout as error:  # a subclass of OSError
-            raise UserError(
-                f"figure {name} in {out} is in use by another process: wait for it, or {ANOTHER}"
-            ) from error
+            owner = path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+            raise UserError(f"figure {name} in {out} is in use by {owner}: wait for it, or {ANOTHER}") from error
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
     with lock:
         yield
