@@ -121,47 +121,33 @@ def refused(match, **options):
     assert "\n" not in str(caught.value)
 
 
+def raising(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
 def test_a_machine_without_resources_is_one_line(monkeypatch):
-    def no_memory():
-        raise MemoryError
-
-    def limited():
-        raise UserError("too many open files")
-
+    remedy = r"enlarge /dev/shm .* lower data.workers.count"
     for workers in (0, 1):
-        refused(r"no memory for a batch: lower data.workers.count", happens=no_memory, workers=workers)
-        refused(r"^too many open files$", happens=limited, workers=workers)
+        refused(rf"no memory for a batch \(MemoryError\): {remedy}", happens=raising(MemoryError()), workers=workers)
+        refused(r"^too many open files$", happens=raising(UserError("too many open files")), workers=workers)
     for end in (lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(7)):
-        refused(
-            r"a worker process of the data has died, .*: enlarge /dev/shm .* lower data.workers.count",
-            happens=end,
-            workers=2,
-        )
-
-    def full(*_, **__):
-        raise RuntimeError(
-            "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"
-        )
-
+        refused(rf"a worker process of the data has died, .*: {remedy}", happens=end, workers=2)
+    full = RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)")
     with monkeypatch.context() as patch:
         for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
-            patch.setattr(torch.UntypedStorage, name, full)
-        refused(r"no shared memory for a batch \(No space left on device \(28\)\): enlarge /dev/shm", workers=1)
-
-    def no_process():
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(os, "fork", no_process)
+            patch.setattr(torch.UntypedStorage, name, raising(full))
+        refused(rf"no memory for a batch \(.*No space left on device \(28\)\): {remedy}", workers=1)
+    monkeypatch.setattr(os, "fork", raising(BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))))
     refused(r"data.workers.count=3: .* cannot be started \(Resource temporarily unavailable\): use fewer", workers=3)
 
 
 def test_an_error_of_the_program_is_no_death_of_a_worker():
-    def wrong():
-        raise RuntimeError("a fault of the program")
-
     for workers in (0, 1):
         with pytest.raises(RuntimeError, match="a fault of the program"):
-            list(read(happens=wrong, workers=workers))
+            list(read(happens=raising(RuntimeError("a fault of the program")), workers=workers))
 
 
 def test_workers_obey_nobody_but_their_loader():

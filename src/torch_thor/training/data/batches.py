@@ -10,9 +10,10 @@ import hashlib
 import multiprocessing
 import os
 import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import count as count_from
 from typing import Any, cast
 
 import torch
@@ -66,17 +67,14 @@ def training_keys(count: int, batch_size: int, seed: int, ranks: Ranks, start: i
         start: The number of batches already done, over all epochs.
     """
     per_epoch, share = batches_per_epoch(count, batch_size, ranks.world), batch_size // ranks.world
+    order = lru_cache(1)(lambda epoch: epoch_order(count, seed, epoch))
 
-    def keys() -> Iterator[list[Key]]:
-        epoch, batch = divmod(start, per_epoch)
-        while True:
-            order = epoch_order(count, seed, epoch)
-            for number in range(batch, per_epoch):
-                first = number * batch_size + ranks.rank * share
-                yield [(epoch, index) for index in order[first : first + share].tolist()]
-            epoch, batch = epoch + 1, 0
+    def keys(number: int) -> list[Key]:
+        epoch, batch = divmod(number, per_epoch)
+        first = batch * batch_size + ranks.rank * share
+        return [(epoch, index) for index in order(epoch)[first : first + share].tolist()]
 
-    return keys()
+    return map(keys, count_from(start))
 
 
 def held_out_keys(count: int, batch_size: int, ranks: Ranks) -> Iterator[tuple[list[int], bool]]:
@@ -132,15 +130,25 @@ def loaded(
     """
     loader = DataLoader(
         _Batches(dataset, collate),
-        batch_sampler=keys,  # keys instead of indices, which `_Batches` takes
-        collate_fn=_as_it_is,
+        batch_size=None,  # a batch is one item, whose index are its keys
+        sampler=keys,
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         pin_memory=device.type == "cuda",  # a GPU copies from such memory while it computes
         worker_init_fn=_start_worker if workers else None,
         generator=torch.Generator(),  # the loader draws a number, which must not come from the generator of dropout
     )
-    batches, broken, size = _start(loader), set[str](), len(cast(Any, dataset))
+    handler, broken, size = signal.getsignal(signal.SIGCHLD), set[str](), len(cast(Any, dataset))
+    try:
+        batches = iter(loader)
+    except OSError as error:  # no memory, process or semaphore left
+        raise UserError(
+            f"data.workers.count={workers}: the worker processes cannot be started ({error.strerror or error}): "
+            "use fewer, or 0 to read in the training process"
+        ) from error
+    finally:  # torch's handler would raise the death of a worker in the middle of a step or of a checkpoint
+        if signal.getsignal(signal.SIGCHLD) is not handler:
+            signal.signal(signal.SIGCHLD, handler)
     while (answer := _next(batches, workers)) is not None:
         if isinstance(answer, UserError):
             raise answer
@@ -175,34 +183,27 @@ class _Batches(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate = dataset, collate
 
-    def __getitems__(self, keys: list[Any]) -> Any:  # the loader looks for this name
+    def __getitem__(self, keys: list[Any]) -> Any:
         # errors are returned, because the loader would put the traceback of the worker into a raised one
         try:
             samples = [self.dataset[key] for key in keys]
             good = [sample for sample in samples if not isinstance(sample, str)]
             batch = self.collate(good) if good else None
+            if good and get_worker_info():  # torch would do it later, in a thread that drops what cannot be shared
+                tree_map(Tensor.share_memory_, batch)
+            return batch, [sample for sample in samples if isinstance(sample, str)]
         except UserError as error:
             return error
-        except MemoryError:
-            return UserError("there is no memory for a batch: lower data.workers.count, then continue with --resume")
-        try:  # torch would do it later, in a thread that drops what cannot be shared, and the training would wait
-            for leaf in [] if get_worker_info() is None or batch is None else tree_leaves(batch):
-                leaf.share_memory_()
-        except RuntimeError as error:
-            return UserError(
-                f"there is no shared memory for a batch ({first_line(error).rpartition('>: ')[2]}): {_MORE_MEMORY}"
-            )
-        return batch, [sample for sample in samples if isinstance(sample, str)]
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not str(error).startswith("unable to"):  # share memory
+                raise
+            return UserError(f"there is no memory for a batch ({first_line(error)}): {_MORE_MEMORY}")
 
 
 _MORE_MEMORY = (
     "enlarge /dev/shm (docker run --shm-size=8g), or lower data.workers.count, data.workers.prefetch or batch_size; "
     "then continue with --resume"
 )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _start_worker(_: int) -> None:
@@ -217,20 +218,6 @@ def _end_workers() -> None:  # of batches that are not read to their end: Python
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
-
-
-def _start(loader: DataLoader[Any]) -> Iterator[Any]:
-    handler = signal.getsignal(signal.SIGCHLD)
-    try:
-        return iter(loader)
-    except OSError as error:  # no memory, process or semaphore left
-        raise UserError(
-            f"data.workers.count={loader.num_workers}: the worker processes cannot be started "
-            f"({error.strerror or error}): use fewer, or 0 to read in the training process"
-        ) from error
-    finally:  # torch's handler would raise the death of a worker in the middle of a step or of a checkpoint
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, handler)
 
 
 def _next(batches: Iterator[Any], workers: int) -> Any:
