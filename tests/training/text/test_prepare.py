@@ -23,7 +23,6 @@ from torch_thor.training.errors import UserError
 from torch_thor.training.text import encoding, prepare, wordpiece
 from torch_thor.training.text.corpus import open_manifest
 from torch_thor.training.text.encoding import spans
-from torch_thor.training.text.processes import in_order
 from torch_thor.training.text.wordpiece import SPECIAL, load_tokenizer, new_tokenizer, train_tokenizer
 
 SETTINGS = {"vocab_size": 300, "lengths": [32, 128], "held_out": 0.1}
@@ -118,7 +117,7 @@ def test_a_full_disk_while_the_corpus_is_written_leaves_no_part_of_it(wiki, corp
 
     with monkeypatch.context() as patch:
         patch.setattr(encoding, "spans", full)
-        with pytest.raises(UserError, match=r"cannot be written \(No space left on device\): make room for it"):
+        with pytest.raises(UserError, match=r"cannot be written \(No space left on device\): make room"):
             run(tmp_path / "full", wiki)
     assert {file.name for file in (tmp_path / "full").iterdir()} == {"begun.json", "tokenizer.json", "clean", ".lock"}
     run(tmp_path / "full", wiki)
@@ -215,13 +214,13 @@ def test_a_vocabulary_with_a_fault_is_refused(wiki, tmp_path, lines, message):
     ("change", "message"),
     [
         ({"vocab_size": 99}, "--vocab-size 99 must be 100 or more"),
-        ({"lengths": [8]}, "--seq-len 8 must be different lengths of 16 tokens or more, such as 128,512"),
+        ({"lengths": [8]}, "--seq-len 8 must be different lengths of 16 tokens or more"),
         ({"lengths": []}, "--seq-len"),
         ({"lengths": [32, 32]}, "--seq-len 32,32"),
         ({"held_out": 1.0}, r"--held-out 1\.0 must lie between 0 and 1"),
         ({"max_faults": 2}, r"--max-faults 2 must lie in \[0, 1\]"),
         ({"workers": 0}, "--workers 0 must be 1 or more"),
-        ({"language": "En"}, "--language En is not a language code in lower case"),
+        ({"language": "xx"}, "--language xx: give the nearest of am, ar,"),
         ({"tokenizer": Path("nowhere.json")}, "--tokenizer nowhere.json: there is no such file"),
     ],
 )
@@ -234,7 +233,7 @@ def test_bad_settings_are_refused_before_a_folder_is_made(wiki, tmp_path, change
 def test_a_corpus_keeps_its_settings_and_sources(wiki, corpus, tmp_path):
     before = {file.name: file.read_bytes() for file in corpus.iterdir()}
     for change in ({"seed": 1}, {"lowercase": False}, {"lengths": [32]}, {"tokenizer": corpus / "tokenizer.json"}):
-        with pytest.raises(UserError, match=f"was begun with {next(iter(change))}=.*: give the same, or another --out"):
+        with pytest.raises(UserError, match=f"was begun with other {next(iter(change))}: give the same"):
             run(corpus, wiki, **change)
     write_dump(wiki, dump(81))
     with pytest.raises(UserError, match="was begun with other sources"):
@@ -257,12 +256,6 @@ def test_a_corpus_without_prose_or_without_a_held_out_part_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no document is in held-out\.arrow"):
         run(tmp_path / "one", short)
     assert not list((tmp_path / "one").glob("*train*"))
-
-
-@pytest.mark.parametrize(("language", "has_rules"), [("en", True), ("de", True), ("xx", False), ("zh-hans", False)])
-def test_a_language_without_rules_of_its_own_is_named(wiki, tmp_path, language, has_rules):
-    _, said = run(tmp_path / "corpus", wiki, language=language)
-    assert (f"--language {language}: sentencex has no rules of its own for it" in said) is not has_rules
 
 
 def test_names_of_files_need_not_be_utf8(wiki, tmp_path):
@@ -326,11 +319,11 @@ JOBS = [(number, 2) for number in range(20)]
 
 def test_results_come_in_the_order_of_the_jobs_of_which_few_are_taken_at_a_time():
     taken = []
-    for number, found in enumerate(in_order(pow, (taken.append(job) or job for job in JOBS), 2)):
+    for number, found in enumerate(prepare.in_order(pow, (taken.append(job) or job for job in JOBS), 2)):
         assert found == number**2
         assert len(taken) <= number + 4
     assert taken == JOBS
     with pytest.raises(TypeError):
-        list(in_order(pow, [("a", 2), *JOBS], 2))
+        list(prepare.in_order(pow, [("a", 2), *JOBS], 2))
     with pytest.raises(UserError, match=r"ended from outside .* give the same command again"):
-        list(in_order(os._exit, [(9,)], 2))
+        list(prepare.in_order(os._exit, [(9,)], 2))

@@ -4,20 +4,23 @@ import bz2
 import gzip
 import lzma
 import os
-import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dumps import dump, write_dump
+from dumps import END, HEADER, article, dump, page, write_dump
 from torch_thor.training.errors import UserError
 from torch_thor.training.text import documents, sources
-from torch_thor.training.text.documents import Document, read
+from torch_thor.training.text.documents import Document, Piece, read
 from torch_thor.training.text.sources import find_sources, units
+from torch_thor.training.text.wikitext import clean
 
 PROSE = (
     "The first paragraph has more than five words,\nand a line break.\n\nHeading\n\nThe second one has so many too.\n"
 )
 FOUND = ["The first paragraph has more than five words, and a line break.", "The second one has so many too."]
+ONE, TWO = (f"The {word} paragraph has more than five words." for word in ("first", "second"))
 SAID = [f"Paragraph number {n} has a café and these words." for n in range(8000)]  # 360 kB
 BAD = b"\xff"
 PACKED = [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
@@ -28,11 +31,11 @@ def units_of(*given):
 
 
 def found(*given):
-    """The documents of sources, and the faults."""
+    """The documents of sources that have prose, and the faults."""
     every = units_of(*given)
-    read_ = [one for unit in every for piece in unit.pieces for one in read(piece)]
-    faults = [fault for unit in every for fault in unit.faults]
-    return [one for one in read_ if isinstance(one, Document)], faults + [one for one in read_ if isinstance(one, str)]
+    read_ = [read(piece) for unit in every for piece in unit.pieces]
+    faults = [fault for unit in every for fault in unit.faults] + [one for one in read_ if isinstance(one, str)]
+    return [one for one in read_ if isinstance(one, Document) and one.paragraphs], faults
 
 
 def place(fault):
@@ -46,63 +49,52 @@ def texts_of(path, data):
     return [text for one in documents_ for text in one.paragraphs], faults
 
 
-@pytest.mark.parametrize(("suffix", "pack"), PACKED)
-def test_compressed_files_are_read(tmp_path, suffix, pack):
-    file = tmp_path / f"book.txt{suffix}"
-    file.write_bytes(pack(PROSE.encode()))
-    assert found(file) == ([(file.name, FOUND)], [])
+def test_compressed_files_are_read(tmp_path):
+    for suffix, pack in PACKED:
+        file = tmp_path / f"book.txt{suffix}"
+        file.write_bytes(pack(PROSE.encode()))
+        assert found(file) == ([(file.name, FOUND)], [])
 
 
-def test_the_paragraphs_of_html(tmp_path):
-    markup = (
-        "\ufeff<html><nav><p>Go to the next page of this book</p></nav><p>The first <b>paragraph</b> has more\n than "
-        "five words.¶</p><pre>code that has more than five words</pre><ul><li><p>An item of a list with a paragraph."
-        "</p></li></ul><table><tr><td><p>A cell of a table with words</p></td></tr></table><p>Too short</p>"
-        "<p>A damaged @ paragraph of more words</p><dd>A description that has five words.</dd></html>"
-    ).encode()
-    texts, (fault,) = texts_of(tmp_path / "page.html", markup.replace(b"@", BAD))
-    first = "The first paragraph has more than five words."
-    assert texts == [first, "An item of a list with a paragraph.", "A description that has five words."]
-    assert place(fault) == markup.index(b"@")
-    assert "1 of its paragraphs left out: convert it with iconv" in fault
+MARKUP = (
+    "\ufeff<html><nav><p>Go to the next page of this book</p></nav><p>The first <b>paragraph</b> has more\n than "
+    "five words.¶</p><pre>code that has more than five words</pre><ul><li><p>An item of a list with a paragraph."
+    "</p></li></ul><table><tr><td><p>A cell of a table with words</p></td></tr></table><p>Too short</p>"
+    "<dd>A description that has five words.</dd></html>"
+).encode()
 
 
-def test_a_large_html_file_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "LARGEST_HTML", 1 << 14)
-    page = f"<p>{SAID[0]}</p>".encode()
-    assert texts_of(tmp_path / "page.html", page * 100) == ([SAID[0]] * 100, [])
-    texts, (fault,) = texts_of(tmp_path / "page.html", page * 1000)
-    assert texts == []
-    assert "too much for an HTML file" in fault
+def test_the_paragraphs_of_html(tmp_path, monkeypatch):
+    texts = [ONE, "An item of a list with a paragraph.", "A description that has five words."]
+    assert texts_of(tmp_path / "page.html", MARKUP) == (texts, [])
+    for damage, said in (
+        (MARKUP.replace(b"Too", BAD), "convert it with iconv"),
+        (MARKUP * 60, "more than 0 MB of HTM"),
+    ):
+        monkeypatch.setattr(documents, "LARGEST_HTML", 1 << 14)
+        texts, (fault,) = texts_of(tmp_path / "page.html", damage)
+        assert texts == []
+        assert said in fault
+        assert place(fault) == max(0, damage.find(BAD))
 
 
 @pytest.mark.parametrize("ending", ["\n\n", "\r\n\r\n"], ids=["lf", "crlf"])
-def test_a_large_file_is_cut_at_blank_lines_and_only_damaged_lines_are_left_out(tmp_path, ending):
+def test_a_large_file_is_cut_at_blank_lines_and_damaged_parts_are_left_out(tmp_path, ending):
     said = SAID * 4  # more than a chunk
-    encoded = [text.encode() for text in said]
-    broken = sorted(random.Random(0).sample(range(len(said)), 9))
-    for n in broken:
-        cut = random.Random(n).randrange(20)
-        encoded[n] = encoded[n][:cut] + BAD + encoded[n][cut:] + BAD
-    data = "\ufeff".encode() + ending.encode().join(encoded)
-    texts, faults = texts_of(tmp_path / "book.txt", data)
-    assert texts == [text for n, text in enumerate(said) if n not in broken]
-    bytes_ = [n for n, byte in enumerate(data) if byte == BAD[0]]
-    assert {place(fault) for fault in faults} <= set(bytes_)
-    assert min(map(place, faults)) == bytes_[0]
-    assert sum(int(fault.split("UTF-8, ")[1].split()[0]) for fault in faults) == len(broken)
+    data = "\ufeff".encode() + ending.join(said).encode()
+    assert texts_of(tmp_path / "book.txt", data) == (said, [])
     names = [one.name for one in found(tmp_path / "book.txt")[0]]
     assert len(set(names)) == len(names) > 5
+    at = len(data) // 2
+    texts, (fault,) = texts_of(tmp_path / "book.txt", data[:at] + BAD + data[at:])
+    assert place(fault) == at
+    assert said[: len(texts) // 3] == texts[: len(texts) // 3]
+    assert 0 < sum(map(len, said)) - sum(map(len, texts)) < 70_000
 
 
-def test_what_is_before_and_after_a_damaged_line_is_not_one_paragraph(tmp_path):
-    texts, _ = texts_of(tmp_path / "book.txt", f"{SAID[0]}\n".encode() + BAD + f"\n{SAID[1]}".encode())
-    assert texts == SAID[:2]
-
-
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_text_in_utf16_is_refused(tmp_path, encoding):
-    texts, (fault,) = texts_of(tmp_path / "book.txt", PROSE.encode(encoding))
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "latin-1"])
+def test_text_in_other_encodings_is_refused(tmp_path, encoding):
+    texts, (fault,) = texts_of(tmp_path / "book.txt", f"{PROSE}\u00e9".encode(encoding))
     assert texts == []
     assert "it is not UTF-8" in fault
 
@@ -132,24 +124,17 @@ def test_what_comes_before_damage_is_kept(tmp_path, suffix, pack):
     whole, faults = found(file)
     assert (len(whole), faults) == (100, [])
     broken = bytearray(streams[2])
-    for spoiled in ("cut", "changed", "changed at its beginning"):
-        middle = 0 if "beginning" in spoiled else len(broken) // 2
-        changed = broken[:middle] + bytes(one ^ 0xFF for one in broken[middle : middle + 20]) + broken[middle + 20 :]
-        rest = [broken[:middle]] if spoiled == "cut" else [changed, *streams[3:]]
+    for middle, spoiled in ((len(broken) // 2, None), (len(broken) // 2, 20), (0, 20)):
+        changed = bytes(one ^ 0xFF for one in broken[middle : middle + (spoiled or 0)])
+        rest = (
+            [broken[:middle]] if spoiled is None else [broken[:middle] + changed + broken[middle + 20 :], *streams[3:]]
+        )
         file.write_bytes(b"".join([*streams[:2], *rest]))
         some, faults = found(file)
         assert some == whole[: len(some)]
         assert 20 < len(some) < 80
         # of a stream with a damaged beginning, Python's library sees the end of the file; that of the dump is missing
         assert any("end here or are damaged" in one or "cut short" in one for one in faults)
-
-
-def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path):
-    (tmp_path / "book.txt").symlink_to(tmp_path / "nowhere.txt")
-    (tmp_path / "circle.txt").symlink_to(tmp_path / "circle.txt")
-    _, (first, second) = found(tmp_path)
-    assert "book.txt, byte 0 of its uncompressed contents: it cannot be read (No such file or directory)" in first
-    assert "it cannot be read (Too many levels of symbolic links)" in second
 
 
 def test_units_hold_a_bounded_share_of_the_sources_and_all_of_them(tmp_path, monkeypatch):
@@ -170,7 +155,7 @@ def test_python_carries_a_text():
     assert not faults
 
 
-def test_names_do_not_say_where_the_sources_lie(tmp_path, monkeypatch):
+def test_files_are_named_by_where_they_lie_in_what_is_given(tmp_path, monkeypatch):
     for name in ("texts/b.txt", "texts/a.md", "texts/sub/c.html", "texts/skipped.jpg", "other/texts/b.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(PROSE)
@@ -178,63 +163,130 @@ def test_names_do_not_say_where_the_sources_lie(tmp_path, monkeypatch):
     assert [source.name for source in find_sources([str(tmp_path / "texts"), "python"])] == names
     monkeypatch.chdir(tmp_path / "other")
     assert [source.name for source in find_sources(["../texts", "python"])] == names
-    with pytest.raises(UserError, match=r"two sources have the name texts/b.txt: rename one, or name the folder that"):
+    with pytest.raises(UserError, match=r"other/texts/b.txt is given twice, or has the name of .*name the folder of b"):
         find_sources(["../texts", "texts"])
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([], "no source: name a Wikipedia dump"),
-        (["nowhere.txt"], "nowhere.txt does not exist"),
-        (["photo.jpg"], "of no known kind"),
-        (["empty"], "holds no file ending in"),
-        (["book.txt", "book.txt"], "given twice"),
-        (["other", "other/book.txt"], "given twice"),
-        (["python", "python"], "given twice"),
-        (["pipes"], r"pipe\.txt is not a regular file .*: move it out of the folder"),
-    ],
-)
-def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch, given, message):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("empty", "other", "pipes"):
-        (tmp_path / folder).mkdir()
-    for file in ("photo.jpg", "book.txt", "other/book.txt"):
-        (tmp_path / file).write_text(PROSE)
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "pipes" / "pipe.txt").symlink_to(tmp_path / "pipe")
-    with pytest.raises(UserError, match=message):
-        find_sources(given)
-
-
-def test_links_are_followed_and_each_file_is_read_once(tmp_path):
-    for name in ("texts/b/one.txt", "elsewhere/two.txt", "elsewhere/sub/three.txt", "texts/four.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(PROSE)
-    texts = tmp_path / "texts"
-    for link, target in (
-        ("b/circle", texts),
-        ("c", tmp_path / "elsewhere"),
-        ("d", texts / "b"),
-        ("x.txt", texts / "four.txt"),
-    ):
-        (texts / link).symlink_to(target)
-    names = [source.name for source in find_sources([str(texts)])]
-    assert names == [f"texts/{name}" for name in ("b/one.txt", "c/sub/three.txt", "c/two.txt", "four.txt")]
     blob = write_dump(tmp_path / "b10b", dump(3))  # caches of files by content keep them under names without a suffix
     (tmp_path / "wiki.xml").symlink_to(blob)
     assert len(found(tmp_path / "wiki.xml")[0]) == 3
 
 
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
-    (tmp_path / "texts" / "secret").mkdir(parents=True)
-    really = os.scandir
+def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("empty", "other", "pipes", "nothing", "circle"):
+        (tmp_path / folder).mkdir()
+    for file in ("photo.jpg", "book.txt", "other/book.txt"):
+        (tmp_path / file).write_text(PROSE)
+    os.mkfifo(tmp_path / "pipes" / "pipe.txt")
+    (tmp_path / "nothing" / "book.txt").symlink_to(tmp_path / "nowhere.txt")
+    (tmp_path / "circle" / "again").symlink_to(tmp_path)
+    for given_, message in (
+        ([], "no source: name a Wikipedia dump"),
+        (["nowhere.txt"], "nowhere.txt does not exist"),
+        (["photo.jpg"], "photo.jpg is and holds no file of a known kind: give a name that ends in .txt, "),
+        (["empty"], "empty is and holds no file"),
+        (["book.txt", "book.txt"], "given twice"),
+        (["other", "other/book.txt"], "given twice"),
+        (["python", "python"], "given twice"),
+        (["pipes"], r"pipe\.txt is not a regular file.*: move it out of the folder"),
+        (["nothing"], r"book\.txt is not a regular file, or a link to nothing"),
+        (["circle"], "circle/again is a link to a folder: name that folder too, and remove the link"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_sources(given_)
 
-    def scan(path):
-        if str(path).endswith("secret"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return really(path)
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(os, "scandir", scan)
-    with pytest.raises(UserError, match=r"texts/secret cannot be listed \(Permission denied\)"):
-        find_sources([str(tmp_path / "texts")])
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=r"other cannot be listed \(Permission denied\)"):
+        find_sources(["other"])
+
+
+# ---- dumps -----------------------------------------------------------------------------------------------------------
+
+
+def cut(data, sizes=(1 << 20,)):
+    """The pages of a dump that arrives in chunks of these sizes, and the faults."""
+    chunks, position = [], 0
+    while position < len(data):
+        chunks.append(data[position : position + sizes[len(chunks) % len(sizes)]])
+        position += len(chunks[-1])
+    found = list(sources._pages("dump", chunks))
+    return [one for one in found if isinstance(one, Piece)], [one for one in found if isinstance(one, str)]
+
+
+def articles(pages):
+    return [one for one in map(read, pages) if isinstance(one, str) or one.paragraphs]
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=5))
+def test_pages_are_those_of_the_file_however_the_bytes_arrive(sizes):
+    data = dump(4)
+    pages, faults = cut(data, sizes)
+    assert len(pages) == 7
+    assert pages == cut(data)[0]
+    assert not faults
+    assert all(data[one.offset :].startswith(one.data) for one in pages)
+
+
+def test_articles_are_found_and_other_pages_left_out():
+    for between in ("\n", ""):
+        pages, _ = cut(dump(10, between=between))
+        assert len(pages) == 13
+        assert articles(pages) == [(f"Article {n}", clean(article(n))) for n in range(10)]
+    for template, is_article in (
+        ("{{disambiguation}}", False),
+        ("{{Human name disambiguation}}", False),
+        ("{{Template:Disambig}}", False),
+        ("{{Begriffsklärung}}", False),
+        ("{{Numberdis}}", False),
+        ("{{disambiguation needed|date=May 2020}}", True),
+        ("{{cite web|title=disambiguation}}", True),
+    ):
+        text = page("Cat", f"The cat{template} is a small animal that many people keep.")
+        assert bool(articles(cut(text.encode())[0])) == is_article
+
+
+def test_the_last_revision_of_a_page_counts():
+    first, last = (page("Page", text, number=n) for n, text in enumerate((ONE, TWO)))
+    revision = first[first.index("<revision>") : first.index("</page>")]
+    both = last.replace("<revision>", f"{revision}<revision>", 1)
+    assert articles(cut(both.encode())[0]) == [("Page", [TWO])]
+    assert articles(cut(both.replace("wikitext", "css").encode())[0]) == []
+
+
+def test_what_is_cut_short_is_a_fault_and_the_rest_is_read():
+    for damage, reason, left in (
+        (lambda d: d[: d.rindex(b"<page>") + 40], "cut short", 5),
+        (lambda d: d[: -len(END)], "without </mediawiki>", 6),
+        (lambda d: d.replace(b"</page>", b"", 2), "3 times <page> before </page>", 4),
+        (lambda d: d.replace(b"<page>", b"", 1), "0 times <page> before </page>", 5),
+        (lambda d: b"<rss></rss>", "is it a Wikipedia dump?", 0),
+    ):
+        data = damage(dump(6))
+        pages, (fault,) = cut(data)
+        assert reason in fault
+        assert 0 <= place(fault) <= len(data)
+        assert [isinstance(one, Document) for one in articles(pages)] == [True] * left
+
+
+def test_a_broken_page_costs_only_itself():
+    broken = page("Broken", "text").replace("</title>", "</titel>")
+    latin = page("Latin", "caf\u00e9 with many words and one letter that is no UTF-8").encode("latin-1")
+    old = page("Old", ONE).replace("<ns>0</ns>", "")
+    data = HEADER.encode() + broken.encode() + latin + old.encode() + page("Whole", ONE).encode() + END.encode()
+    *faults, whole = articles(cut(data)[0])
+    assert whole == ("Whole", [ONE])
+    places = (data.index(b"<page>"), data.index(latin), data.index(old.encode()))
+    for fault, offset in zip(faults, places, strict=True):
+        assert fault.startswith(f"dump, byte {offset} of its uncompressed contents: it cannot be parsed")
+    assert "no <ns>" in faults[2]
+
+
+def test_memory_is_bounded_where_a_page_has_no_end(monkeypatch):
+    monkeypatch.setattr(sources, "LARGEST_PAGE", 10_000)
+    data = dump(2)
+    data = data[data.index(b"<page>") :]
+    found = list(sources._pages("dump", [*[b"x" * 1000] * 100, data]))
+    assert all("more than 0 MB without the end of a page" in fault for fault in found[:9])
+    assert [(b"x" * 100_000 + data)[one.offset :].startswith(one.data) for one in found[9:]] == [True] * 5

@@ -55,15 +55,7 @@ def open_manifest(folder: Path, names: Sequence[str] = (TOKENIZER, TRAIN, HELD_O
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive sentences of a document.
-
-    Args:
-        document: Identifies the document.
-        tokens: The token ids of the whole document, an integer array.
-        bounds: The beginning of each sentence in `tokens`, and the end of the last one.
-        first: The first sentence of the passage.
-        last: The sentence after its last one.
-    """
+    """Consecutive sentences, from `first` to before `last`, of a document whose sentences begin and end at `bounds`."""
 
     document: tuple[int, int]
     tokens: Any
@@ -79,19 +71,13 @@ class Passage:
 class Corpus:
     """The examples of one length in the training or held-out documents of a corpus.
 
-    Args:
-        folder: The folder of a prepared corpus.
-        side: `TRAIN` or `HELD_OUT`.
-        length: Number of tokens per example, including special tokens.
-
-    Raises:
-        UserError: If the folder is not a complete corpus, a file has changed, or there are no such examples.
+    A corpus that is not complete, or a file of it that has changed, is refused. `side` is `TRAIN` or `HELD_OUT`.
     """
 
     def __init__(self, folder: Path, side: str, length: int) -> None:
         self.folder, self.side, self.length = folder, side, length
         manifest = open_manifest(folder, (TOKENIZER, side))
-        lengths = manifest["settings"]["lengths"]
+        lengths = manifest["lengths"]
         require(
             length in lengths,
             f"{folder} was prepared for examples of {', '.join(map(str, lengths))} tokens, not {length}: choose one of "
@@ -111,10 +97,7 @@ class Corpus:
 
     @cached_property
     def _file(self) -> Any:
-        import pyarrow as pa
-
-        options = pa.ipc.IpcReadOptions(use_threads=False)  # a forked worker has none of its parent's
-        return pa.ipc.open_file(pa.memory_map(str(self.folder / self.side)), options=options)
+        return mapped(self.folder / self.side)
 
     def passage(self, example: int) -> Passage:
         """Read the text of an example, by its number from 0."""
@@ -127,6 +110,14 @@ class Corpus:
         first, last = examples.values.values.to_numpy()[2 * number : 2 * number + 2].tolist()
         tokens, ends = (_row(batch[name], document) for name in ("tokens", "ends"))
         return Passage((unit, document), tokens, np.concatenate([[0], ends]), first, last)
+
+
+def mapped(file: Path) -> Any:
+    """Open an Arrow file, whose contents are read from the disk where they are used."""
+    import pyarrow as pa
+
+    options = pa.ipc.IpcReadOptions(use_threads=False)  # a forked worker has none of its parent's
+    return pa.ipc.open_file(pa.memory_map(str(file)), options=options)
 
 
 def _row(lists: Any, row: int) -> Any:

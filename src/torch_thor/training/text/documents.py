@@ -1,35 +1,40 @@
 """Pieces of source files, read as documents: a name and paragraphs of plain text without line breaks."""
 
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
+from xml.etree import ElementTree
 
-from torch_thor.training.text.wikipedia import Document, article
-from torch_thor.training.text.wikitext import LEAST_WORDS
+from torch_thor.training.errors import first_line
+from torch_thor.training.text.wikitext import LEAST_WORDS, clean
 
 LARGEST_HTML = 1 << 25  # bytes; Beautiful Soup needs about 45 times as much memory
 _SPACE = re.compile(r"\s+")
-# bytes that are not UTF-8, as `surrogateescape` decodes them, and what UTF-16 is full of
-_NOT_UTF8 = re.compile("[\0\udc80-\udcff]")
 _PROSE = ("p", "dd")  # `dd`: descriptions in definition lists are often prose
 _NO_PROSE = ("script", "style", "nav", "header", "footer", "table", "pre", "form", "figure")
+# Templates of disambiguation pages of large Wikipedias. {{disambiguation needed}} marks a link in an ordinary article.
+_DISAMBIGUATION = re.compile(
+    r"\{\{\s*(?:template:\s*)?(?:[\w ]+ )?"
+    r"(?:disambiguation|disambig|disamb|dab|hndis|geodis|numberdis|begriffsklärung|homonymie|desambiguación|"
+    r"desambiguação|disambigua|doorverwijspagina)\b(?!\s+needed)",
+    re.IGNORECASE,
+)
+_REDIRECT = re.compile(r"^\s*#redirect\b", re.IGNORECASE)
+
+
+class Document(NamedTuple):
+    """A name, which is unique in its source, and paragraphs of plain text without line breaks."""
+
+    name: str
+    paragraphs: list[str]
 
 
 class Piece(NamedTuple):
-    """A part of a source file that is one document.
+    """A part of a source file that is one document; the name of a page is its title."""
 
-    Args:
-        kind: `page` (of a Wikipedia dump), `html` or `text`.
-        source: The name of the source file.
-        name: The name of the document; that of a page is its title.
-        offset: The position in the uncompressed file, in bytes.
-        data: The bytes.
-    """
-
-    kind: str
+    kind: str  # page (of a Wikipedia dump), html or text
     source: str
     name: str
-    offset: int
+    offset: int  # in the uncompressed file
     data: bytes
 
 
@@ -38,41 +43,25 @@ def fault(source: str, offset: int, reason: str) -> str:
     return f"{source}, byte {offset} of its uncompressed contents: {reason}"
 
 
-def read(piece: Piece) -> Iterator[Document | str]:
-    """Read a piece; yields a document if it has prose, and a description of each fault."""
-    if piece.kind == "page":
-        try:
-            document = article(piece.data)
-        except Exception as error:  # the parsers may raise any exception for unexpected input
-            line = f"{type(error).__name__}: {error}".splitlines()[0]
-            yield fault(piece.source, piece.offset, f"a page cannot be parsed ({line})")
-        else:
-            if document is not None:
-                yield document
-        return
-    whole = piece.data.decode("utf-8", "surrogateescape")
-    text, bad, damaged = whole.removeprefix("\ufeff"), _NOT_UTF8.search(whole), 0
-    if piece.kind == "html":
-        if len(piece.data) > LARGEST_HTML:
-            size = f"more than {LARGEST_HTML >> 20} MB"
-            yield fault(piece.source, 0, f"it has {size}, too much for an HTML file: divide it, or convert it to text")
-            return
-        found = _html_paragraphs(text)
-        paragraphs = [one for one in found if not _NOT_UTF8.search(one)]
-        damaged = len(found) - len(paragraphs)
-    elif bad is None:
-        paragraphs = paragraphs_of(text)
-    else:
-        lines = [None if _NOT_UTF8.search(line) else line for line in text.split("\n")]
-        damaged = lines.count(None)
-        # what is before and after a damaged line is not one paragraph
-        paragraphs = paragraphs_of("\n".join("\n" if line is None else line for line in lines))
-    if bad is not None and damaged:
-        offset = piece.offset + len(whole[: bad.start()].encode("utf-8", "surrogateescape"))
-        what = f"{damaged} of its {'paragraphs' if piece.kind == 'html' else 'lines'} left out"
-        yield fault(piece.source, offset, f"it is not UTF-8, {what}: convert it with iconv -t utf-8")
-    if paragraphs:
-        yield Document(piece.name, paragraphs)
+def read(piece: Piece) -> Document | str:
+    """Read a piece; returns a document, whose paragraphs are prose, or a fault."""
+    try:
+        if piece.kind == "page":
+            return _article(piece.data)
+        if piece.kind == "html" and len(piece.data) > LARGEST_HTML:
+            return fault(
+                piece.source, 0, f"more than {LARGEST_HTML >> 20} MB of HTML: divide it, or convert it to text"
+            )
+        text = piece.data.decode().removeprefix("\ufeff")
+        if "\0" in text:  # of which UTF-16 is full
+            raise UnicodeDecodeError("utf-8", piece.data, piece.data.index(b"\0"), len(piece.data), "it has zero bytes")
+        return Document(piece.name, _html_paragraphs(text) if piece.kind == "html" else paragraphs_of(text))
+    except UnicodeDecodeError as error:
+        what = f"it is not UTF-8, {len(piece.data)} bytes left out: convert it with iconv -t utf-8"
+        return fault(piece.source, piece.offset + error.start, what)
+    except Exception as error:  # the parsers may raise any exception for unexpected input
+        reason = f"it cannot be parsed ({type(error).__name__}: {first_line(error)})"
+        return fault(piece.source, piece.offset, reason)
 
 
 def paragraphs_of(text: str) -> list[str]:
@@ -93,3 +82,15 @@ def _html_paragraphs(markup: str) -> list[str]:
     for tag in soup(_NO_PROSE):
         tag.decompose()
     return _prose([tag.get_text().replace("¶", "") for tag in soup(_PROSE) if tag.find(_PROSE) is None])
+
+
+def _article(xml: bytes) -> Document:
+    """Read a page; a redirect, a disambiguation page, or a page that is no article has no paragraphs."""
+    page = ElementTree.fromstring(xml)
+    if page.find("ns") is None:
+        raise ValueError("no <ns>: dumps have it since 2012")
+    latest = page.findall("revision")[-1]  # dumps with the history have the revisions in the order of time
+    text = latest.findtext("text") or ""
+    is_article = page.findtext("ns") == "0" and latest.findtext("model", "wikitext") == "wikitext"
+    is_other = page.find("redirect") is not None or _REDIRECT.match(text) or _DISAMBIGUATION.search(text)
+    return Document(page.findtext("title") or "", clean(text) if is_article and not is_other else [])

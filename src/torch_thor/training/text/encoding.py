@@ -1,8 +1,4 @@
-"""The last stage of preparing a corpus: documents become token ids and lists of examples.
-
-The split of an example into a pair of segments, what is cut off, and the choice of masked tokens are decided at random
-in each epoch (see :mod:`torch_thor.training.text.pairs`).
-"""
+"""The last stage of preparing a corpus: documents become token ids and lists of examples."""
 
 import hashlib
 from collections import Counter
@@ -15,22 +11,12 @@ from rich.progress import Progress
 
 from torch_thor.files import whole_file
 from torch_thor.training.errors import require
-from torch_thor.training.text.corpus import HELD_OUT, SPECIAL_TOKENS, TOKENIZER, TRAIN
+from torch_thor.training.text.corpus import HELD_OUT, SPECIAL_TOKENS, TOKENIZER, TRAIN, mapped
 from torch_thor.training.text.wordpiece import load_tokenizer
 
 
 def encode(files: Sequence[Path], out: Path, settings: dict[str, Any], progress: Progress) -> dict[str, dict[str, int]]:
-    """Encode cleaned units as the two files of a corpus.
-
-    Args:
-        files: The files of the units.
-        out: The folder of the corpus, which has its tokenizer.
-        settings: The settings of the corpus.
-        progress: Shows the progress.
-
-    Returns:
-        The numbers of documents, sentences, tokens and examples, by the name of the file.
-    """
+    """Encode cleaned units as the two files of a corpus; returns what they hold, by the name of the file."""
     import numpy as np
     import pyarrow as pa
 
@@ -46,7 +32,7 @@ def encode(files: Sequence[Path], out: Path, settings: dict[str, Any], progress:
         writers = {side: stack.enter_context(pa.ipc.new_file(str(path), schema)) for side, path in paths.items()}
         for file in progress.track(files, description="encoding"):
             rows: dict[str, list[dict[str, Any]]] = {side: [] for side in totals}
-            for row in pa.ipc.open_file(pa.memory_map(str(file))).read_all().to_pylist():
+            for row in mapped(file).read_all().to_pylist():
                 encoded = tokenizer.encode_batch_fast(row["sentences"], add_special_tokens=False)
                 sentences = [one.ids for one in encoded if one.ids]
                 ends = np.cumsum([len(one) for one in sentences], dtype=np.int32)
@@ -68,19 +54,10 @@ def encode(files: Sequence[Path], out: Path, settings: dict[str, Any], progress:
 
 
 def spans(ends: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """Divide a document into examples of consecutive sentences.
-
-    An example ends with the sentence that fills it, so it usually has more tokens than fit, as in the code of Devlin et
-    al. (2019); what does not fit is cut off when the example is made. It has two sentences or more, so that it can be
-    split into a pair of segments; a last sentence that is left alone is joined by the one before it, in both examples.
-
-    Args:
-        ends: The end of each sentence in the document, in tokens.
-        length: Number of tokens per example, including special tokens.
-
-    Returns:
-        The first and last (exclusive) sentence of each example.
-    """
+    """Divide a document, whose sentences have these ends in tokens, into examples: (first, last exclusive) sentence."""
+    # An example ends with the sentence that fills it, so it usually has more tokens than fit, as in the code of Devlin
+    # et al. (2019); what does not fit is cut off when the example is made. It has two sentences or more, so that it can
+    # be split into a pair of segments; a last sentence that is left alone is joined by the one before it, in both.
     room, found = length - SPECIAL_TOKENS, []
     first = begin = 0
     for number, end in enumerate(ends):

@@ -23,11 +23,7 @@ class PairMaker:
         corpus: The corpus.
         masked: The fraction of the tokens that are predicted.
         whole_words: Whether all word pieces of a word are masked together.
-        pairs: Whether an example is a pair of segments, the second of which may be from another document. If False, an
-            example is a single segment, as for RoBERTa.
-
-    Raises:
-        UserError: If whole words are to be masked, and the tokenizer does not mark pieces that continue a word.
+        pairs: Whether an example is a pair of segments, or a single one, as for RoBERTa.
     """
 
     def __init__(self, corpus: Corpus, masked: float = 0.15, *, whole_words: bool = False, pairs: bool = True) -> None:
@@ -47,18 +43,7 @@ class PairMaker:
         )
 
     def example(self, number: int, seed: int, epoch: int) -> dict[str, Any]:
-        """Make an example.
-
-        Args:
-            number: The number of the example, from 0.
-            seed: The seed of the run.
-            epoch: The epoch, from 0.
-
-        Returns:
-            The int64 arrays `input_ids`, `token_type_ids`, `attention_mask` and `labels` (-100 for tokens that are not
-            predicted), each of shape `(length,)`; and the scalar `next_sentence_label`, which is 0 if B follows A and 1
-            if B is from another document, as in transformers.
-        """
+        """Make an example, as int64 arrays; `next_sentence_label` is 1 if B is from another document."""
         import numpy as np
 
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch, number))))

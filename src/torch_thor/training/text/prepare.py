@@ -8,10 +8,16 @@ time, and the same command continues it: finished units and a finished tokenizer
 import hashlib
 import importlib.metadata
 import json
+import multiprocessing
+import os
 import platform
-import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -24,20 +30,19 @@ from rich.progress import Progress
 from torch_thor import __version__
 from torch_thor.files import REMAINS, whole_file, write_text
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.text.corpus import HELD_OUT, MANIFEST, TOKENIZER, TRAIN, open_manifest, sha256
-from torch_thor.training.text.documents import read
+from torch_thor.training.text.corpus import HELD_OUT, MANIFEST, TOKENIZER, TRAIN, mapped, open_manifest, sha256
+from torch_thor.training.text.documents import Document, read
 from torch_thor.training.text.encoding import encode, is_in_share
-from torch_thor.training.text.processes import in_order
 from torch_thor.training.text.sources import PYTHON, Source, Unit, find_sources, units
 from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
 
 FORMAT = 3
 SAMPLE = 200_000_000  # the approximate number of characters that a tokenizer is trained on, at most
 _BEGUN, _CLEAN, _LOCK = "begun.json", "clean", ".lock"  # names in the folder of a corpus
-_SHOWN, _ENOUGH = 20, 1000  # faults that are printed; documents from which the fraction of faults is meaningful
+_SHOWN = 20  # faults that are printed
 _LIBRARIES = ("pyarrow", "tokenizers", "sentencex", "mwparserfromhell", "beautifulsoup4")
-# The languages for which sentencex has rules of its own. It has no function that lists them.
-_RULES = (
+# The languages for which sentencex has rules; for others it would take those of English. It has no list of them.
+_LANGUAGES = (
     "am", "ar", "bg", "bn", "ca", "da", "de", "el", "en", "es", "fi", "fr", "gu", "hi", "hy", "it", "ja", "kk", "kn",
     "ml", "mr", "my", "nl", "pa", "pl", "pt", "ru", "sk", "ta", "te", "uk",
 )  # fmt: skip
@@ -82,28 +87,22 @@ def prepare(
             many documents are unreadable, the corpus is empty or cannot be written, or another process is preparing it.
     """
     console = console or Console(file=StringIO())
-    require(workers >= 1, f"--workers {workers} must be 1 or more")
-    require(vocab_size >= 100, f"--vocab-size {vocab_size} must be 100 or more")
-    require(0 < held_out < 1, f"--held-out {held_out} must lie between 0 and 1: it is a share")
-    require(0 <= max_faults <= 1, f"--max-faults {max_faults} must lie in [0, 1]: it is a share")
-    numbers = ",".join(map(str, lengths))
     unequal = 0 < len(lengths) == len(set(lengths)) and min(lengths) >= 16
-    require(unequal, f"--seq-len {numbers} must be different lengths of 16 tokens or more, such as 128,512")
-    is_code = re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", language) is not None
-    require(is_code, f"--language {language} is not a language code in lower case, such as en or zh-hans")
-    if language not in _RULES:
-        rules = f"it uses those of a related language, or of English if it knows none; it has {', '.join(_RULES)}"
-        _say(console, f"--language {language}: sentencex has no rules of its own for it: {rules}")
+    for holds, rule in (
+        (workers >= 1, f"--workers {workers} must be 1 or more"),
+        (vocab_size >= 100, f"--vocab-size {vocab_size} must be 100 or more"),
+        (0 < held_out < 1, f"--held-out {held_out} must lie between 0 and 1: it is a share"),
+        (0 <= max_faults <= 1, f"--max-faults {max_faults} must lie in [0, 1]: it is a share"),
+        (unequal, f"--seq-len {','.join(map(str, lengths))} must be different lengths of 16 tokens or more"),
+        (language in _LANGUAGES, f"--language {language}: give the nearest of {', '.join(_LANGUAGES)}"),
+    ):
+        require(holds, rule)
     found = find_sources(sources)
+    given = None if tokenizer is None else load_tokenizer(tokenizer, lowercase).to_str(pretty=True)
     settings = {
-        "vocab_size": vocab_size,
-        "lowercase": lowercase,
-        "lengths": list(lengths),
-        "held_out": held_out,
-        "seed": seed,
-        "language": language,
-        "tokenizer": None if tokenizer is None else load_tokenizer(tokenizer, lowercase).to_str(pretty=True),
-    }
+        "vocab_size": vocab_size, "lowercase": lowercase, "lengths": list(lengths), "held_out": held_out, "seed": seed,
+        "language": language, "tokenizer": given and hashlib.sha256(given.encode()).hexdigest(),
+    }  # fmt: skip
     require(not out.exists() or out.is_dir(), f"--out {out} is a file: give a folder")
     own = not out.exists() or (out / _BEGUN).exists()
     foreign = [] if own else [one for one in out.iterdir() if not one.name.startswith((_LOCK, REMAINS))]
@@ -111,31 +110,31 @@ def prepare(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / _LOCK, timeout=0):
-            return _prepare(found, out, settings, workers, max_faults, console)
+            return _prepare(found, out, settings, given, workers, max_faults, console)
     except Timeout as error:
         raise UserError(f"--out {out}: another process prepares it: wait for it, or give another --out") from error
     except OSError as error:
-        reason = f"{error.filename or out} cannot be written ({error.strerror or error})"
         raise UserError(
-            f"--out {reason}: make room for it or mend its permissions, then give the same command again: what is "
-            "finished stays"
+            f"--out {error.filename or out} cannot be written ({error.strerror or error}): make room or mend its "
+            "permissions, then give the same command again: what is finished stays"
         ) from error
 
 
 def _prepare(
-    sources: list[Source], out: Path, settings: dict[str, Any], workers: int, max_faults: float, console: Console
+    sources: list[Source],
+    out: Path,
+    settings: dict[str, Any],
+    given: str | None,
+    workers: int,
+    max_faults: float,
+    console: Console,
 ) -> dict[str, Any]:
-    given = settings.pop("tokenizer")
-    settings["tokenizer"] = given and hashlib.sha256(given.encode()).hexdigest()
-    begun = {"format": FORMAT, "settings": settings, "sources": list(map(asdict, sources))}
+    begun = {"format": FORMAT, **settings, "sources": list(map(asdict, sources))}
     if (out / _BEGUN).exists():
         before = json.loads((out / _BEGUN).read_text(encoding="utf-8"))
-        for key, value in settings.items():
-            other = before["settings"].get(key)
-            rule = f"{out} was begun with {key}={other}, now it is {value}: give the same, or another --out"
-            require(other == value, rule)
-        rule = "was begun with other sources or by another version, or they have changed since: give another --out"
-        require(before == begun, f"{out} {rule}")
+        changed = [key for key in begun if before.get(key) != begun[key]]
+        rule = f"{out} was begun with other {', '.join(changed)}: give the same as in its {_BEGUN}, or another --out"
+        require(not changed, rule)
     write_text(out / _BEGUN, json.dumps(begun, indent=1))
     if (out / MANIFEST).exists():
         manifest = open_manifest(out)
@@ -146,8 +145,7 @@ def _prepare(
         files, faults = _clean(sources, out / _CLEAN, settings, workers, max_faults, progress)
         for fault in faults[:_SHOWN]:
             _say(console, f"left out: {fault}")
-        if len(faults) > _SHOWN:
-            _say(console, f"left out: {len(faults) - _SHOWN} more, all listed in {MANIFEST}")
+        _say(console, f"left out: {len(faults)} in all, listed in {MANIFEST}" if faults else "nothing was left out")
         if not (out / TOKENIZER).exists():
             progress.add_task("tokenizer", total=None)
             write_text(out / TOKENIZER, given or _trained(files, settings))
@@ -176,16 +174,10 @@ def _clean(
     bar = progress.add_task("cleaning", total=size)
     found = units(sources, lambda path: progress.wrap_file(path.open("rb"), total=size, task_id=bar))
     jobs = ((unit, folder / f"{unit.number:06d}.arrow", settings["language"]) for unit in found)
-    files: list[Path] = []
-    faults: list[str] = []
-    documents = 0
-    for file in in_order(clean_unit, jobs, workers):
-        table = _mapped(file)
-        files.append(file)
-        faults += json.loads(table.schema.metadata[b"faults"])
-        documents += len(table)
-        if documents > _ENOUGH and len(faults) > max_faults * (len(faults) + documents):
-            break
+    files = list(in_order(clean_unit, jobs, workers))
+    tables = [mapped(file).schema for file in files]
+    faults = [fault for table in tables for fault in json.loads(table.metadata[b"faults"])]
+    documents = sum(int(table.metadata[b"documents"]) for table in tables)
     total = len(faults) + documents
     require(
         len(faults) <= max_faults * total,
@@ -201,6 +193,35 @@ def _clean(
     return files, faults
 
 
+def in_order(work: Callable[..., Any], jobs: Iterable[tuple[Any, ...]], workers: int) -> Iterator[Any]:
+    """Call a function with the arguments of each job, of which few are taken at a time: they may need much memory."""
+    if workers == 1:
+        yield from (work(*job) for job in jobs)
+        return
+    pending: deque[Future[Any]] = deque()
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start) as pool:
+        try:
+            for job in jobs:
+                pending.append(pool.submit(work, *job))
+                if len(pending) == 2 * workers:
+                    yield pending.popleft().result()
+            yield from (future.result() for future in pending)
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a process that prepares text was ended from outside (was memory short?): give the same command "
+                "again, it goes on with what is missing; fewer --workers need less memory"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start() -> None:
+    """Let a worker end with its parent process, for whose jobs it would otherwise wait for ever, and not by Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
 def clean_unit(unit: Unit, file: Path, language: str) -> Path:
     """Write the documents of a unit, as sentences, to a file, unless it exists; its metadata are the faults."""
     import pyarrow as pa
@@ -208,37 +229,31 @@ def clean_unit(unit: Unit, file: Path, language: str) -> Path:
 
     if file.exists():
         return file
-    faults = list(unit.faults)
+    found = [*unit.faults, *map(read, unit.pieces)]
     rows: list[dict[str, Any]] = []
-    for piece in unit.pieces:
-        for found in read(piece):
-            if isinstance(found, str):
-                faults.append(found)
-                continue
-            sentences = [text for one in found.paragraphs for part in segment(language, one) if (text := part.strip())]
-            if sentences:
-                rows.append({"name": found.name, "sentences": sentences})
-    schema = pa.schema({"name": pa.string(), "sentences": pa.list_(pa.string())}, {"faults": json.dumps(faults)})
+    for one in found:
+        if isinstance(one, Document):
+            sentences = [
+                text for whole in one.paragraphs for part in segment(language, whole) if (text := part.strip())
+            ]
+            rows += [{"name": one.name, "sentences": sentences}] if sentences else []
+    faults = [one for one in found if isinstance(one, str)]
+    facts = {"faults": json.dumps(faults), "documents": str(len(rows))}
+    schema = pa.schema({"name": pa.string(), "sentences": pa.list_(pa.string())}, facts)
     with whole_file(file) as temporary, pa.ipc.new_file(str(temporary), schema) as writer:
         writer.write_table(pa.Table.from_pylist(rows, schema))
     return file
 
 
-def _mapped(file: Path) -> Any:
-    import pyarrow as pa
-
-    return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
-
-
 def _trained(files: Sequence[Path], settings: dict[str, Any]) -> str:
     import pyarrow.compute as pc
 
-    characters = sum(pc.sum(pc.utf8_length(pc.list_flatten(_mapped(file)["sentences"]))).as_py() or 0 for file in files)
+    tables = [mapped(file).read_all() for file in files]
+    characters = sum(pc.sum(pc.utf8_length(pc.list_flatten(table["sentences"]))).as_py() or 0 for table in tables)
     share = SAMPLE / max(1, characters)
 
     def sentences() -> Iterator[str]:
-        for file in files:
-            table = _mapped(file)
+        for table in tables:
             for name, own in zip(table["name"], table["sentences"], strict=True):
                 if share >= 1 or is_in_share(name.as_py(), share, settings["seed"]):
                     yield from own.as_py()

@@ -1,7 +1,8 @@
 """The source files of a corpus, cut into pieces that can be read independently of each other.
 
-A piece is a page of a Wikipedia dump, an HTML file, or a text file; a long text file is cut at blank lines, so that
-memory use does not depend on its size. The files are read as streams of bytes.
+A piece is a page of a Wikipedia dump, an HTML file, or a text file; a long text file is cut at blank lines, and a dump
+at `</page>`, which no page contains because its text is escaped. Files are read as streams of bytes, so that memory use
+does not depend on their size, and a page that is not well-formed affects no other page.
 """
 
 import bz2
@@ -18,35 +19,29 @@ from typing import IO, Any
 
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.text.documents import Piece, fault, paragraphs_of
-from torch_thor.training.text.wikipedia import pages
 
 PYTHON = "python"  # given instead of a path: the language reference that every Python installation contains
 TEXT, HTML, DUMP = (".txt", ".text", ".md", ".rst", ".pod", ".dict"), (".html", ".htm", ".xhtml"), (".xml",)
-KINDS = (*TEXT, *HTML, *DUMP)
 COMPRESSED: dict[str, Any] = {".bz2": bz2.open, ".gz": gzip.open, ".dz": gzip.open, ".xz": lzma.open}
+_KINDS = f"a name that ends in {', '.join((*TEXT, *HTML, *DUMP))}, perhaps with {', '.join(COMPRESSED)}"
 UNIT = 1 << 22  # approximate number of bytes of source text in a unit
 PART = 1 << 16  # number of bytes after which a text file is cut at the next blank line
 _LONGEST = 1 << 20  # number of bytes after which a text without a blank line is cut
+LARGEST_PAGE = 1 << 26  # bytes; the largest pages of Wikipedia have about 2 MB
 _BLANK = re.compile(rb"\n[ \t\r]*\n")
+_BEGIN, _END = b"<page>", b"</page>"
 # What the decompressors raise for truncated or damaged data; gzip's BadGzipFile is an OSError.
 _DAMAGED = (EOFError, OSError, lzma.LZMAError, zlib.error)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source file, as it was found.
-
-    Args:
-        path: The path of the file, or `python`.
-        name: The name of the file in messages and in the names of documents, which does not say where it lies.
-        size: The size of the file on disk in bytes.
-        modified: The time of the last modification, in nanoseconds since the epoch.
-    """
+    """One source file, as it was found; `name` does not say where it lies."""
 
     path: str
     name: str
     size: int
-    modified: int
+    modified: int  # in nanoseconds
 
 
 @dataclass
@@ -59,68 +54,47 @@ class Unit:
 
 
 def find_sources(given: Sequence[str]) -> list[Source]:
-    """Find the files of a corpus.
-
-    Args:
-        given: Paths of dumps, text files, HTML files, and folders of such files; `python` for the language reference
-            that every Python installation contains.
-
-    Returns:
-        The files in the given order. The files of a folder are sorted by path; links in it are followed, and a file
-        that is reached in several ways is listed once.
-
-    Raises:
-        UserError: If a path does not exist, has no file of a known kind, or cannot be listed, or a source is given
-            twice.
-    """
+    """Find the files that are given, and those in given folders, sorted; refuse what would be read twice or never."""
     require(bool(given), "no source: name a Wikipedia dump, text files or folders, or python")
     found: list[Source] = []
-    for one in given:
+    for place in given:
+        if place == PYTHON:
+            found.append(Source(PYTHON, PYTHON, 0, 0))
+            continue
         # not resolved, because the name of a link says what kind of file it is
-        top = Path(os.path.normpath(Path(one).absolute()))
-        for path in [Path(PYTHON)] if one == PYTHON else _files(one, top):
-            name = (
-                one if one == PYTHON else str(path.relative_to(top.parent)).encode("utf-8", "backslashreplace").decode()
-            )
-            there = one != PYTHON and path.exists()  # a link to nothing is a fault when it is read
-            found.append(Source(str(path), name, *((s := path.stat()).st_size, s.st_mtime_ns) if there else (0, 0)))
-    places, names = ([getattr(one, key) for one in found] for key in ("path", "name"))
-    require(len(set(map(os.path.realpath, places))) == len(found), "a source is given twice: name each once")
-    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-    require(twice is None, f"two sources have the name {twice}: rename one, or name the folder that contains both")
+        top = Path(os.path.normpath(Path(place).absolute()))
+        require(top.exists(), f"{place} does not exist: name a Wikipedia dump, a text file or a folder of text files")
+        paths = [path for path in (_inside(top) if top.is_dir() else [top]) if _kind(path)]
+        require(bool(paths), f"{place} is and holds no file of a known kind: give {_KINDS}")
+        for path in paths:
+            require(path.is_file(), f"{path} is not a regular file, or a link to nothing: move it out of the folder")
+            name = str(path.relative_to(top.parent)).encode("utf-8", "backslashreplace").decode()
+            found.append(Source(str(path), name, path.stat().st_size, path.stat().st_mtime_ns))
+    known: dict[str, Source] = {}
+    for one in found:
+        for key in (os.path.realpath(one.path), one.name):
+            other = known.setdefault(key, one).path
+            rule = f"{one.path} is given twice, or has the name of {other}: leave one out, or name the folder of both"
+            require(known[key] is one, rule)
     return found
 
 
-def _files(one: str, top: Path) -> list[Path]:
-    require(top.exists(), f"{one} does not exist: name a Wikipedia dump, a text file or a folder of text files")
-    kinds = f"{', '.join(KINDS)}, perhaps with {', '.join(COMPRESSED)}"
-    if not top.is_dir():
-        require(_kind(top) in KINDS, f"{one} is of no known kind: names end in {kinds}")
-        return [top]
-    found: dict[str, Path] = {}  # by the path without links
-    seen: set[str] = set()
-    for here, folders, names in os.walk(top, followlinks=True, onerror=_refuse):
-        folders.sort()
-        if os.path.realpath(here) in seen:
-            folders.clear()
-            continue
-        seen.add(os.path.realpath(here))
-        for path in sorted(Path(here) / name for name in names if _kind(Path(name)) in KINDS):
-            # opening a pipe would wait for ever
-            regular = path.is_file() or not path.exists()
-            require(regular, f"{path} is not a regular file (a pipe, socket or device): move it out of the folder")
-            found.setdefault(os.path.realpath(path), path)
-    require(bool(found), f"{one} holds no file ending in {kinds}")
-    return sorted(found.values())
+def _inside(top: Path) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename} cannot be listed ({error.strerror}): make it readable or name other folders")
+
+    found = []
+    for here, folders, names in os.walk(top, onerror=refuse):
+        for path in (Path(here) / name for name in folders):
+            require(not path.is_symlink(), f"{path} is a link to a folder: name that folder too, and remove the link")
+        found += [Path(here) / name for name in names]
+    return sorted(found)
 
 
-def _refuse(error: OSError) -> None:
-    raise UserError(f"{error.filename} cannot be listed ({error.strerror}): make it readable, or name other folders")
-
-
-def _kind(path: Path) -> str:
-    """Return the suffix of a name without that of the compression, in lower case."""
-    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
+def _kind(path: Path) -> str | None:
+    """Return `page`, `html` or `text` by the suffix before that of a compression, or None if it is not known."""
+    suffix = (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
+    return "page" if suffix in DUMP else "html" if suffix in HTML else "text" if suffix in TEXT else None
 
 
 def units(sources: Sequence[Source], opened: Callable[[Path], IO[bytes]]) -> Iterator[Unit]:
@@ -154,17 +128,39 @@ def _pieces(source: Source, opened: Callable[[Path], IO[bytes]]) -> Iterator[Pie
                     done += len(chunk)
                     yield chunk
         except _DAMAGED as error:
-            cause = f"it cannot be read ({error.strerror})" if isinstance(error, OSError) and error.errno else None
-            faults.append(fault(name, done, cause or f"the compressed data end here or are damaged ({error})"))
+            faults.append(
+                fault(name, done, f"it cannot be read, or the compressed data end here or are damaged ({error})")
+            )
 
-    if _kind(path) in DUMP:
-        for offset, page in pages(chunks()):
-            yield fault(name, offset, page) if isinstance(page, str) else Piece("page", name, "", offset, page)
-    elif _kind(path) in HTML:
-        yield Piece("html", name, name, 0, b"".join(chunks()))
-    else:
-        yield from _parts(name, chunks())
+    match _kind(path):
+        case "page":
+            yield from _pages(name, chunks())
+        case "html":
+            yield Piece("html", name, name, 0, b"".join(chunks()))
+        case _:
+            yield from _parts(name, chunks())
     yield from faults
+
+
+def _pages(name: str, chunks: Iterable[bytes]) -> Iterator[Piece | str]:
+    """Cut a dump after each page; yields faults for what is none."""
+    rest, offset, found = b"", 0, False  # offset: that of the first byte of `rest` in the dump
+    for chunk in chunks:
+        *ended, rest = (rest + chunk).split(_END)
+        for text in ended:
+            if (number := text.count(_BEGIN)) != 1:
+                yield fault(name, offset, f"{number} times {_BEGIN.decode()} before {_END.decode()}")
+            if number:  # from the last <page> on: of a page without an end, the page after it is kept
+                begin = text.rindex(_BEGIN)
+                yield Piece("page", name, "", offset + begin, text[begin:] + _END)
+            offset, found = offset + len(text) + len(_END), True
+        if len(rest) > LARGEST_PAGE:
+            yield fault(name, offset, f"more than {LARGEST_PAGE >> 20} MB without the end of a page")
+            offset, rest = offset + len(rest) - len(_BEGIN), rest[-len(_BEGIN) :]
+    if not found:
+        yield fault(name, 0, "it has no whole <page>: is it a Wikipedia dump?")
+    elif b"</mediawiki>" not in rest:
+        yield fault(name, offset, "the dump ends without </mediawiki>: it is cut short")
 
 
 def _parts(name: str, chunks: Iterable[bytes]) -> Iterator[Piece]:
@@ -172,20 +168,13 @@ def _parts(name: str, chunks: Iterable[bytes]) -> Iterator[Piece]:
     rest, offset, number = bytearray(), 0, 0
     for chunk in chunks:
         rest += chunk
-        while len(rest) > PART:
-            blank = _BLANK.search(rest, PART)
-            if blank is None and len(rest) < _LONGEST:
-                break
-            cut = blank.end() if blank else _place_to_cut(rest)
+        while len(rest) > PART and ((blank := _BLANK.search(rest, PART)) or len(rest) >= _LONGEST):
+            cut = blank.end() if blank else rest.rfind(b"\n", 0, PART) + 1 or rest.rfind(b" ", 0, PART) + 1 or PART
             number += 1
             yield Piece("text", name, f"{name}#{number}", offset, bytes(rest[:cut]))
             del rest[:cut]
             offset += cut
     yield Piece("text", name, f"{name}#{number + 1}" if number else name, offset, bytes(rest))
-
-
-def _place_to_cut(text: bytearray) -> int:
-    return text.rfind(b"\n", 0, PART) + 1 or text.rfind(b" ", 0, PART) + 1 or PART
 
 
 def _python() -> Iterator[Piece]:

@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 _NO_PROSE = {
@@ -14,12 +13,14 @@ _LIST_ITEMS = {"li", "dt", "dd"}
 _BLOCKS = {"p", "div", "center", "blockquote", "poem", "hr", "ul", "ol", "dl"}  # they begin and end a paragraph
 # Link targets such as `File:a.jpg`, which are no part of the text. With a colon before, they are ordinary links.
 _PREFIXED = re.compile(r"^\s*[^\s:|\[\]][^:|\[\]]*:\S")
-_CONTEXT = re.compile(r"\s*\([^()]*\)\s*$|,\s.*$", re.DOTALL)  # what the pipe trick does not show of a title
 # Lines with nothing but comments. MediaWiki removes them with their line break, so they do not end a paragraph.
 _COMMENT_LINES = re.compile(r"(?<=\n)[ \t]*(?:<!--(?:[^-<]|-(?!->)|<(?!!--))*-->[ \t]*)+\n")
 _SWITCH = re.compile(r"__[^\W\da-z_](?:[^\W\da-z_]|_(?!_))*__")  # `__NOTOC__` and the like, in any language
-_SENTENCES = re.compile(r".*[.!?][\"'”’)]*(?=\s|$)", re.DOTALL)  # the whole sentences at the beginning of a text
-_ITEM, _INDENT = "\x01", "\x02"  # characters that XML cannot contain mark list items and lines that begin with a space
+# Characters that XML cannot contain mark list items, and lines that begin with a space, which are paragraphs.
+_ITEM, _INDENT = "\x01", "\x02"
+_ITEM_LINE, _INDENTED = re.compile(rf"(?m)^.*{_ITEM}.*$"), re.compile(rf"(?m)^{_INDENT}(.*)$")
+_BLANK = re.compile(r"\n\s*\n")
+_UNENDED = re.compile(r"(?m)\{\{|^(?:\||\{\|)")  # templates and tables without an end, which the parser keeps
 _SPACE = re.compile(r"\s+")
 _EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;]*\s*\)")
 _BEFORE_POINT = re.compile(r"\s+([,.;:!?])")
@@ -29,21 +30,7 @@ LEAST_WORDS = 5  # a paragraph with fewer words is assumed to be a caption, a he
 
 
 def clean(wikitext: str) -> list[str]:
-    """Reduce wikitext to paragraphs of five or more words, without markup and line breaks.
-
-    Left out are templates, tables, references, headings, lists, pictures, categories, formulas and comments. A template
-    or table without an end is left out up to the end of the paragraph, and so are later lines of it.
-
-    Args:
-        wikitext: The wikitext of a page.
-
-    Returns:
-        The paragraphs.
-
-    Raises:
-        ValueError: The page has more than 500 comments or tags of one name without an end, or a line has as many
-            brackets without an end.
-    """
+    """Reduce wikitext to paragraphs of five or more words, without markup and line breaks."""
     from mwparserfromhell.parser import Parser
     from mwparserfromhell.parser.builder import Builder
 
@@ -53,11 +40,12 @@ def clean(wikitext: str) -> list[str]:
     tokens = parser._tokenizer.tokenize(_COMMENT_LINES.sub("", wikitext))
     _collect(builder.build(_without_markup(tokens)).nodes, pieces)  # type: ignore[no-untyped-call]
     prose = "".join(pieces).encode("utf-8", "replace").decode()  # &#xD800; and the like are no characters
+    prose = _INDENTED.sub(r"\n\1\n", _ITEM_LINE.sub("", _SWITCH.sub("", prose)))
     found = []
-    for paragraph in _paragraphs(_SWITCH.sub("", prose)):
+    for paragraph in _BLANK.split(prose):
         text = _SPACE.sub(" ", paragraph.replace("\x00", "")).strip()
         text = _BEFORE_POINT.sub(r"\1", _EMPTY_BRACKETS.sub("", text))
-        if len(text.split()) >= LEAST_WORDS:
+        if len(text.split()) >= LEAST_WORDS and not _UNENDED.search(paragraph):
             found.append(text)
     return found
 
@@ -112,18 +100,15 @@ def _collect(nodes: Any, pieces: list[str]) -> None:
         elif isinstance(node, ExternalLink):
             _collect([] if node.title is None else node.title.nodes, pieces)
         elif isinstance(node, Wikilink):
-            title, text = str(node.title), node.text
+            title = str(node.title)
             if _PREFIXED.match(title):
                 continue
-            is_plain = not title.lstrip().startswith(":")
-            if text is not None and text.nodes:
-                _collect(text.nodes, pieces)
-            elif text is None and is_plain:
-                _collect(node.title.nodes, pieces)
-            elif text is None:
+            if node.text is not None and node.text.nodes:
+                _collect(node.text.nodes, pieces)
+            elif title.lstrip().startswith(":"):
                 pieces.append(title.strip().lstrip(":"))
-            else:  # the pipe trick: [[Paris, Texas|]] is shown as Paris
-                pieces.append(_CONTEXT.sub("", title if is_plain else title.strip().lstrip(":").rpartition(":")[2]))
+            else:
+                _collect(node.title.nodes, pieces)
         elif isinstance(node, Tag):
             name = str(node.tag).strip().lower()
             if name in _LIST_ITEMS:
@@ -135,36 +120,3 @@ def _collect(nodes: Any, pieces: list[str]) -> None:
                 pieces.append(around)
                 _collect([] if node.contents is None else node.contents.nodes, pieces)
                 pieces.append(around)
-
-
-def _paragraphs(prose: str) -> Iterator[str]:
-    """Leave out templates and tables without an end, which the parser keeps."""
-    in_table = False
-    for lines in _divided(prose):
-        if in_table or any(line.startswith(("|", "{|")) for line in lines):
-            marks = ("|", "{|", "!") if in_table else ("|", "{|")
-            begin = next((number for number, line in enumerate(lines) if line.startswith(marks)), len(lines))
-            for line in lines[begin:]:
-                in_table = (in_table or line.startswith("{|")) and not line.startswith("|}")
-            lines = lines[:begin]
-        paragraph = "\n".join(lines)
-        if (begin := paragraph.find("{{")) >= 0:
-            sentences = _SENTENCES.match(paragraph, 0, begin)
-            paragraph = "" if sentences is None else sentences[0]
-        yield paragraph
-
-
-def _divided(prose: str) -> Iterator[list[str]]:
-    """Divide text into paragraphs at blank lines, list items and lines that begin with a space; yields their lines."""
-    lines: list[str] = []
-    for line in prose.split("\n"):
-        if _ITEM in line or not line.strip():
-            yield lines
-            lines = []
-        elif line.startswith(_INDENT):
-            yield lines
-            yield [line[len(_INDENT) :]]
-            lines = []
-        else:
-            lines.append(line)
-    yield lines

@@ -32,16 +32,7 @@ def new_tokenizer(lowercase: bool, vocabulary: dict[str, int] | None = None) -> 
 
 
 def train_tokenizer(sentences: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool) -> Any:
-    """Train a tokenizer. The same sentences, in any order, always result in the same tokenizer.
-
-    Args:
-        sentences: Called twice for the sentences.
-        vocab_size: The size of the vocabulary, including the five special word pieces. Small texts may result in fewer.
-        lowercase: Whether text is converted to lower case and accents are removed.
-
-    Returns:
-        A `tokenizers.Tokenizer`.
-    """
+    """Train a tokenizer, the same for any order of the sentences; a small text may give fewer pieces."""
     from tokenizers import Regex, normalizers, trainers
 
     tokenizer = new_tokenizer(lowercase)
@@ -68,18 +59,7 @@ def train_tokenizer(sentences: Callable[[], Iterable[str]], vocab_size: int, low
 
 
 def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
-    """Load a tokenizer.
-
-    Args:
-        path: A `tokenizer.json` of the library `tokenizers`, or a `vocab.txt` with one word piece per line.
-        lowercase: Whether text is converted to lower case and accents are removed. Only used with a `vocab.txt`.
-
-    Returns:
-        A `tokenizers.Tokenizer`, which encodes whole texts and sentence pairs as in BERT.
-
-    Raises:
-        UserError: If the file cannot be read, a special word piece is missing, or the ids are not 0, 1, 2, … each once.
-    """
+    """Load a `tokenizer.json`, or a `vocab.txt` with one word piece per line, to which `lowercase` applies."""
     from tokenizers import Tokenizer, models
 
     require(path.is_file(), f"--tokenizer {path}: there is no such file; give a tokenizer.json or a vocab.txt")
