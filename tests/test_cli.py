@@ -2,7 +2,6 @@
 
 import gzip
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -17,8 +16,9 @@ import pytest
 import torch
 import yaml
 
+import torch_thor
 from command_line import assert_refused, contents, lines
-from torch_thor import __version__, cli
+from torch_thor import __version__
 from torch_thor.cli import EXTRAS
 from torch_thor.training.recipes import load_recipe, parse
 
@@ -252,23 +252,18 @@ def test_the_extras_are_those_of_the_project():
         assert sorted(name.lower() for module in modules for name in owners[module]) == wanted
 
 
-@pytest.mark.parametrize(("module", "extra"), [("typer", "train"), ("typer.core", None)])
-def test_a_module_that_is_missing_at_the_start(monkeypatch, module, extra):
-    """Another one than those that an extra installs is told as Python tells it."""
-    monkeypatch.setitem(sys.modules, module, None)  # as where it is not installed
-    spec = importlib.util.spec_from_file_location("started_again", cli.__file__)
-    with pytest.raises(ModuleNotFoundError if extra is None else SystemExit) as error:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    if extra is not None:
-        assert f"{module} is missing" in str(error.value)
-        assert f"pip install 'torch-thor[{extra}]'" in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("words", "module", "extra"),
-    [(["prepare", "python", "--out", "out"], "tokenizers", "text"), (QUICK, "sklearn.datasets", None)],
+    [
+        (["keys"], "typer", "train"),
+        (["prepare", "python", "--out", "out"], "tokenizers", "text"),
+        (QUICK, "sklearn.datasets", None),
+    ],
 )
-def test_a_module_that_is_missing_in_a_command(run, monkeypatch, words, module, extra):
+def test_a_missing_module_is_one_line_if_an_extra_installs_it(run, monkeypatch, words, module, extra):
+    """Another one is told as Python tells it."""
+    monkeypatch.delitem(sys.modules, "torch_thor.commands", raising=False)
+    monkeypatch.delattr(torch_thor, "commands", raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     if extra is not None:
         assert_refused(run(*words), f"{module} is missing", f"pip install 'torch-thor[{extra}]'")

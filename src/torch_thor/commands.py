@@ -3,8 +3,6 @@
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,16 +11,33 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
+from torch_thor import __version__
 from torch_thor.training.errors import StoppedError, require
-from torch_thor.training.printing import cell, is_first_rank, print_message, printer, visible
+from torch_thor.training.printing import cell, is_first_rank, print_message, printer
 
 FIRST_RECIPE = "characters"  # of `torch-thor train` without a name
+app = typer.Typer(
+    name="torch-thor",
+    help="Train networks with THOR, the trace-based natural-gradient optimizer, and compare it with other optimizers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
 # the options that several commands have
 Words = Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to override.")]
 Device = Annotated[str, Option(help="The device: cpu, cuda, ..., or auto for a GPU if there is one.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace the results that are there.")]
 
 
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(f"torch-thor {__version__}")
+        raise typer.Exit
+
+
+@app.command()
 def train(
     words: Annotated[
         list[str] | None,
@@ -39,21 +54,16 @@ def train(
     Writes curves, metrics, the recipe and checkpoints into the run folder. Ctrl-C saves a checkpoint; `--resume`
     continues from it, bit for bit, with the settings of the run. Without `--out`, it continues the latest run.
 
-    For example:
-
     - `torch-thor train` compares three optimizers on a small transformer, in about a minute
 
-    - `torch-thor train fashion-mnist optimizer=thor lr=0.1`
-
     - `torch-thor train digits optimizer=thor,adamw epochs=3 schedule.kind=linear --out runs/mine`
-    """
+    """  # noqa: DOC501  # it is the help
     from torch_thor.training.recipes import load_recipe, override, recipe_list
 
     console = Console()
     if list_recipes:
         for name, about in recipe_list():
-            line = visible(f"{name:<30}  {about}")
-            printer(console)(line[: console.width] if console.is_terminal else line)
+            console.print(cell(f"{name:<30}  {about}"), no_wrap=True, crop=console.is_terminal, overflow="ignore")
         return
     from torch_thor.training.folder import RunFolder
     from torch_thor.training.run import run_recipe
@@ -68,14 +78,18 @@ def train(
         recipe = override(stored, overrides)  # keys that are not overridden keep the values of the run
     else:
         recipe = load_recipe(name, overrides)
-    with _resumable(["torch-thor", "train", *names, "--resume", "--out", str(folder.path)]):
+    try:
         run_recipe(recipe, folder, console, resume=resume, overwrite=overwrite, profile=profile)
+    except StoppedError as stop:
+        command = ["torch-thor", "train", *names, "--resume", "--out", str(folder.path)]
+        raise StoppedError(stop.step, shlex.join(command)) from stop
     if not names and is_first_rank():
         printer(console)(
             "next: your own images: torch-thor train resnet18-cifar10-thor data.name=image-folder data.root=DIR"
         )
 
 
+@app.command("eval")
 def evaluate(
     path: Annotated[Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or a checkpoint in it.")],
     words: Words = None,
@@ -88,21 +102,16 @@ def evaluate(
     can be overridden. An image folder needs to contain only the evaluation images. Under `torchrun` the processes share
     the data.
 
-    For example:
-
-    - `torch-thor eval runs/digits`
-
     - `torch-thor eval runs/mine data.root=/moved/images data.workers.count=8 --json`
     """
     from torch_thor.training.run import evaluate_saved
 
     scores = evaluate_saved(path, words or [], print_message)
-    if not is_first_rank():
-        return
-    if as_json:
-        own = ("optimizer", "averaged", "step")
-        rows = [{**{key: getattr(s, key) for key in own}, "path": str(s.path), **s.values} for s in scores]
-        typer.echo(json.dumps(rows, indent=2))
+    if as_json and is_first_rank():
+        own = ("optimizer", "averaged", "step", "path")
+        rows = [{**{key: getattr(one, key) for key in own}, **one.values} for one in scores]
+        typer.echo(json.dumps(rows, indent=2, default=str))
+    if as_json or not is_first_rank():
         return
     shown = [metric for metric in scores[0].metrics if metric.primary or metric.name != "loss"]
     table = Table("optimizer", "step", *(metric.title for metric in shown))
@@ -112,7 +121,8 @@ def evaluate(
     Console().print(table)
 
 
-def prepare(
+@app.command("prepare")
+def prepare_text(
     sources: Annotated[list[str], Argument(metavar="SOURCE...", help="Wikipedia dumps, text, folders, python.")],
     out: Annotated[Path, Option(help="The folder of the prepared corpus.")],
     vocab_size: Annotated[int, Option(help="Size of the vocabulary to train.")] = 30522,
@@ -131,22 +141,19 @@ def prepare(
     .xz), a folder of such files, or `python`, which stands for the documentation that is part of Python. If the
     preparation is stopped, the same command continues it.
 
-    For example:
-
     - `torch-thor prepare enwiki-latest-pages-articles.xml.bz2 --out corpora/wikipedia --workers 16`
-
-    - `torch-thor prepare /usr/share/doc/anarchism/html --out corpora/anarchism --vocab-size 8192 --seq-len 128`
     """
-    from torch_thor.training.text.prepare import prepare as prepare_corpus
+    from torch_thor.training.text.prepare import prepare
 
-    prepare_corpus(
+    prepare(
         sources, out, vocab_size=vocab_size, lowercase=not cased, lengths=_numbers("--seq-len", seq_len), seed=seed,
         held_out=held_out, language=language, tokenizer=tokenizer, workers=workers or os.cpu_count() or 1,
         max_faults=max_faults, console=Console(),
     )  # fmt: skip
 
 
-def export(
+@app.command("export")
+def export_network(
     path: Annotated[Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A checkpoint, or RUN/OPTIMIZER.")],
     out: Annotated[Path, Option(help="The folder to write.")],
     form: Annotated[str, Option("--format", help="The format; transformers is the only one.")] = "transformers",
@@ -156,16 +163,15 @@ def export(
 
     A network of `task: masked-lm` becomes a folder for `from_pretrained` of transformers, with its tokenizer.
 
-    For example:
-
     - `torch-thor export runs/bert-tiny/thor --out bert-tiny`, then `AutoModel.from_pretrained("bert-tiny")`
     """
-    from torch_thor.training.run import export as export_saved
+    from torch_thor.training.run import export
 
-    export_saved(path, out, form, print_message, averaged=averaged)
+    export(path, out, form, print_message, averaged=averaged)
 
 
-def split_dim(
+@app.command("split-dim")
+def choose_split_dim(
     model: Annotated[str, Argument(metavar="MODEL", help="A torchvision or timm name, or FILE.py:FUNCTION.")],
     device: Device = "auto",
     batch: Annotated[int, Option(help="Number of sample images.")] = 32,
@@ -181,21 +187,20 @@ def split_dim(
     blocks, and chooses the block size where the two curves cross. Prints tables, and writes `split_dim.png` and
     `split_dim.json`.
 
-    For example:
-
     - `torch-thor split-dim timm:vit_tiny_patch16_224 --device cuda --data photographs/`
 
     - `torch-thor split-dim mine.py:build`, for a function that returns a model, `(model, sample_batch)` or
     `(model, sample_batch, loss_fn)`
     """
     given = locals()
-    from torch_thor.tools.split_dim import split_dim as measure
+    from torch_thor.tools.split_dim import split_dim
 
     folder = given.pop("out") or Path("runs") / f"split-dim-{Path(model).name.replace(':', '-')}"
-    measure(given.pop("model"), folder, Console(), **given)
+    split_dim(given.pop("model"), folder, Console(), **given)
 
 
-def plan(
+@app.command("plan")
+def make_plan(
     subject: Annotated[str, Argument(help="A recipe, a name of torchvision, timm or BERT, or FILE.py:FUNCTION.")],
     words: Words = None,
     devices: Annotated[str, Option(help="Numbers of devices, separated by commas.")] = "1,8,64,256",
@@ -214,19 +219,16 @@ def plan(
     The bytes are exact. With `--batch`, a step is measured on this device, and the times of all others follow from it
     and from the links.
 
-    For example:
-
-    - `torch-thor plan resnet50-imagenet-thor-paper`
-
     - `torch-thor plan bert-large --split-dim 64 --batch 8 --devices 64,256 --bandwidth 25`
     """
     given = locals()  # the options by name
-    from torch_thor.tools.plan import plan as make_plan
+    from torch_thor.tools.plan import plan
 
     given |= {"words": words or (), "devices": _numbers("--devices", devices)}
-    make_plan(given.pop("subject"), Console(), **given)
+    plan(given.pop("subject"), Console(), **given)
 
 
+@app.command()
 def figures(
     name: Annotated[str | None, Argument(metavar="NAME", help="The name of a figure, or all.")] = None,
     data: Annotated[str | None, Option(help="A recipe: fashion-mnist (the default), digits, or a file.")] = None,
@@ -247,10 +249,6 @@ def figures(
     Writes NAME.json (the measured values), NAME.png and NAME.md into the folder. Values that were measured with the
     same settings before are not measured again, so the same command continues an interrupted measurement.
 
-    For example:
-
-    - `torch-thor figures curves --data digits` trains on handwritten digits, in a few minutes
-
     - `torch-thor figures all --redraw` draws all figures from the measured values, without training
     """
     from torch_thor.bench.figures import FIGURES, Options, figure_table, make_figures, numbers
@@ -264,27 +262,18 @@ def figures(
     make_figures(str(name), out, Console(), options, device=device, overwrite=overwrite, redraw=redraw)
 
 
-def keys(
+@app.command("keys")
+def list_keys(
     part: Annotated[str | None, Argument(metavar="[PART]", help="Such as training, data or thor.")] = None,
 ) -> None:
     """List the keys of recipes."""
-    from torch_thor.training.recipes import PARTS
-    from torch_thor.training.recipes import keys as keys_of
+    from torch_thor.training.recipes import PARTS, keys
 
     say = printer(Console())
-    for name, kind, default, meaning in keys_of(part):
+    for name, kind, default, meaning in keys(part):
         say(f"{name} = {default} ({kind}): {meaning}")
     if part is None:
         say(f"Further keys: `torch-thor keys PART` for {', '.join(PARTS)}")
-
-
-@contextmanager
-def _resumable(command: Sequence[str]) -> Iterator[None]:
-    """Name the command that continues a training which a signal has stopped."""
-    try:
-        yield
-    except StoppedError as stop:
-        raise StoppedError(stop.step, shlex.join(command)) from stop
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -1,15 +1,13 @@
-"""Printing untrusted text (file names, recipe values, error messages) without markup or terminal control sequences.
-
-A file name may contain Rich markup or control sequences of the terminal. Every line, table cell and title that can
-contain such text is made by the functions of this module.
-"""
+"""Printing text of others, such as file names and recipe values: their markup and control sequences do nothing."""
 
 import os
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 
 def visible(text: str) -> str:
@@ -17,12 +15,14 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
-def cell(text: str) -> Text:
+def cell(text: str) -> "Text":
     """Make the plain text of a table's cell, heading or title."""
+    from rich.text import Text  # may not be installed, which is told by `print_message`
+
     return Text(visible(text))
 
 
-def printer(console: Console) -> Callable[[str], None]:
+def printer(console: "Console") -> Callable[[str], None]:
     """Make a function that prints one line of plain text on a console, above its live display if it has one."""
     return lambda line: console.print(cell(line), soft_wrap=True)
 
