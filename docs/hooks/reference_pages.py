@@ -13,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from typer.main import get_command
 
-from torch_thor.cli import app
+from torch_thor.commands import app
 from torch_thor.training import load_recipe, recipe_names
 from torch_thor.training.recipe import FREE_ON_RESUME
 from torch_thor.training.recipes import PARTS, keys
