@@ -5,7 +5,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +22,18 @@ from torch_thor.training.profiling import Profiler
 from torch_thor.training.progress import Bar, Lines, summarised
 from torch_thor.training.tasks.task import primary
 
-AVERAGED = "averaged_"  # the prefix of the metrics of averaged weights
 # TensorBoard draws 1000 random points of a curve, and a point for each of very many steps would need hundreds of
 # megabytes. A point therefore summarises `log_interval` steps, or fewer where a curve would have less than this many.
 FULL_CURVE = 2000
-_STEP = [item.name for item in fields(Point) if item.name != "events"]
 
 
 def observers_of(run: Run, folder: RunFolder, console: Console, profile: bool, offset: int) -> list[Any]:
-    """Say what runs, and make the observers of a run: that of its metrics is the first, one that profiles the last.
-
-    Args:
-        run: The run, before its first step in this process.
-        folder: The run folder.
-        console: Where they print.
-        profile: Whether to profile a few steps.
-        offset: The length of `metrics.jsonl` in bytes at the checkpoint that the run continues from; 0 for none.
-
-    Returns:
-        The observers. What comes after one that profiles would count as a part of the steps.
-    """
+    """Say what runs; make the observers, that of the metrics first, and last one that profiles what others do not."""
     for line in facts(run):
         printer(console)(line)
     found = [Metrics(folder.metrics(run.name), offset), TensorBoard(folder.tensorboard(run.name), run)]
-    if profile:
-        found.append(Profiler(folder.profile(run.name), console))
-    found.insert(2, Bar(run, console) if console.is_interactive else Lines(run, console))
-    return found
+    found.append(Bar(run, console) if console.is_interactive else Lines(run, console))
+    return [*found, Profiler(folder.profile(run.name), console)] if profile else found
 
 
 def facts(run: Run) -> list[str]:
@@ -81,11 +65,7 @@ def facts(run: Run) -> list[str]:
 
 
 class Metrics(Observer):
-    """Writes `metrics.jsonl`: a line for each step, each layer that was due on a refresh, and each evaluation.
-
-    Args:
-        path: The file.
-        offset: Its length in bytes at the checkpoint that the run continues from: later lines are removed.
+    """Writes `metrics.jsonl`, a line for each step, refresh of a layer and evaluation, after the first `offset` bytes.
 
     Raises:
         UserError: If the file cannot be written (as in every method), or is not that of the checkpoint.
@@ -106,16 +86,14 @@ class Metrics(Observer):
 
     def step(self, run: Run, point: Point) -> None:
         """Write the line of a step, and one for each layer that was due."""
-        self._write("step", {name: getattr(point, name) for name in _STEP})
+        self._write("step", {name: value for name, value in vars(point).items() if name != "events"})
         for event in point.events:
-            trace = {"trace_change": event.trace_change, "trace": event.trace}
-            self._write(
-                "refresh", {"step": point.step, "layer": event.layer, "decision": event.decision.value, **trace}
-            )
+            decided = {"step": point.step, "layer": event.layer, "decision": event.decision.value}
+            self._write("refresh", {**decided, "trace_change": event.trace_change, "trace": event.trace})
 
     def evaluation(self, run: Run, score: Score) -> None:
         """Write the line of an evaluation."""
-        averages = {f"{AVERAGED}{name}": (score.averaged or {}).get(name) for name in score.metrics}
+        averages = {f"averaged_{name}": (score.averaged or {}).get(name) for name in score.metrics}
         metric = primary(run.task.metrics)
         decides = {"primary": metric.name, "higher_is_better": metric.higher_is_better}
         self._write("eval", {"step": score.step, "seconds": score.seconds, **score.metrics, **averages, **decides})
@@ -140,15 +118,7 @@ class Metrics(Observer):
 
 
 class TensorBoard(Observer):
-    """Writes scalars for TensorBoard, those of a resumed run in the place of those that are newer than its checkpoint.
-
-    Args:
-        folder: The folder of the event files.
-        run: The run.
-
-    Raises:
-        UserError: If they cannot be written, as in every method.
-    """
+    """Writes scalars for TensorBoard; those of a resumed run replace those that are newer than its checkpoint."""
 
     def __init__(self, folder: Path, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second
@@ -160,10 +130,8 @@ class TensorBoard(Observer):
             self._writer = SummaryWriter(str(folder), purge_step=run.step + 1)
 
     def step(self, run: Run, point: Point) -> None:
-        """Write a point that summarises the steps since the latest one, if it is time."""
+        """Keep a step for the next point of the curves."""
         self._points.append(point)
-        if run.step % self._every == 0:
-            self._write(run)
 
     def evaluation(self, run: Run, score: Score) -> None:
         """Write the metrics of an evaluation."""
@@ -171,25 +139,18 @@ class TensorBoard(Observer):
         self._add("averaged", score.step, score.averaged or {})
 
     def end_of_step(self, run: Run) -> None:
-        """Write the last point."""
-        if run.done and self._points:
-            self._write(run)
+        """Write a point that summarises the steps since the latest one, if it is time."""
+        if run.done or run.step % self._every == 0:
+            events = [event for point in self._points for event in point.events]
+            self._add("train", run.step, summarised(run, self._points))
+            self._add("thor", run.step, Counter(event.decision.value for event in events))
+            self._add("trace_change", run.step, {event.layer: event.trace_change for event in events})
+            self._points.clear()
 
     def close(self) -> None:
         """Flush and close the writer."""
         with writing(self.folder):
             self._writer.close()
-
-    def _write(self, run: Run) -> None:
-        points, self._points = self._points, []
-        self._add("train", run.step, summarised(run, points))
-        if isinstance(run.optimizer, CurvatureOptimizer):
-            events = [event for point in points for event in point.events]
-            made = Counter(event.decision.value for event in events)
-            stopped = sum(layer.stopped for layer in run.optimizer.curvature.values())
-            counts = {"refreshed": made["update"], "kept": made["keep"], "failed": made["failed"], "stopped": stopped}
-            self._add("thor", run.step, counts)
-            self._add("trace_change", run.step, {event.layer: event.trace_change for event in events})
 
     def _add(self, group: str, step: int, values: Mapping[str, float | None]) -> None:
         with writing(self.folder):

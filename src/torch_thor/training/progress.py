@@ -13,96 +13,59 @@ from rich.text import Text
 
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training.loop import Observer, Point, Run, Score
-from torch_thor.training.printing import milliseconds, printer
+from torch_thor.training.printing import printer
 from torch_thor.training.tasks.task import primary
 
 WINDOW = 100  # the bar describes this many latest steps
-REFRESHES = 20  # the time of a refresh step is the median of this many latest ones, which may be far apart
 
 
-def summarised(run: Run, points: Sequence[Point]) -> dict[str, float | None]:
+def summarised(run: Run, points: Sequence[Point]) -> dict[str, float]:
     """Summarise consecutive steps of a run by name: means over all, medians of durations, and settings of the last."""
     seconds, terms, waited = (sum(getattr(point, name) for point in points) for name in ("duration", "terms", "waited"))
     losses = [point.loss for point in points if math.isfinite(point.loss)]
-    ordinary, refresh = ([point.duration for point in points if point.refresh == kind] for kind in (False, True))
-    skipped = sum(point.skipped for point in points)
-    return {
+    ordinary, refresh = ([1000 * one.duration for one in points if one.refresh == kind] for kind in (False, True))
+    layers = run.optimizer.curvature.values() if isinstance(run.optimizer, CurvatureOptimizer) else ()
+    found = {
         "loss": fmean(losses) if losses else None,
         "lr": points[-1].lr,
         "damping": points[-1].damping,
-        f"{run.task.unit}_per_second": terms / seconds if seconds else None,
-        "ordinary_step_seconds": median(ordinary) if ordinary else None,
-        "refresh_step_seconds": median(refresh) if refresh else None,
-        "data_wait_seconds": waited / len(points),
-        "skipped": skipped if skipped or run.recipe.precision == "fp16" else None,
+        f"{run.task.unit}_per_second": terms / seconds,
+        "step_ms": median(ordinary) if ordinary else None,
+        "refresh_step_ms": median(refresh) if refresh else None,
+        "waiting_for_data": waited / seconds,
+        "stopped_layers": sum(layer.stopped for layer in layers) if layers else None,
+        "skipped_steps": sum(point.skipped for point in points) or None,
     }
+    return {name: value for name, value in found.items() if value is not None}
 
 
-class _Figures(Observer):
-    """Describes the latest steps in words."""
-
-    def __init__(self, window: int) -> None:
-        self._points: deque[Point] = deque(maxlen=window)
-        self._refreshes: deque[float] = deque(maxlen=REFRESHES)
-
-    def step(self, run: Run, point: Point) -> None:
-        self._points.append(point)
-        if point.refresh:
-            self._refreshes.append(point.duration)
-
-    def figures(self, run: Run) -> str:
-        loss, lr, damping, rate, ordinary, _, waited, skipped = summarised(run, self._points).values()
-        curved = run.optimizer.curvature if isinstance(run.optimizer, CurvatureOptimizer) else {}
-        stopped = [layer.stopped for layer in curved.values()]
-        mean = sum(point.duration for point in self._points) / len(self._points)
-        said = [
-            "loss not finite" if loss is None else f"loss {loss:.4g}",
-            f"lr {lr:.4g}",
-            damping is not None and f"damping {damping:.4g}",
-            rate is not None and f"{rate:.4g} {run.task.unit}/s",
-            ordinary is not None and f"step {milliseconds(ordinary)}",
-            bool(self._refreshes) and f"refresh step {milliseconds(median(self._refreshes))}",
-            bool(waited and mean) and f"{(waited or 0) / mean:.0%} waiting for data",
-            bool(stopped) and f"stopped layers {sum(stopped)} of {len(stopped)}",
-            bool(skipped) and f"{skipped} of {len(self._points)} steps skipped",
-        ]
-        return ", ".join(words for words in said if words)
+def in_words(run: Run, points: Sequence[Point]) -> str:
+    """Say what `summarised` finds."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in summarised(run, points).items())
 
 
-class Bar(_Figures):
-    """The progress bar of a run, and below it a line with its latest figures.
-
-    Args:
-        run: The run.
-        console: A terminal.
-    """
+class Bar(Observer):
+    """The progress bar of a run in a terminal, and below it a line with its latest figures."""
 
     def __init__(self, run: Run, console: Console) -> None:
-        super().__init__(WINDOW)
+        self._points: deque[Point] = deque(maxlen=WINDOW)
         columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[metric]}"))
         self._task = self._bar.add_task(run.name, total=run.total_steps, completed=run.step, metric="")
-        if run.score is not None:
-            self.evaluation(run, run.score)
         self._line = Text()
         self._live = Live(Group(self._bar, self._line), console=console)
         self._live.start()
 
     def step(self, run: Run, point: Point) -> None:
         """Advance the bar."""
-        super().step(run, point)
+        self._points.append(point)
         self._bar.update(self._task, completed=point.step)
-        self._line.plain = f"{'':10}{self.figures(run)}"
+        self._line.plain = f"{'':10}{in_words(run, self._points)}"
 
     def evaluation(self, run: Run, score: Score) -> None:
-        """Show the primary metric."""
-        metric = primary(run.task.metrics)
-        self._bar.update(self._task, metric=f"{metric.word} {metric.text(score.value(metric.name))}")
-
-    def end_of_step(self, run: Run) -> None:
-        """Show the run as finished, also if it has reached its target before the last step."""
-        if run.done:
-            self._bar.update(self._task, total=run.step)
+        """Show the primary metric; a target that is reached ends the bar before the last step."""
+        metric, end = primary(run.task.metrics), run.step if run.done else run.total_steps
+        self._bar.update(self._task, total=end, metric=f"{metric.word} {metric.text(score.value(metric.name))}")
 
     def close(self) -> None:
         """Leave the bar as it is, without the figures."""
@@ -110,23 +73,18 @@ class Bar(_Figures):
         self._live.stop()
 
 
-class Lines(_Figures):
-    """Prints a line at regular intervals and after each evaluation, for outputs that are no terminal.
-
-    Args:
-        run: The run; a line summarises `log_interval` steps, and None prints those of the evaluations only.
-        console: Where the lines are printed.
-    """
+class Lines(Observer):
+    """Prints a line every `log_interval` steps and after each evaluation, for outputs that are no terminal."""
 
     def __init__(self, run: Run, console: Console) -> None:
-        super().__init__(run.recipe.log_interval or 1)
+        self._points: deque[Point] = deque(maxlen=run.recipe.log_interval or 1)
         self._say = printer(console)
 
     def step(self, run: Run, point: Point) -> None:
         """Print a line if it is time."""
-        super().step(run, point)
+        self._points.append(point)
         if run.recipe.log_interval is not None and run.step % run.recipe.log_interval == 0:
-            self._say(f"{run.name}: {place(run)}, {self.figures(run)}")
+            self._say(f"{run.name}: {place(run)}, {in_words(run, self._points)}")
 
     def evaluation(self, run: Run, score: Score) -> None:
         """Print the primary metric and the loss."""
