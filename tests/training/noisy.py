@@ -14,7 +14,6 @@ from torch_thor.training.errors import StoppedError
 from torch_thor.training.loop import train
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe import Recipe
-from torch_thor.training.recipes import to_yaml
 from torch_thor.training.run import build
 from torch_thor.training.saving import Saver, whole
 from torch_thor.training.tasks.task import Loss, Metric, Terms
@@ -128,7 +127,7 @@ def go(folder, given, name, ranks=None, *, stop_at=None, resume=False, task=None
         checkpoint.newest(folder, print).restore(run)
     noted = Losses(stop_at)
     with suppress(StoppedError):
-        train(run, [noted, Saver(folder, to_yaml(given), lambda: run.step)], stops=noted.stops)
+        train(run, [noted, Saver(folder, lambda: run.step)], stops=noted.stops)
     assert run.step == (stop_at or given.steps)
     return noted.seen, state(run)
 

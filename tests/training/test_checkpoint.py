@@ -1,5 +1,6 @@
 """One format for every division: a resumed run is one that never stopped, and what is damaged is never loaded."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -22,6 +23,7 @@ from torch_thor.training.checkpoint import Checkpoint, newest, open_checkpoint
 from torch_thor.training.errors import DamagedCheckpointError, UserError
 from torch_thor.training.loop import train
 from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipes import to_yaml
 from torch_thor.training.run import build
 
 WAYS = {"one": (1, "ddp"), "ddp": (2, "ddp"), "fsdp": (2, "fsdp"), "hsdp": (4, "hsdp")}
@@ -90,20 +92,21 @@ def test_loads_into_another_division(on, tmp_path, before, after, name):
 # ---- the files ------------------------------------------------------------------------------------------------------
 
 FILES = ("model.safetensors", "averaged.safetensors", "state.pt", "recipe.yaml", "manifest.json")
-SAVED = {"recipe": "seed: 3\n", "offset": 7}
 
 
 @pytest.fixture
 def trained():
     """A run after two steps."""
-    run = build(noisy.recipe(steps=2, eval_interval=1), "thor", noisy.Noisy(), Ranks())
+    run = build(noisy.recipe(name="noisy", steps=2, eval_interval=1), "thor", noisy.Noisy(), Ranks())
     train(run)
     return run
 
 
-def save(folder, run, step, keep=5, **options):
-    run.step = step
-    return saving.save(folder, run, **SAVED, keep=keep, **options)
+def save(folder, run, step, keep=5, best=None):
+    run.step, run.recipe = step, run.recipe.model_copy(update={"keep_checkpoints": keep})
+    run.best = None if best is None else dataclasses.replace(run.score, step=best)
+    saving.save(folder, run, 7)
+    return folder / f"step-{step:08d}"
 
 
 def names(folder):
@@ -127,8 +130,8 @@ def test_round_trip(trained, tmp_path):
     path = save(tmp_path, trained, 2)
     saved = newest(tmp_path, pytest.fail)
     assert saved == Checkpoint(path, 2, "thor", None, 7)
-    assert saved.recipe_text == "seed: 3\n"
-    assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
+    assert to_yaml(saved.recipe) == to_yaml(trained.recipe)
+    assert {file.name for file in path.iterdir()} == {*FILES}
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1
     again = build(trained.recipe, "thor", trained.task, Ranks())
     saved.restore(again, pytest.fail)
@@ -152,12 +155,13 @@ def test_damage_is_named_and_the_one_before_is_taken(trained, tmp_path, kind):
 
 
 @pytest.mark.parametrize("text", ["null", "[]", "7", "{}", "[" * 100_000, '{"checksum": []}', "\0", "\xff"])
-def test_a_manifest_of_another_form_is_damage(trained, tmp_path, text):
-    path = save(tmp_path, trained, 2)
-    (path / "manifest.json").write_bytes(text.encode("latin-1"))
+def test_a_manifest_of_another_form_is_damage(tmp_path, text):
+    (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(DamagedCheckpointError, match=r"manifest.json is truncated or altered"):
-        open_checkpoint(path)
-    path.rename(tmp_path / "step-00000099")
+        open_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_of_another_step_is_damage(trained, tmp_path):
     save(tmp_path, trained, 99).rename(tmp_path / "step-00000100")
     with pytest.raises(DamagedCheckpointError, match="step-00000100 is damaged: it contains step 99"):
         open_checkpoint(tmp_path / "step-00000100")
@@ -250,25 +254,15 @@ def test_everything_is_on_the_disk_before_the_rename(trained, tmp_path, monkeypa
     assert set(flushed) == {*FILES, ".writing-step-00000002"}
 
 
-def test_newest_and_best_are_kept(trained, tmp_path, monkeypatch):
-    for step, best, keep in ((1, True, 2), (2, False, 2), (3, True, 0), (4, False, 2), (12, False, 2)):
-        save(tmp_path, trained, step, keep, best=best)
-    assert names(tmp_path) == ["best/step-00000003", "step-00000004", "step-00000012"]
-    save(tmp_path, trained, 13, 2, best=True)
-    assert names(tmp_path) == ["best/step-00000013", "step-00000012", "step-00000013"]
-    one, other = (
-        open_checkpoint(folder / "step-00000013").path / "state.pt" for folder in (tmp_path, tmp_path / "best")
-    )
-    assert one.samefile(other)
-    monkeypatch.setattr(os, "link", full)  # a file system without hard links
-    save(tmp_path, trained, 14, 1, best=True)
-    one, other = (
-        open_checkpoint(folder / "step-00000014").path / "state.pt" for folder in (tmp_path, tmp_path / "best")
-    )
-    assert not one.samefile(other)
-    assert names(tmp_path) == ["best/step-00000014", "step-00000014"]
-    harm(one, "cut")
-    assert newest(tmp_path, print).path == other.parent
+def test_newest_and_best_are_kept(trained, tmp_path):
+    for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (12, 3)):
+        save(tmp_path, trained, step, 2, best)
+        assert open_checkpoint(tmp_path / "best").step == best
+    assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000012"]
+    save(tmp_path, trained, 13, 1, 13)
+    assert names(tmp_path) == ["step-00000013"]
+    save(tmp_path, trained, 11, 1, 11)  # of a run that continues because those of later steps are damaged
+    assert names(tmp_path) == ["step-00000011", "step-00000013"]
 
 
 def test_an_old_one_that_cannot_be_removed_ends_nothing(trained, tmp_path, monkeypatch):
@@ -303,23 +297,22 @@ def test_shared_weights_are_written_once(tmp_path):
 
 
 def test_what_belongs_to_another_run_is_refused(trained, tmp_path):
-    save(tmp_path, trained, 2)
-    saved = newest(tmp_path, pytest.fail)
-    other = noisy.Noisy()
-    other.samples = 61
-    with pytest.raises(UserError, match="began with 60 training samples, and the data have 61 now"):
-        saved.restore(build(trained.recipe, "thor", other, Ranks()))
-    with pytest.raises(
-        UserError, match=r"not contain the weights of this network \(again.1.bias is missing, not \(8,\)"
+    saved = open_checkpoint(save(tmp_path, trained, 2))
+    more, words = noisy.Noisy(), noisy.Noisy()
+    more.samples, words.tokenizer_checksum, words.tokenizer_file = 61, "b" * 64, "tokenizer.json"
+    misfit = noisy.recipe(optimizers={"sgd": {"decay_filter": "*.weight"}})
+    for change, given, name, task, said in (
+        ({}, trained.recipe, "thor", more, "began with 60 training samples, and the data have 61 now"),
+        ({}, trained.recipe, "thor", noisy.Noisy(Tied), r"\(again.1.bias: missing, the network has \(8,\)"),
+        ({}, trained.recipe, "sgd", trained.task, "belongs to optimizer thor, not sgd: move it"),
+        ({"optimizer": "sgd"}, misfit, "sgd", trained.task, "the state of sgd does not fit"),
+        (
+            {"tokenizer": "a" * 64},
+            trained.recipe,
+            "thor",
+            words,
+            r"tokenizer.json is not .* bbbbbbbbbbbb, not aaaaaaaaaaaa",
+        ),
     ):
-        saved.restore(build(trained.recipe, "sgd", noisy.Noisy(Tied), Ranks()))
-    with pytest.raises(UserError, match="the state of sgd does not fit"):
-        saved.restore(
-            build(noisy.recipe(optimizers={"sgd": {"decay_filter": "*.weight"}}), "sgd", trained.task, Ranks())
-        )
-    other.samples, other.tokenizer_checksum, other.tokenizer_file = 60, "b" * 64, Path("tokenizer.json")
-    build(trained.recipe, "thor", other, Ranks())
-    with pytest.raises(
-        UserError, match=r"tokenizer.json is not the tokenizer that .* \(SHA-256 bbbbbbbbbbbb, not aaaaaaaaaaaa"
-    ):
-        Checkpoint(saved.path, 2, "thor", "a" * 64, 7).check_tokenizer(other)
+        with pytest.raises(UserError, match=said):
+            dataclasses.replace(saved, **change).restore(build(given, name, task, Ranks()))

@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 
 import noisy
 import pytest
@@ -44,11 +43,7 @@ REFUSED = [
     (RECIPE, {"resume": True, "overwrite": True}, "--resume and --overwrite exclude each other"),
     (changed(name="other"), {"overwrite": True}, "belongs to recipe noisy, not other: choose another folder"),
     (changed(seed=4, batch_size=7), {"resume": True}, r"other settings \((seed: 3 -> 4|batch_size: 12 -> 7); "),
-    (
-        changed(optimizers={"sgd": {"lr": 0.5}}),
-        {"resume": True},
-        r"other settings \(optimizers.sgd.momentum: 0.0 -> None",
-    ),
+    (changed(optimizers={"sgd": {"lr": 0.5}}), {"resume": True}, r"\(optimizers.sgd.momentum: 0.0 -> None"),
     (changed(epochs=1), {"resume": True}, "epochs=1 is less than the run's 2: --resume only lengthens a run"),
 ]
 
@@ -59,20 +54,19 @@ def test_refused_in_one_line_and_nothing_changes(run, recipe, options, said):
     with pytest.raises(UserError, match=said) as caught:
         run_recipe(recipe, run, SILENT, **options)
     assert "\n" not in str(caught.value)
-    (run.path / ".lock").write_text("")
     assert contents(run.path) == before
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     for folder, options, said in (
-        (tmp_path, {"overwrite": True}, "is not a run folder and not empty"),
-        (tmp_path / "thesis.txt", {}, "is not a run folder and not empty"),
-        (tmp_path / "thesis.txt/run", {}, "thesis.txt is a file (which .* would be in): choose another folder"),
-        (tmp_path / "new", {"resume": True}, "there is no run in .* to resume: leave --resume out"),
+        ("", {"overwrite": True}, "is not a run folder and not empty"),
+        ("thesis.txt", {}, "is not a run folder and not empty"),
+        ("thesis.txt/run", {}, r"thesis.txt is a file \(which .* would be in\): choose another folder"),
+        ("new", {"resume": True}, "there is no run in .* to resume: leave --resume out"),
     ):
-        with pytest.raises(UserError, match=said.replace("(", r"\(").replace(")", r"\)")):
-            run_recipe(RECIPE, RunFolder(folder), SILENT, **options)
+        with pytest.raises(UserError, match=said):
+            run_recipe(RECIPE, RunFolder(tmp_path / folder), SILENT, **options)
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
@@ -86,54 +80,49 @@ def test_resume_lengthens_and_overwrite_begins_anew(run, tmp_path):
     one, other = (newest(folder.checkpoints("sgd"), pytest.fail).path / "model.safetensors" for folder in (run, whole))
     assert one.read_bytes() == other.read_bytes()
     run_recipe(changed(seed=4), run, SILENT, overwrite=True)
-    assert {path.name for path in run.checkpoints("sgd").iterdir()} >= {"step-00000010"}
-    assert len(list(run.checkpoints("sgd").glob("step-*"))) == 2
+    assert newest(run.checkpoints("sgd"), pytest.fail).step == 10
     cosine = load_recipe("digits", ["schedule.kind=cosine", "epochs=2", "optimizer=sgd"]).schedule
     run_recipe(changed(schedule=cosine), run, SILENT, overwrite=True)
     with pytest.raises(UserError, match=r"schedule.kind=cosine ends with the training, so the steps so far used"):
         run_recipe(changed(schedule=cosine, epochs=3), run, SILENT, resume=True)
 
 
-def test_two_writers(run):
-    with (
-        run.locked(),
-        pytest.raises(UserError, match=rf"run in {run.path} is in use by process {os.getpid()} on .*: wait"),
-    ):
+def test_two_writers(run, tmp_path):
+    with run.locked(), pytest.raises(UserError, match=rf"{run.path} is in use by process {os.getpid()} on .*: wait"):
         run_recipe(RECIPE, RunFolder(run.path), SILENT, resume=True)
     run_recipe(RECIPE, RunFolder(run.path), SILENT, resume=True)
-
-
-def test_two_writers_of_a_folder_that_was_new_to_both(tmp_path):
-    one, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
-    with one.locked(), other.locked():
+    one, other = RunFolder(tmp_path / "new"), RunFolder(tmp_path / "new")
+    with one.locked(), other.locked():  # new to both
         one.claim(RECIPE, resume=False, overwrite=False)
         with pytest.raises(UserError, match="is in use by process"):
             other.claim(RECIPE, resume=False, overwrite=True)
-    assert one.stored(pytest.fail) == RECIPE
+    assert one.stored() == RECIPE
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "seed: 3 -> 2", "epochs: 2 -> 1", "not utf-8"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "not utf-8"])
 def test_a_checkpoint_has_a_copy_of_a_damaged_recipe(run, damage):
-    text, said = run.recipe.read_text(), []
+    text = run.recipe.read_text()
     if damage == "missing":
         run.recipe.unlink()
-    elif damage == "cut":
-        run.recipe.write_text(text[: len(text) // 2] + ": [")
-    elif damage == "not utf-8":
-        run.recipe.write_bytes(b"\xff" + text.encode())
     else:
-        key, old, new = re.fullmatch(r"(\w+): (\d) -> (\d)", damage).groups()
-        assert f"{key}: {old}\n" in text
-        run.recipe.write_text(text.replace(f"{key}: {old}\n", f"{key}: {new}\n"))
-    assert run.stored(said.append) == RECIPE
-    assert re.search(rf"{run.recipe} cannot be used \(.*\): the copy in .*step-00000010 is used instead", said[0])
+        run.recipe.write_bytes({"cut": b"seed: [", "not utf-8": b"\xff"}[damage])
+    with pytest.raises(UserError, match=r"recipe.yaml is damaged \(.*\): copy that of a checkpoint over it"):
+        run.stored()
     run_recipe(RECIPE, run, SILENT, resume=True)
     assert run.recipe.read_text() == text
-    run.recipe.write_text("seed: [")
-    for path in run.path.rglob("model.safetensors"):
-        path.unlink()
-    with pytest.raises(UserError, match=r"recipe.yaml is damaged \(.*\): choose another folder with --out"):
-        run.stored()
+
+
+def test_a_recipe_whose_bit_flipped_is_not_continued(run):
+    for key, old, new in (("seed", 3, 2), ("epochs", 2, 1)):
+        run.recipe.write_text(run.recipe.read_text().replace(f"{key}: {old}\n", f"{key}: {new}\n"))
+        flipped = run.stored()
+        assert flipped != RECIPE
+        with pytest.raises(
+            UserError, match=r"settings \(seed: 3 -> 2\).*copy that of a|epochs=1 is less than the run's 2"
+        ):
+            run_recipe(flipped, run, SILENT, resume=True)
+        run.recipe.write_bytes((run.checkpoints("sgd") / "step-00000010/recipe.yaml").read_bytes())
+        assert run.stored() == RECIPE
 
 
 def test_the_next_free_folder(tmp_path, monkeypatch):
@@ -156,18 +145,19 @@ def test_evaluations_find_the_checkpoints_of_a_path(run, tmp_path):
     last = run.checkpoints("sgd") / "step-00000010"
     for path in (run.path, run.path / "sgd", run.checkpoints("sgd"), last):
         assert found(path) == [last]
-    (best,) = (run.checkpoints("sgd") / "best").iterdir()
-    assert found(best.parent) == [best]
+    best = run.checkpoints("sgd") / "best"
+    assert found(best) == [best]
     own, averaged = evaluate_saved(run.path, ["device=cpu"], pytest.fail)
     lines = [line for line in run.metrics("sgd").read_text().splitlines() if '"eval", "step": 10' in line]
     assert f'"top1": {own.values["top1"]}, "averaged_loss": {averaged.values["loss"]}' in lines[0]
     assert (own.averaged, averaged.averaged, own.path) == (False, True, last)
-    with pytest.raises(UserError, match="seed cannot be changed for an evaluation, only data, device"):
-        evaluate_saved(run.path, ["seed=4"], pytest.fail)
-    with pytest.raises(UserError, match="is no checkpoint: give a run folder, a checkpoint or"):
-        evaluate_saved(tmp_path, [], pytest.fail)
-    with pytest.raises(UserError, match="nowhere does not exist: give"):
-        evaluate_saved(tmp_path / "nowhere", [], pytest.fail)
+    for path, words, said in (
+        (run.path, ["seed=4"], "seed cannot be changed for an evaluation, only data, device"),
+        (tmp_path, [], "is no checkpoint: give a run folder, a checkpoint or"),
+        (tmp_path / "nowhere", [], "nowhere does not exist: give"),
+    ):
+        with pytest.raises(UserError, match=said):
+            evaluate_saved(path, words, pytest.fail)
 
 
 def test_a_recipe_that_cannot_start_leaves_no_folder(tmp_path):

@@ -9,7 +9,7 @@ A checkpoint is a folder `step-00000123`, which is complete or absent, with
     manifest.json          step, optimizer, tokenizer, length of `metrics.jsonl`, and SHA-256 of each file above
 
 Nothing in it is executed. It is written under a temporary name, flushed to the disk and renamed; opening it verifies
-the checksums. The checkpoint of the best evaluation is kept in the folder `best` beside the newest ones.
+the checksums. Beside the newest ones that of the best evaluation is kept, to which the symbolic link `best` leads.
 """
 
 import hashlib
@@ -28,6 +28,8 @@ from torch_thor.capture.sharding import is_sharded
 from torch_thor.training.errors import DamagedCheckpointError, UserError, first_line, require
 from torch_thor.training.loop import Run, Score
 from torch_thor.training.parallel import agreed
+from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.tasks.task import Task
 
 BEST, PREFIX = "best", "step-"
@@ -37,50 +39,30 @@ RECIPE, MANIFEST, CHECKSUM = "recipe.yaml", "manifest.json", "checksum"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose checksums matched when it was opened.
-
-    Args:
-        path: Its folder.
-        step: Optimizer steps done.
-        optimizer: The optimizer's name in the recipe.
-        tokenizer: The SHA-256 of the tokenizer of the training data; None if they have none.
-        offset: The length in bytes of the run's `metrics.jsonl` at the step.
-    """
+    """A checkpoint whose checksums matched when it was opened."""
 
     path: Path
     step: int
     optimizer: str
-    tokenizer: str | None
-    offset: int
+    tokenizer: str | None  # the SHA-256 of that of the training data, if they have one
+    offset: int  # the length in bytes of the run's `metrics.jsonl` at the step
 
     @property
-    def recipe_text(self) -> str:
-        """The recipe of the run, in YAML."""
-        return (self.path / RECIPE).read_text(encoding="utf-8")
+    def recipe(self) -> Recipe:
+        """The recipe of the run."""
+        return load_recipe(str(self.path / RECIPE))
 
     @property
     def has_average(self) -> bool:
         """Whether it contains averaged weights."""
         return (self.path / AVERAGED).exists()
 
-    def weights(self, *, averaged: bool = False) -> dict[str, Tensor]:
-        """Load the weights, or the averaged ones, as one process holds them; of several names, only the first."""
-        return load_file(self.path / (AVERAGED if averaged else WEIGHTS))
-
     def load_weights(self, model: nn.Module, *, averaged: bool = False) -> None:
-        """Load the weights, or the averaged ones, into a network, which may be divided. It does not communicate.
-
-        Raises:
-            UserError: If they are those of another network.
-        """
-        first, given = first_names(model), self.weights(averaged=averaged)
-        own = {name: tensor for name, tensor in model.state_dict().items() if first.get(name, name) == name}
-        faults = [
-            f"{name} is {_shape(given, name)}, not {_shape(own, name)}"
-            for name in sorted(own.keys() | given.keys())
-            if _shape(given, name) != _shape(own, name)
-        ]
-        require(not faults, f"{self.path} does not contain the weights of this network ({'; '.join(faults[:3])})")
+        """Load the weights, or the averaged ones, into a network, which may be divided. It does not communicate."""
+        own = by_first_name(model, model.state_dict())
+        given = load_file(self.path / (AVERAGED if averaged else WEIGHTS))
+        faults = misfits(given, own)
+        require(not faults, f"{self.path} does not contain the weights of this network ({faults})")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(_like(given[name], tensor))
@@ -96,20 +78,18 @@ class Checkpoint:
         )
 
     def restore(self, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
-        """Load it into a new run of the same recipe. Every process must call it.
-
-        The training is then bit for bit one that has never stopped, if the machine, the number of processes and that
-        of threads are the same. With other processes, it has the same batches.
-
-        Args:
-            run: The run, before its first step.
-            say: Prints a line; it is called if the number of processes has changed.
-
-        Raises:
-            UserError: If the checkpoint belongs to another network, tokenizer, optimizer or to other data.
-        """
+        """Load it into a run before its first step, bit for bit as if it had not stopped. Every process calls it."""
+        # with another number of processes or threads, or on another machine, only the batches are the same
         with agreed(run.ranks):
-            state = self._state()
+            require(
+                self.optimizer == run.name,
+                f"checkpoint {self.path} belongs to optimizer {self.optimizer}, not {run.name}: move it to the folder "
+                "of its optimizer",
+            )
+            try:
+                state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
+            except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+                raise DamagedCheckpointError(f"{self.path / STATE} cannot be loaded ({first_line(error)})") from error
             self.check_tokenizer(run.task)
             require(
                 state["samples"] == run.task.samples,
@@ -119,7 +99,7 @@ class Checkpoint:
             self.load_weights(run.model)
         _load_optimizer(run, state["optimizer"], self.path)
         self.load_weights(run.model)  # once more: for a divided network torch has taken a step
-        run.precision.load_state_dict(state["precision"])
+        run.precision.scaler.load_state_dict(state["precision"])
         if run.average is not None:
             with agreed(run.ranks):
                 self.load_weights(run.average.module, averaged=True)
@@ -136,23 +116,24 @@ class Checkpoint:
         if run.ranks.device.type == "cuda" and state["random"][run.ranks.rank]["cuda"] is not None:
             torch.cuda.set_rng_state(state["random"][run.ranks.rank]["cuda"], run.ranks.device)
 
-    def _state(self) -> dict[str, Any]:
-        try:
-            state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise DamagedCheckpointError(f"{self.path / STATE} cannot be loaded ({first_line(error)})") from error
-        return state
 
-
-def _shape(tensors: Mapping[str, Any], name: str) -> str:
-    return f"{tuple(tensors[name].shape)}" if name in tensors else "missing"
-
-
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Return the first of the names of the same weight, by each of its names."""
+def by_first_name(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name the tensors of a network by the first of the names that each has in it."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def misfits(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """Name the given tensors that are not those of a network; empty if all are."""
+    have, need = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (given, own))
+    faults = [
+        f"{name}: {have.get(name, 'missing')}, the network has {need.get(name, 'none')}"
+        for name in sorted(have.keys() | need.keys())
+        if have.get(name) != need.get(name)
+    ]
+    return "; ".join([*faults[:3], *([f"{len(faults) - 3} more"] if len(faults) > 3 else [])])
 
 
 def _like(whole: Any, own: Any) -> Any:
@@ -201,49 +182,30 @@ def digest(values: Any) -> str:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint and verify its checksums.
-
-    Args:
-        path: Its folder.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        DamagedCheckpointError: If a file is missing, truncated or altered.
-    """
+    """Open a checkpoint; a file that is missing, truncated or altered is a `DamagedCheckpointError`."""
+    fault = f"{MANIFEST} is truncated or altered"
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         intact = manifest.pop(CHECKSUM) == digest(manifest)
         saved = Checkpoint(path, manifest["step"], manifest["optimizer"], manifest["tokenizer"], manifest["offset"])
-        wrong = [name for name, digest in manifest["sha256"].items() if sha256(path / name) != digest]
+        wrong = [name for name, known in manifest["sha256"].items() if sha256(path / name) != known]
     except OSError as error:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {error.strerror}: {error.filename}") from error
+        intact, fault = False, f"{error.strerror}: {error.filename}"
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         intact = False
+    else:
+        if intact and wrong:
+            intact, fault = False, f"{wrong[0]} does not match its checksum"
+        elif intact and path.name.startswith(PREFIX) and path.name != f"{PREFIX}{saved.step:08d}":
+            intact, fault = False, f"it contains step {saved.step}"
     if not intact:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is truncated or altered")
-    if wrong:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {wrong[0]} does not match its checksum")
-    if path.name.startswith(PREFIX) and path.name != f"{PREFIX}{saved.step:08d}":
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: it contains step {saved.step}")
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {fault}")
     return saved
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint whose checksums match, the best one included.
-
-    Args:
-        folder: The folder of a run's checkpoints.
-        say: Prints a line; it is called once for each damaged checkpoint.
-
-    Returns:
-        The checkpoint, or None if there is none at all.
-
-    Raises:
-        DamagedCheckpointError: If there are checkpoints and every one is damaged.
-    """
-    candidates = sorted([*newest_first(folder), *newest_first(folder / BEST)], key=lambda p: p.name, reverse=True)
+    """Return the newest undamaged checkpoint in a folder, and say which are damaged; None if there is none at all."""
+    candidates = newest_first(folder)
     for path in candidates:
         try:
             return open_checkpoint(path)

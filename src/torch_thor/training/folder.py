@@ -22,7 +22,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from torch_thor.files import REMAINS, check_place, write_text, writing
-from torch_thor.training.checkpoint import PREFIX, Checkpoint, newest
+from torch_thor.training.checkpoint import PREFIX, newest
 from torch_thor.training.errors import DamagedCheckpointError, UserError, require
 from torch_thor.training.optimizers import OPTIMIZERS, settings_of
 from torch_thor.training.recipe import FREE_ON_RESUME, Recipe
@@ -32,11 +32,7 @@ _LOCK, _JOB = ".lock", ".job"
 
 
 class RunFolder:
-    """The folder of a run.
-
-    Args:
-        path: The folder, which need not exist.
-    """
+    """The folder of a run, which need not exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,16 +42,7 @@ class RunFolder:
 
     @classmethod
     def named(cls, path: Path, *, resume: bool = False, overwrite: bool = False) -> "RunFolder":
-        """Choose the folder of a run whose user has named none: PATH, or PATH-2, PATH-3 if there are runs already.
-
-        Args:
-            path: The first of the folders, such as `runs/digits`.
-            resume: Whether to continue a run: the latest one.
-            overwrite: Whether to replace a run: the latest one.
-
-        Returns:
-            The folder, which is not created.
-        """
+        """The folder of a run whose user has named none: PATH, or PATH-2, PATH-3 if there are runs already."""
         every = itertools.chain([path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2)))
         taken = [cls(one) for one in itertools.takewhile(lambda one: cls(one)._is_used(), every)]
         if taken and (resume or overwrite or taken[-1]._is_restarted()):
@@ -82,42 +69,26 @@ class RunFolder:
         """Whether the folder contains a run, damaged or not."""
         return self.recipe.is_file() or any(self.path.glob(f"*/checkpoints/{PREFIX}*"))
 
-    def stored(self, say: Callable[[str], None] = lambda _: None) -> Recipe | None:
-        """Return the recipe of the run in this folder; None if there is no run yet.
-
-        A checkpoint has a copy with a checksum, which is used if the file is damaged.
-
-        Args:
-            say: Prints a line; it is called if the copy is used.
-
-        Raises:
-            UserError: If the folder is used for something else, or the recipe is damaged and there is no copy.
-        """
+    def stored(self) -> Recipe | None:
+        """The recipe of the run in this folder; None if there is no run yet."""
         if not self.is_run():
             require(not self._is_used(), f"{self.path} is not a run folder and not empty: choose another with --out")
             return None
-        saved = self._newest()
-        copy = None if saved is None else load_recipe(str(saved.path / self.recipe.name))
         try:
-            require(self.recipe.is_file(), "it is missing")
-            found = load_recipe(str(self.recipe))
-            if copy is not None:
-                changed = differences(copy, found, FREE_ON_RESUME)
-                require(not changed, f"it differs from the copy in a checkpoint: {'; '.join(changed)}")
-                _check_epochs(copy, found)
-            return found
+            return load_recipe(str(self.recipe))
         except (UserError, UnicodeDecodeError) as error:
-            if copy is None or saved is None:
-                raise UserError(f"{self.recipe} is damaged ({error}): choose another folder with --out") from error
-            say(f"{self.recipe} cannot be used ({error}): the copy in {saved.path} is used instead")
-            return copy
+            raise UserError(
+                f"{self.recipe} is damaged ({error}): copy that of a checkpoint over it, or choose another folder with "
+                "--out"
+            ) from error
 
-    def _newest(self) -> Checkpoint | None:
+    def _begun(self) -> Recipe | None:
+        """The recipe of the newest checkpoint, whose checksum has been verified; without any, that of the run."""
         for name in OPTIMIZERS:
             with suppress(DamagedCheckpointError):
                 if saved := newest(self.checkpoints(name), lambda _: None):
-                    return saved
-        return None
+                    return saved.recipe
+        return self.stored()
 
     def _is_used(self) -> bool:
         if not self.path.is_dir():
@@ -127,31 +98,17 @@ class RunFolder:
 
     def admit(
         self, recipe: Recipe, resume: bool, overwrite: bool, say: Callable[[str], None] = lambda _: None
-    ) -> tuple[Recipe, bool]:
-        """Refuse a run that may not write here. Nothing is changed.
-
-        Args:
-            recipe: The recipe to run.
-            resume: Whether to continue the run in the folder.
-            overwrite: Whether to delete the run in the folder.
-            say: Prints a line.
-
-        Returns:
-            The recipe, and whether the run in the folder is to be continued: also if `torchrun` has restarted the job
-            that began it.
-
-        Raises:
-            UserError: If the run may not write to the folder.
-        """
-        stored = self.stored(say)
+    ) -> bool:
+        """Whether the run in the folder continues; refuses one that may not write here, and changes nothing."""
+        begun = self._begun()
         check_place(self.path)
         require(not (resume and overwrite), "--resume and --overwrite exclude each other: choose one")
-        if stored is None:
+        if begun is None:
             require(not resume, f"there is no run in {self.path} to resume: leave --resume out to start one")
-            return recipe, False
+            return False
         require(
-            stored.name == recipe.name,
-            f"{self.path} belongs to recipe {stored.name}, not {recipe.name}: choose another folder with --out",
+            begun.name == recipe.name,
+            f"{self.path} belongs to recipe {begun.name}, not {recipe.name}: choose another folder with --out",
         )
         if self._is_restarted():
             resume, overwrite = True, False
@@ -162,14 +119,14 @@ class RunFolder:
             "or delete it with --overwrite",
         )
         if resume:
-            _check_epochs(stored, recipe)
-            changed = differences(stored, recipe, FREE_ON_RESUME)
+            _check_epochs(begun, recipe)
+            changed = differences(begun, recipe, FREE_ON_RESUME)
             require(
                 not changed,
-                f"the run in {self.path} has other settings ({'; '.join(changed)}): resume without changing them, or "
-                "choose another folder with --out",
+                f"the run in {self.path} has other settings ({'; '.join(changed)}): resume without changing them (if "
+                f"{self.recipe.name} was, copy that of a checkpoint over it), or choose another folder with --out",
             )
-        return recipe, resume
+        return resume
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -179,17 +136,10 @@ class RunFolder:
                 self.take()
             yield
         finally:
-            if self._lock.is_locked:
-                with suppress(OSError):  # an error of the disk must not hide one of the block
-                    (self.path / _LOCK).write_text("", encoding="utf-8")
-                self._lock.release()
+            self._lock.release()
 
     def take(self) -> None:
-        """Let no other process write to the folder, which exists, until the end of `locked`.
-
-        Raises:
-            UserError: If another process does.
-        """
+        """Let no other process write to the folder, which exists, until the end of `locked`."""
         if self._lock.is_locked:
             return
         lock = self.path / _LOCK
@@ -205,15 +155,11 @@ class RunFolder:
             lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def claim(self, recipe: Recipe, resume: bool, overwrite: bool) -> None:
-        """Create or take over the folder, inside `locked`: delete the run in it unless it continues.
-
-        Raises:
-            UserError: As `admit`, because another process may have begun a run since, and if it cannot be written.
-        """
+        """Create or take over the folder, inside `locked`: delete the run in it unless it continues."""
         with writing(self.path, "choose another folder with --out"):
             self.path.mkdir(parents=True, exist_ok=True)
             self.take()
-            self.admit(recipe, resume, overwrite)
+            self.admit(recipe, resume, overwrite)  # another process may have begun a run since
             if not resume:
                 for name in OPTIMIZERS:
                     shutil.rmtree(self.path / name, ignore_errors=True)
@@ -234,15 +180,15 @@ def _job() -> str:
     return name if name != "none" else f"{socket.gethostname()}, process {os.getppid()}"  # of jobs without a name
 
 
-def _check_epochs(stored: Recipe, recipe: Recipe) -> None:
+def _check_epochs(begun: Recipe, recipe: Recipe) -> None:
     """Refuse a number of epochs with which the steps so far would have been different."""
-    if recipe.epochs == stored.epochs:
+    if recipe.epochs == begun.epochs:
         return
     said, other = f"epochs={recipe.epochs}", "start another run with --out"
     require(recipe.steps is None, f"{said}: the length is set by steps={recipe.steps}; leave epochs out, or {other}")
     require(
-        recipe.epochs > stored.epochs,
-        f"{said} is less than the run's {stored.epochs}: --resume only lengthens a run; leave epochs out, or {other}",
+        recipe.epochs > begun.epochs,
+        f"{said} is less than the run's {begun.epochs}: --resume only lengthens a run; leave epochs out, or {other}",
     )
     damped = any("damping" in settings_of(name) for name in recipe.optimizer)
     for key in ("schedule", *(["damping_schedule"] if damped else [])):
@@ -250,6 +196,6 @@ def _check_epochs(stored: Recipe, recipe: Recipe) -> None:
         require(
             not schedule.ends_with_training,
             f"{said}: {key}.kind={schedule.kind} ends with the training, so the steps so far used the schedule of "
-            f"{stored.epochs} epochs; {other}, and set {key}.horizon_epochs if you may lengthen it later, or "
+            f"{begun.epochs} epochs; {other}, and set {key}.horizon_epochs if you may lengthen it later, or "
             "weights=CHECKPOINT to start from the weights of this run",
         )

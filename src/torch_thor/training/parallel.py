@@ -8,6 +8,7 @@ names it in its table, and starts all again with `--max-restarts`.
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -64,10 +65,7 @@ class Ranks:
 
     def broadcast(self, value: Any) -> Any:
         """Return the picklable object of the first process. Every process must call it."""
-        values = [value if self.first else None]
-        if self.world > 1:
-            dist.broadcast_object_list(values, device=self.device)
-        return values[0]
+        return self.gathered(value if self.first else None)[0]
 
 
 def device_of(name: str) -> torch.device:
@@ -110,14 +108,7 @@ def processes(recipe: Recipe) -> Iterator[Ranks]:
 
 @contextmanager
 def agreed(ranks: Ranks) -> Iterator[None]:
-    """Raise on every process if the block raises a `UserError` on any. Every process must enter it.
-
-    Without it, the other processes would wait for one that has failed. The block may communicate in such blocks only.
-
-    Raises:
-        UserError: On the first process on which the block failed.
-        ElsewhereError: On all others, with the same message.
-    """
+    """Raise the first `UserError` of any process on all, which must enter the block, and communicate in such only."""
     error = None
     try:
         yield
@@ -136,21 +127,14 @@ def agreed(ranks: Ranks) -> Iterator[None]:
 class RankWeight:
     """The weight of a process's gradients in the mean over all: larger if its batch has more loss terms.
 
-    Gradients are weighted where they are averaged and not by scaling the loss, so that THOR's statistics see output
-    gradients as they are.
+    Not the loss is scaled but the gradients, where they are averaged: THOR's statistics need those of the outputs.
     """
 
     value: float = 1.0
 
 
 def connect(model: nn.Module, ranks: Ranks, weight: RankWeight) -> nn.Module:
-    """Return the network whose gradients are those of all processes.
-
-    Args:
-        model: The network, on its device, and divided already if it is to be.
-        ranks: The process.
-        weight: Its weight, which may be changed before each step.
-    """
+    """Return the network whose gradients are those of all processes; the weight may be changed before each step."""
     if ranks.world == 1:
         return model
     if is_fully_sharded(model):
@@ -159,9 +143,7 @@ def connect(model: nn.Module, ranks: Ranks, weight: RankWeight) -> nn.Module:
         return model
     gpus = [ranks.device] if ranks.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=gpus, gradient_as_bucket_view=True)
-    # of two numbers, the sum does not depend on their order
-    alone = ranks.device.type == "cpu" and ranks.world > 2
-    wrapped.register_comm_hook(weight, _average_alone if alone else _average)
+    wrapped.register_comm_hook(weight, _average)
     return wrapped
 
 
@@ -169,18 +151,12 @@ def _average(
     weight: RankWeight,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # defined where torch has distributed training
 ) -> torch.futures.Future[Tensor]:
-    gradients = bucket.buffer().mul_(weight.value / dist.get_world_size())
-    return dist.all_reduce(gradients, async_op=True).get_future().then(lambda future: future.value()[0])
-
-
-def _average_alone(
-    weight: RankWeight,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # defined where torch has distributed training
-) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer().mul_(weight.value / dist.get_world_size())
+    if buffer.is_cuda:
+        return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
     # one by one, so that a resumed run is bit for bit that of an uninterrupted one: the order in which gloo sums over
     # the processes depends on the place of an element in its tensor, and DDP fills its buckets in another order after
     # its first step, which a resumed run takes later
-    buffer = bucket.buffer().mul_(weight.value / dist.get_world_size())
     gradients = buffer.split([gradient.numel() for gradient in bucket.gradients()])
     sums = [dist.all_reduce(gradient, async_op=True).get_future() for gradient in gradients]
     return torch.futures.collect_all(sums).then(lambda _: buffer)
@@ -200,32 +176,24 @@ class _WeightedReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:  # fmt: skip
-        if self.weight.value != 1:
-            input_tensor.mul_(self.weight.value)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor.mul_(self.weight.value), op, group, async_op)
 
 
 def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
-    """Divide networks among several processes in place, as `parallel` and `shards` say. Every process must call it.
-
-    This replaces the parameters, so it must be done before the optimizer is made. Networks on the CPU are moved to the
-    device block by block.
-    """
+    """Divide networks in place, which replaces their parameters, and move them to the device block by block."""
     from torch.distributed.device_mesh import init_device_mesh  # takes a second, as the next one
     from torch.distributed.fsdp import fully_shard
 
-    shards = ranks.world
-    if recipe.parallel == "hsdp":
+    hybrid, shards = recipe.parallel == "hsdp", ranks.world
+    if hybrid:
         shards = recipe.shards or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     require(
         shards > 1 and ranks.world % shards == 0,
         f"parallel={recipe.parallel} cannot divide {ranks.world} processes into groups of shards={shards}: shards must "
         "be 2 or more and divide the number of processes; or use parallel=ddp",
     )
-    copies = ranks.world // shards
-    hybrid = recipe.parallel == "hsdp"
-    shape, names = ((copies, shards), ("replicas", "shards")) if hybrid else ((shards,), ("shards",))
-    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+    shape = (ranks.world // shards, shards) if hybrid else (shards,)
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     for model in models:
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # not channels_last, which fully_shard refuses
@@ -235,17 +203,8 @@ def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the parts of a network whose parameters are collected together, such as the layers of a transformer.
-
-    These are the elements of its lists (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`), and of lists that are
-    elements of lists. Parameters outside of them, and those that a block shares with the rest, belong to the network.
-
-    Args:
-        model: The network.
-
-    Returns:
-        The blocks with parameters.
-    """
+    """Find the parts whose parameters are collected together, such as transformer layers: the elements of lists."""
+    # parameters outside of them, and those that a block shares with the rest, belong to the network
 
     def elements(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
         is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
@@ -255,15 +214,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
             for child in module.children():
                 yield from elements(child, is_list)
 
-    def owners(module: nn.Module) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for parameter in (p for part in module.modules() for p in part.parameters(recurse=False)):
-            found[id(parameter)] = found.get(id(parameter), 0) + 1
-        return found
+    def owners(module: nn.Module) -> Counter[int]:
+        return Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
 
     every = owners(model)
-    distinct = {id(block): block for block in elements(model, False) if any(True for _ in block.parameters())}
-    return [block for block in distinct.values() if all(every[key] == n for key, n in owners(block).items())]
+    found = {block: owners(block) for block in elements(model, False)}
+    return [block for block, own in found.items() if own and own.items() <= every.items()]
 
 
 def release(model: nn.Module) -> None:
@@ -289,7 +245,5 @@ def without_averaging(net: nn.Module) -> AbstractContextManager[None]:
     Divided networks average those of each micro-batch, because otherwise every process would hold whole ones.
     """
     inner = getattr(net, "_orig_mod", net)  # torch.compile's wrapper
-    context: AbstractContextManager[None] = (
-        inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
-    )
+    context: AbstractContextManager[None] = getattr(inner, "no_sync", nullcontext)()
     return context

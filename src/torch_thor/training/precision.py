@@ -21,14 +21,7 @@ MOST_SKIPPED = 50  # consecutive skipped steps that are an error
 
 
 class Precision:
-    """The precision of a training step.
-
-    Args:
-        name: A key of `PRECISIONS`.
-        loss_scale: With fp16, a fixed scale. None is a scale that is halved after each overflow and doubled after
-            2,000 steps without overflow (torch's defaults).
-        device: The device of the network.
-    """
+    """The precision of a step: with fp16, of a fixed loss scale, or of one that an overflow halves (torch's own)."""
 
     def __init__(self, name: str, loss_scale: float | None, device: torch.device) -> None:
         self.dtype, self.device = PRECISIONS[name], device
@@ -71,42 +64,22 @@ class Precision:
             self.scaler.update(new_scale=self.fixed)
         return taken
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, plain values; empty if there is none."""
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of the loss scale."""
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(state)
-
 
 def averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:
-    """Create an exponential moving average of the weights and buffers (Polyak and Juditsky 1992).
-
-    It is created before the optimizer, because a copy would keep THOR's hooks, and before the network is divided.
-
-    Args:
-        model: The network, on its device.
-        decay: Decay of the average per step.
-
-    Returns:
-        The average; None if the decay is None.
-    """
+    """Average weights and buffers (Polyak and Juditsky 1992); before the optimizer adds hooks, which are not copied."""
     if decay is None:
         return None
     update = get_ema_multi_avg_fn(decay)
 
+    def own(tensor: Any) -> Any:
+        return tensor.to_local() if is_sharded(tensor) else tensor
+
     def own_parts(averages: Sequence[Tensor], values: Sequence[Tensor], number: Any) -> None:
         if values[0].is_floating_point():
-            update([_own(tensor) for tensor in averages], [_own(tensor) for tensor in values], number)
+            update([own(tensor) for tensor in averages], [own(tensor) for tensor in values], number)
         else:  # such as the positions of tokens, whose average would be rounded to another number
             for average, value in zip(averages, values, strict=True):
                 average.copy_(value)
 
     with torch.random.fork_rng():  # some modules draw random numbers when they are copied
         return AveragedModel(model, multi_avg_fn=own_parts, use_buffers=True)
-
-
-def _own(tensor: Any) -> Any:
-    return tensor.to_local() if is_sharded(tensor) else tensor

@@ -23,7 +23,7 @@ from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, div
 from torch_thor.training.precision import Precision, averaged
 from torch_thor.training.printing import printer
 from torch_thor.training.recipe import IN_MEMORY, Recipe
-from torch_thor.training.recipes import load_recipe, override, to_yaml
+from torch_thor.training.recipes import override
 from torch_thor.training.saving import Saver, listening
 from torch_thor.training.summary import report
 from torch_thor.training.tasks import open_task
@@ -103,7 +103,8 @@ def run_recipe(
         with agreed(ranks):
             if ranks.first:
                 held.enter_context(folder.locked())
-                recipe, resume = folder.admit(weights.checksum(recipe, say), resume, overwrite, say)
+                recipe = weights.checksum(recipe, say)
+                resume = folder.admit(recipe, resume, overwrite, say)
         # all train what the first process was asked to
         recipe, resume, path = ranks.broadcast((recipe, resume, folder.path))
         folder = folder if ranks.first else RunFolder(path)
@@ -130,11 +131,6 @@ def _begin(
     """Build or continue a run; return it, and the length of its metrics file."""
     with agreed(ranks):
         saved = checkpoint.newest(folder.checkpoints(name), say) if resume and ranks.first else None
-        require(
-            saved is None or saved.optimizer == name,
-            f"checkpoint {saved and saved.path} belongs to optimizer {saved and saved.optimizer}, not {name}: move it "
-            "to the folder of its optimizer",
-        )
     saved = ranks.broadcast(saved)
     with agreed(ranks):
         run = build(recipe, name, task, ranks, resumed=saved is not None)
@@ -150,8 +146,7 @@ def _train(run: Run, offset: int, folder: RunFolder, console: Console, profile: 
     with agreed(run.ranks):
         if run.ranks.first:
             own = observers_of(run, folder, console, profile, offset)
-    saver = Saver(folder.checkpoints(run.name), to_yaml(run.recipe), lambda: own[0].offset())
-    train(run, [*own, saver], stops=stops)
+    train(run, [*own, Saver(folder.checkpoints(run.name), lambda: own[0].offset())], stops=stops)
 
 
 @dataclass(frozen=True)
@@ -218,7 +213,7 @@ def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
             f"{key} cannot be changed for an evaluation, only {', '.join(CHANGEABLE)} and the keys inside data can: "
             f"leave {key} out",
         )
-    trained = load_recipe(str(saved.path / checkpoint.RECIPE))
+    trained = saved.recipe
     recipe = override(trained, words)
     if trained.task != "image-classification" or any(word.startswith("data.transform") for word in words):
         return recipe
@@ -253,7 +248,7 @@ def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, aver
     names = [saved.optimizer for saved in found]
     require(len(found) == 1, f"{path} holds the networks of {', '.join(names)}: give one, such as {path / names[0]}")
     (saved,) = found
-    recipe = load_recipe(str(saved.path / checkpoint.RECIPE))
+    recipe = saved.recipe
     require(
         recipe.task == "masked-lm",
         f"{path} is of task={recipe.task}, which transformers has no form for: networks of masked-lm are exported",

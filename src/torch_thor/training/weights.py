@@ -1,21 +1,22 @@
 """The weights that a training starts from, or that are evaluated: of a safetensors file or of a checkpoint."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from torch_thor.capture.patterns import matches
 from torch_thor.training.checkpoint import (
     AVERAGED,
-    BEST,
     MANIFEST,
     PREFIX,
     WEIGHTS,
     Checkpoint,
+    by_first_name,
+    misfits,
     newest,
     open_checkpoint,
     sha256,
@@ -26,30 +27,17 @@ from torch_thor.training.recipe import Recipe
 from torch_thor.training.tasks.task import Task
 
 ACCEPTED = "a run folder, a checkpoint or a folder of checkpoints"  # for error messages
-SHOWN = 3  # largest number of names in a message
 COUNTERS = "num_batches_tracked"  # buffers of BatchNorm that many files lack, and that are not needed
 
 
 def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoint]:
-    """Open the checkpoint that a path stands for, or the newest undamaged one of each optimizer in a run folder.
-
-    Args:
-        path: A run folder, an optimizer's folder in it, a folder of checkpoints, or one checkpoint.
-        say: Prints a line; it is called once for each damaged checkpoint that is skipped.
-
-    Returns:
-        One checkpoint for each optimizer.
-
-    Raises:
-        UserError: If there is none, or every one is damaged.
-    """
+    """Open the checkpoint that a path stands for, or the newest undamaged one of each optimizer in a run folder."""
     if path.is_dir() and (path.name.startswith(PREFIX) or (path / MANIFEST).exists()):
         return [open_checkpoint(path)]
-    folders = (path, path / "checkpoints", path / BEST)
-    here = next((folder for folder in folders if any(folder.glob(f"{PREFIX}*"))), None)
+    here = next((folder for folder in (path, path / "checkpoints") if any(folder.glob(f"{PREFIX}*"))), None)
     run = RunFolder(path)
     require(here is not None or run.is_run(), f"{path} is no checkpoint: give {ACCEPTED}")
-    stored = run.stored(say) if here is None else None
+    stored = run.stored() if here is None else None
     named = [here] if stored is None else [run.checkpoints(name) for name in stored.optimizer]
     found = [saved for one in named if one is not None and (saved := newest(one, say)) is not None]
     require(bool(found), f"{path} contains no checkpoint yet: continue the training with --resume")
@@ -64,17 +52,7 @@ def checksum(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> Rec
 
 
 def load(model: nn.Module, recipe: Recipe, task: Task) -> None:
-    """Load the `weights` of a recipe into its network, but for those of `weights_except`.
-
-    Args:
-        model: The network, with random weights.
-        recipe: The recipe.
-        task: The task. If it has a tokenizer, the weights of a checkpoint must have been trained with the same one,
-            unless `weights_except` contains the input embedding.
-
-    Raises:
-        UserError: If the file is missing, does not match `weights_sha256`, or belongs to another network or tokenizer.
-    """
+    """Load the `weights` of a recipe, but for those of `weights_except`, into its network of random weights."""
     assert recipe.weights is not None
     path, saved = _find(recipe.weights, lambda _: None)  # `checksum` has reported damaged ones
     found = _sha256(path, recipe.weights)
@@ -89,13 +67,33 @@ def load(model: nn.Module, recipe: Recipe, task: Task) -> None:
         raise UserError(
             f"weights={recipe.weights} is not a safetensors file ({error}): write one with safetensors.torch.save_file"
         ) from error
-    own = model.state_dict()
-    left_out = _left_out([*own, *given], recipe.weights_except)
-    given = {name: tensor for name, tensor in given.items() if name not in left_out}
-    _check_fit(own, given, left_out, recipe)
-    if saved is not None and _gives_embedding(given, own, model):
+    own, left_out = model.state_dict(), set()
+    for pattern in recipe.weights_except:
+        matched = {name for name in (*own, *given) if matches(pattern, name)}
+        require(
+            bool(matched),
+            f"weights_except={pattern} matches no weight of the file or of the network; these have "
+            f"{', '.join([*own][:3])} and others",
+        )
+        left_out |= matched
+    # safetensors stores a shared weight under only one of its names
+    given, own = (
+        by_first_name(model, {name: tensor for name, tensor in one.items() if name not in left_out})
+        for one in (given, own)
+    )
+    needed = {name: tensor for name, tensor in own.items() if name in given or not name.endswith(COUNTERS)}
+    faults = misfits(given, needed)
+    require(
+        not faults,
+        f"weights={recipe.weights} do not fit model={recipe.model} ({faults}): choose the network that they "
+        "belong to, or exclude weights, such as those of the head, with weights_except=[NAME]",
+    )
+    embedding = getattr(model, "get_input_embeddings", None)  # of transformers
+    if saved is not None and (
+        embedding is None or any(own[name].data_ptr() == embedding().weight.data_ptr() for name in given)
+    ):
         saved.check_tokenizer(task)
-    model.load_state_dict(given, strict=False)  # `_check_fit` has compared the names
+    model.load_state_dict(given, strict=False)  # the names have been compared
 
 
 def _find(word: str, say: Callable[[str], None]) -> tuple[Path, Checkpoint | None]:
@@ -119,52 +117,3 @@ def _sha256(path: Path, word: str) -> str:
         return sha256(path)
     except OSError as error:
         raise UserError(f"weights={word} cannot be read ({error.strerror}): choose another file") from error
-
-
-def _gives_embedding(given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Module) -> bool:
-    """Whether the weights of the input embedding are given; true for networks that do not name theirs."""
-    embedding = getattr(model, "get_input_embeddings", None)  # of transformers
-    if embedding is None:
-        return True
-    place = embedding().weight.data_ptr()
-    return any(own[name].data_ptr() == place for name in given)
-
-
-def _left_out(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    found: set[str] = set()
-    for pattern in patterns:
-        matched = {name for name in names if matches(pattern, name)}
-        require(
-            bool(matched),
-            f"weights_except={pattern} matches no weight of the file or of the network; these have {_some(names)}",
-        )
-        found |= matched
-    return found
-
-
-def _check_fit(own: dict[str, Tensor], given: dict[str, Tensor], left_out: set[str], recipe: Recipe) -> None:
-    # safetensors stores a shared weight under only one of its names
-    known = {own[name].data_ptr() for name in given if name in own and own[name].numel()}
-    missing = [
-        name
-        for name, tensor in own.items()
-        if not (name in given or name in left_out or name.endswith(COUNTERS) or tensor.data_ptr() in known)
-    ]
-    unexpected = sorted(name for name in given if name not in own)
-    other = [
-        f"{name} {tuple(tensor.shape)} for {tuple(own[name].shape)}"
-        for name, tensor in given.items()
-        if name in own and tensor.shape != own[name].shape
-    ]
-    parts = {"missing": missing, "unexpected": unexpected, "of another shape": other}
-    faults = [f"{what}: {_some(names)}" for what, names in parts.items() if names]
-    require(
-        not faults,
-        f"weights={recipe.weights} do not fit model={recipe.model} ({'; '.join(faults)}): choose the network that they "
-        "belong to, or exclude weights, such as those of the head, with weights_except=[NAME]",
-    )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
