@@ -54,9 +54,9 @@ def write_photographs(folder: Path, count: int) -> None:
 def time_stages(train: Images, evaluation: Images, count: int, rounds: int) -> dict[str, float]:
     """Time each stage on one core, with so many training images; return the median of images a second."""
     chosen = list(range(0, len(train), max(1, len(train) // count)))[:count]
-    contents = [read_image(Path(train.where(index))) for index in chosen]
+    contents = [read_image(train.source.where(index)) for index in chosen]
     stages: dict[str, Callable[[int, int], object]] = {  # of the place among the chosen, and of the index
-        "read": lambda _, index: read_image(Path(train.where(index))),
+        "read": lambda _, index: read_image(train.source.where(index)),
         "decode": lambda place, _: decode_rgb(contents[place]),
         TRAINING: lambda _, index: train[0, index],
         "read, decode, evaluation crop": lambda _, index: evaluation.crop(train.source[index]),
@@ -108,9 +108,9 @@ def main() -> None:
         if options.folder is None:
             write_photographs(Path(temporary), options.images)
         data = Data(name="image-folder", root=str(options.folder or temporary))
-        train, evaluation = open_images(data, 0, print)
+        train, evaluation = open_images(data, 0)
         assert train is not None
-        sizes = [Path(train.where(index)).stat().st_size for index in range(min(options.images, len(train)))]
+        sizes = [train.source.where(index).stat().st_size for index in range(min(options.images, len(train)))]
         rates = time_stages(train, evaluation, options.images, options.rounds)
         loaders = {count: time_loader(train, count, options.batch, options.batches) for count in options.workers}
     cores = {f"{rate:g}": math.ceil(rate / rates[TRAINING]) for rate in options.gpu_rate}

@@ -17,9 +17,10 @@ from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import normalize
 
 from torch_thor.training.data.batches import digest
-from torch_thor.training.data.decoding import MAX_PIXELS, BrokenImageError, decode_rgb, read_image
+from torch_thor.training.data.decoding import BrokenImageError, decode_rgb, read_image
 from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.recipe import FOLDER, Data, Transform
 
@@ -31,7 +32,6 @@ class Images(Dataset[Any]):
 
     Args:
         source: Images (3, height, width), uint8, by index.
-        where: The name of an image in messages, by index.
         labels: (N,), int64.
         classes: The names of the classes.
         crop: Crops an image.
@@ -39,11 +39,9 @@ class Images(Dataset[Any]):
     """
 
     def __init__(
-        self, source: Any, where: Callable[[int], str], labels: Tensor, classes: Sequence[str],
-        crop: Callable[[Tensor], Tensor], seed: int,
-    ) -> None:  # fmt: skip
-        self.source, self.where, self.labels, self.classes = source, where, labels, classes
-        self.crop, self.seed = crop, seed
+        self, source: Any, labels: Tensor, classes: Sequence[str], crop: Callable[[Tensor], Tensor], seed: int
+    ) -> None:
+        self.source, self.labels, self.classes, self.crop, self.seed = source, labels, classes, crop, seed
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -56,39 +54,49 @@ class Images(Dataset[Any]):
         try:
             return self.crop(self.source[index]), self.labels[index]
         except BrokenImageError as error:
-            return f"{self.where(index)} cannot be read ({error})"
+            return f"{self.source.where(index)} cannot be read ({error})"
 
 
 class Files:
     """The decoded image files of a folder, by index."""
 
-    def __init__(self, root: Path, names: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str]) -> None:
         # one block of bytes: reading a Python string writes its reference count, so every forked worker would copy the
         # memory of a list of a million strings
-        self.root, self.names = root, np.array([os.fsencode(name) for name in names])
+        self.paths = np.array([os.fsencode(path) for path in paths])
 
-    def where(self, index: int) -> str:
+    def where(self, index: int) -> Path:
         """Return the path of an image."""
-        return str(self.root / os.fsdecode(self.names[index]))
+        return Path(os.fsdecode(self.paths[index]))
 
     def __getitem__(self, index: int) -> Tensor:
-        return decode_rgb(read_image(Path(self.where(index))))
+        image = decode_rgb(read_image(self.where(index)))
+        height, width = image.shape[1:]
+        if max(height, width) > 100 * min(height, width):  # resizing its shorter side could need gigabytes
+            raise BrokenImageError(f"{width} × {height} pixels are too narrow")
+        return image
 
 
-def open_images(
-    data: Data, seed: int, say: Callable[[str], None], *, train: bool = True
-) -> tuple[Images | None, Images]:
+def open_images(data: Data, seed: int, *, train: bool = True) -> tuple[Images | None, Images]:
     """Return the checked training images (None unless they are asked for) and evaluation images of a data set.
 
     Raises:
         UserError: If the images are missing or unsuitable.
     """
-    train_part, held_out = _open_folders(data, say, train) if data.name == FOLDER else _open_cifar(data)
-    training = None if train_part is None else Images(*train_part, _random_crop(data.crops), seed)
-    return training, Images(*held_out, _CentreCrop(data.crops), seed)
+    options = data.crops
+    training, held_out = _open_folders(data, train) if data.name == FOLDER else _open_cifar(data)
+    # He et al. 2016, section 3.4, in torchvision's form
+    crop: Any = (
+        v2.RandomResizedCrop(options.size, scale=options.scale, ratio=options.ratio, antialias=True)
+        if options.padding is None
+        else v2.RandomCrop(options.size, padding=options.padding, pad_if_needed=True)
+    )
+    crop = v2.Compose([crop, v2.RandomHorizontalFlip(options.flip)])
+    centre = v2.Compose([v2.Resize(options.resize, antialias=True), v2.CenterCrop(options.size)])
+    return None if training is None else Images(*training, crop, seed), Images(*held_out, centre, seed)
 
 
-_Part = tuple[Any, Callable[[int], str], Tensor, Sequence[str]]  # the first arguments of `Images`
+_Part = tuple[Any, Tensor, Sequence[str]]  # the first arguments of `Images`
 
 
 def _open_cifar(data: Data) -> tuple[_Part, _Part]:
@@ -103,95 +111,52 @@ def _open_cifar(data: Data) -> tuple[_Part, _Part]:
             f"{data.name} is missing or incomplete in {root / kind.base_folder} ({reason}): {remedy} the archive there"
         ) from error
 
-    def part(images: CIFAR10, name: str) -> _Part:
-        pixels = torch.from_numpy(images.data).permute(0, 3, 1, 2)
-        return pixels, f"{data.name}/{name}[{{}}]".format, torch.tensor(images.targets), images.classes
+    def part(images: CIFAR10) -> _Part:
+        return torch.from_numpy(images.data).permute(0, 3, 1, 2), torch.tensor(images.targets), images.classes
 
-    return part(train, "train"), part(test, "test")
+    return part(train), part(test)
 
 
-def _open_folders(data: Data, say: Callable[[str], None], train: bool) -> tuple[_Part | None, _Part]:
+def _open_folders(data: Data, train: bool) -> tuple[_Part | None, _Part]:
     require(
         data.root is not None,
         f"data.root is not set: {FOLDER} needs the folder that contains train/ and val/; give it as data.root=FOLDER",
     )
+    pairs = [[data.folder() / name for name in names] for names in SPLITS]
+    folders = next((pair for pair in pairs if pair[1].is_dir() and (pair[0].is_dir() or not train)), None)
+    if folders is None:
+        raise UserError(
+            f"data.root={data.folder()} must contain {' or '.join(' and '.join(names) for names in SPLITS)}, each with "
+            "a folder for each class: choose another folder, or sort the images into them"
+        )
     try:
-        folders = _find_splits(data.folder(), train)
-        classes = [_folders(folder) if folder.is_dir() else None for folder in folders]
-        _check_classes(folders, classes)
-        return _training_part(folders[0]) if train else None, _evaluation_part(folders[1], say)
+        classes = [{item.name for item in folder.iterdir() if item.is_dir()} for folder in folders if folder.is_dir()]
+        different = sorted(classes[0] ^ classes[-1])
+        require(
+            not different,
+            f"{data.folder()}: only one of {folders[0].name} and {folders[1].name} has the class folders "
+            f"{_some(different)}: labels are numbered in their sorted order, so both must have the same classes",
+        )
+        return _list(folders[0], sorted(classes[0])) if train else None, _list(folders[1], sorted(classes[-1]))
     except OSError as error:
         raise UserError(
             f"{error.filename} cannot be listed ({error.strerror}), so its images would be missing: repair or remove it"
         ) from error
 
 
-def _find_splits(root: Path, train: bool) -> list[Path]:
-    require(root.is_dir(), f"data.root={root} is not a folder: set it to the folder that contains train/ and val/")
-    for names in SPLITS:
-        folders = [root / name for name in names]
-        if folders[1].is_dir() and (folders[0].is_dir() or not train):
-            return folders
-    pairs = " or ".join(" and ".join(f"{name}/" for name in names[not train :]) for names in SPLITS)
-    raise UserError(
-        f"data.root={root} must contain {pairs}, each with a folder for each class; it contains {_some(_folders(root))}"
-    )
-
-
-def _check_classes(folders: Sequence[Path], classes: Sequence[Sequence[str] | None]) -> None:
-    for folder, names in zip(folders, classes, strict=True):
-        if names is not None and not names:
-            flat = any(item.suffix.lower() in IMG_EXTENSIONS for item in folder.iterdir())
-            state = "contains its images directly" if flat else "contains no folders"
-            raise UserError(f"{folder} {state}: it must contain a folder for each class; sort the images into them")
-    train, evaluation = classes
-    if train is None or evaluation is None or train == evaluation:
-        return
-    only = [
-        f"{_some(sorted(set(some) - set(rest)))} only in {folder.name}/"
-        for folder, some, rest in ((folders[0], train, evaluation), (folders[1], evaluation, train))
-        if set(some) - set(rest)
-    ]
-    raise UserError(
-        f"{folders[0].parent}: the class folders of {folders[0].name}/ and {folders[1].name}/ differ "
-        f"({'; '.join(only)}): labels are numbered in their sorted order, so both must have the same classes"
-    )
-
-
-def _training_part(folder: Path) -> _Part:
-    part, empty = _part(folder)
+def _list(folder: Path, classes: Sequence[str]) -> _Part:
     require(
-        len(part[3]) > 1,
-        f"{folder} contains only one class folder, {part[3][0]}: training a classifier needs two or more",
+        len(classes) > 1, f"{folder} must contain a folder for each of two or more classes: sort the images into them"
     )
+    lists = [_list_files(folder / name) for name in classes]
+    empty = [name for name, paths in zip(classes, lists, strict=True) if not paths]
     require(
         not empty,
         f"{folder}: no image in {_some(empty)}: add images ({', '.join(IMG_EXTENSIONS)}), or remove the class from "
         "both folders",
     )
-    return part
-
-
-def _evaluation_part(folder: Path, say: Callable[[str], None]) -> _Part:
-    part, empty = _part(folder)
-    require(len(empty) < len(part[3]), f"{folder} contains no image: add the evaluation images")
-    if empty:
-        say(f"{folder}: no image in {_some(empty)}: the accuracy is measured on the other classes only")
-    return part
-
-
-def _part(folder: Path) -> tuple[_Part, list[str]]:
-    classes = _folders(folder)
-    lists = [_list_files(folder / name) for name in classes]
-    files = Files(folder, [os.path.relpath(path, folder) for paths in lists for path in paths])
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(paths) for paths in lists]))
-    return (files, files.where, labels, classes), [
-        name for name, paths in zip(classes, lists, strict=True) if not paths
-    ]
-
-
-def _folders(folder: Path) -> list[str]:
-    return sorted(item.name for item in folder.iterdir() if item.is_dir())
+    return Files([path for paths in lists for path in paths]), labels, classes
 
 
 def _list_files(folder: Path) -> list[str]:
@@ -210,33 +175,7 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more if names else "no folders"
-
-
-def _random_crop(options: Transform) -> Callable[[Tensor], Tensor]:
-    """Return a random resized crop and a flip (He et al. 2016, section 3.4, in torchvision's form), or padded crops."""
-    crop: Any = (
-        v2.RandomResizedCrop(options.size, scale=options.scale, ratio=options.ratio, antialias=True)
-        if options.padding is None
-        else v2.RandomCrop(options.size, padding=options.padding, pad_if_needed=True)
-    )
-    return v2.Compose([crop, v2.RandomHorizontalFlip(options.flip)])  # type: ignore[no-any-return]
-
-
-class _CentreCrop:
-    """Resizes the shorter side and crops the centre."""
-
-    def __init__(self, options: Transform) -> None:
-        self.resize = options.resize
-        self.crop = v2.Compose([v2.Resize(options.resize, antialias=True), v2.CenterCrop(options.size)])
-
-    def __call__(self, image: Tensor) -> Tensor:
-        height, width = image.shape[1:]
-        if self.resize**2 * max(height, width) > MAX_PIXELS * min(height, width):  # it would need gigabytes
-            raise BrokenImageError(f"{width} × {height} pixels are too narrow to be resized")
-        cropped: Tensor = self.crop(image)
-        return cropped
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -248,7 +187,6 @@ def collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def normalised(images: Tensor, options: Transform) -> Tensor:
     """Convert uint8 images to float32 and normalise each channel, on their device: a quarter of the bytes is copied."""
-    mean, std = (
-        torch.tensor(one, device=images.device).mul(255).view(1, -1, 1, 1) for one in (options.mean, options.std)
-    )
-    return images.to(torch.float32).sub_(mean).div_(std)
+    mean, std = (torch.tensor(one).mul(255).tolist() for one in (options.mean, options.std))
+    scaled: Tensor = normalize(images.float(), mean, std, inplace=True)
+    return scaled

@@ -23,7 +23,7 @@ from torch_thor.training.data.small import load_images
 from torch_thor.training.errors import require
 from torch_thor.training.models.library import build_model, check_fits, check_name
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import IN_MEMORY, TEXTS, Recipe
+from torch_thor.training.recipe import IN_MEMORY, Recipe
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
 EVALUATION_BATCH = 1000  # images in memory
@@ -54,7 +54,7 @@ class ImageClassification:
         else:
             from torch_thor.training.data.images import open_images  # its import of torchvision's transforms is slow
 
-            self.train, self.test = open_images(recipe.data, recipe.seed, say, train=train)
+            self.train, self.test = open_images(recipe.data, recipe.seed, train=train)
             self.samples, self.held, classes = len(self.train or ()), len(self.test), len(self.test.classes)
         self.steps_per_epoch = batches_per_epoch(self.samples, recipe.batch_size) if train else 0
         self.outputs = recipe.classes or classes
@@ -69,13 +69,6 @@ class ImageClassification:
             f"{self.outputs} outputs, or the label would not be the most probable one: lower it, or use "
             "smoothing_form=torch",
         )
-
-    @staticmethod
-    def faults(recipe: Recipe) -> Iterator[str]:
-        """Yield the settings that the task cannot use; the name of a library's network is checked by `open_task`."""
-        if recipe.data.name in TEXTS:
-            remedy = "set task=masked-lm, or choose other data"
-            yield f"data.name={recipe.data.name} is text, and task={recipe.task} needs images: {remedy}"
 
     def model(self) -> nn.Module:
         """Build the network, in channels_last, which makes convolutions faster on CPUs too."""
