@@ -96,7 +96,11 @@ def test_sixteen_bits_are_scaled_in_every_format(kind):
 
 
 def test_what_is_cut_short_or_no_image_is_broken():
-    wrong = [(b"", "empty"), (b"no image" * 20, "no image format"), (encoded(photograph(), "EPS"), "PostScript")]
+    wrong = [
+        (b"", "no image format"),
+        (b"no image" * 20, "no image format"),
+        (encoded(photograph(), "EPS"), "PostScript"),
+    ]
     for name in ("jpeg", "photograph png", "webp", "bmp"):
         wrong += [(SAMPLES[name][: int(share * len(SAMPLES[name]))], ".") for share in (0.01, 0.5, 0.97)]
     for content, said in wrong:

@@ -12,6 +12,7 @@ import io
 import stat
 import warnings
 from pathlib import Path
+from typing import cast
 
 import torch
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
@@ -62,11 +63,9 @@ def decode_rgb(content: bytes) -> Tensor:
         and an alpha channel is dropped without blending.
 
     Raises:
-        BrokenImageError: If the content is empty, truncated, damaged, or not an image.
+        BrokenImageError: If the content is truncated, damaged, or not an image.
         MemoryError: If there is not enough memory for the image.
     """
-    if not content:
-        raise BrokenImageError("the file is empty")
     try:
         with Image.open(io.BytesIO(content)) as image:
             kind = image.format
@@ -75,22 +74,19 @@ def decode_rgb(content: bytes) -> Tensor:
             raise BrokenImageError("PostScript files are not supported")
         if kind in {"JPEG", "MPO"}:
             try:
-                decoded: Tensor = decode_jpeg(
-                    torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.RGB
-                )
-                return decoded
+                raw = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                return cast(Tensor, decode_jpeg(raw, ImageReadMode.RGB))
             except RuntimeError:  # truncated, or of a kind that torchvision does not support: Pillow tells them apart
                 pass
         with Image.open(io.BytesIO(content)) as image:
             # Pillow's conversion makes all values from 256 on white; before 11.3 it calls some of these modes "I"
             if image.mode.startswith("I;16") or (image.mode == "I" and image.format in {"PNG", "PPM"}):
-                upper: Tensor = pil_to_tensor(image).to(torch.int32) >> 8
-                return upper.to(torch.uint8).permute(1, 2, 0).repeat(1, 1, 3).permute(2, 0, 1)
-            converted: Tensor = pil_to_tensor(image.convert("RGB"))
-            return converted
+                upper = (pil_to_tensor(image).to(torch.int32) >> 8).to(torch.uint8)
+                return cast(Tensor, upper.permute(1, 2, 0).repeat(1, 1, 3).permute(2, 0, 1))
+            return cast(Tensor, pil_to_tensor(image.convert("RGB")))
     except (BrokenImageError, MemoryError):
         raise
     except UnidentifiedImageError as error:  # its message contains only the address of an object
-        raise BrokenImageError("no image format that torchvision or Pillow knows") from error
+        raise BrokenImageError("no image format that Pillow knows") from error
     except Exception as error:  # Pillow's plugins raise many kinds of errors for damaged bytes
         raise BrokenImageError(" ".join(str(error).split()) or type(error).__name__) from error

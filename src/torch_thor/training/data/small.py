@@ -44,49 +44,35 @@ def _digits() -> tuple[Labelled, Labelled]:
 
 
 def _fashion_mnist(data: Data) -> tuple[Labelled, Labelled]:
-    folder = _find_fashion_mnist(data)
+    root, parts = data.folder(), []
+    places = [root, root / "FashionMNIST/raw", *([DEBIAN_FASHION_MNIST] if data.root is None else [])]
+    folder = next((place for place in places if (place / "train-images-idx3-ubyte.gz").is_file()), None)
+    if folder is None:
+        from torchvision.datasets import FashionMNIST  # slow to import, and needed for a download only
 
-    def part(name: str) -> Labelled:
-        images = read_idx(folder, f"{name}-images-idx3-ubyte").float().div_(255).unsqueeze(1)
-        return images, read_idx(folder, f"{name}-labels-idx1-ubyte")
-
-    return part("train"), part("t10k")
-
-
-def _find_fashion_mnist(data: Data) -> Path:
-    root = data.folder()
-    places = [root, root / "FashionMNIST" / "raw", *([DEBIAN_FASHION_MNIST] if data.root is None else [])]
-    for place in places:
-        if any((place / f"train-images-idx3-ubyte{ending}").is_file() for ending in ("", ".gz")):
-            return place
-    looked = ", ".join(map(str, places))
-    require(
-        data.download,
-        f"Fashion-MNIST is not in {looked}: set data.root to the folder that contains its four files, or "
-        "data.download=true, or install Debian's package dataset-fashion-mnist",
-    )
-    from torchvision.datasets import FashionMNIST  # slow to import, and needed for a download only
-
-    try:
-        FashionMNIST(str(root), train=True, download=True)
-    except (RuntimeError, URLError, OSError) as error:
-        raise UserError(
-            f"Fashion-MNIST is not in {looked} and could not be downloaded ({first_line(error)}): check the network, "
-            "or set data.root to the folder that contains its four files"
-        ) from error
-    return places[1]
+        folder = places[1]
+        try:
+            FashionMNIST(str(root), download=data.download)
+        except (RuntimeError, URLError, OSError) as error:
+            raise UserError(
+                f"Fashion-MNIST is not in {', '.join(map(str, places))} ({first_line(error)}): set data.root to the "
+                "folder of its four files (.gz), install Debian's package dataset-fashion-mnist, or set "
+                "data.download=true and check the network"
+            ) from error
+    for name in ("train", "t10k"):
+        images, labels = (read_idx(folder / f"{name}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
+        parts.append((images.float().div_(255).unsqueeze(1), labels))
+    return parts[0], parts[1]
 
 
-def read_idx(folder: Path, name: str) -> Tensor:
-    """Return the content of a file of bytes in the format of MNIST, plain or as NAME.gz, in the shape of its header.
+def read_idx(path: Path) -> Tensor:
+    """Return the content of a compressed file of bytes in the format of MNIST, in the shape of its header.
 
     Raises:
         UserError: If the file is missing or damaged.
     """
-    path = folder / name if (folder / name).is_file() else folder / f"{name}.gz"
     try:
-        content = path.read_bytes()
-        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        content = gzip.decompress(path.read_bytes())
         require(content[:3] == b"\0\0\x08" and content[3] > 0, "it does not begin as an idx file of bytes")
         shape = np.frombuffer(content, ">u4", count=content[3], offset=4)
         values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(shape.astype(int))
@@ -98,10 +84,9 @@ def read_idx(folder: Path, name: str) -> Tensor:
 
 
 def python_text() -> str:
-    """Return the language reference that is part of Python, as `help()` shows it, in ASCII.
+    """Return the language reference that is part of Python, in ASCII, with each paragraph once.
 
-    Each distinct paragraph is there once. Each Python version has another text, so losses are comparable within one
-    version only.
+    Each Python version has another text, so losses are comparable within one version only.
     """
     topics = pydoc_data.topics.topics
     whole = "\n\n".join(dict.fromkeys(part for name in sorted(topics) for part in topics[name].split("\n\n")))
