@@ -161,7 +161,7 @@ def test_settings_that_the_tasks_cannot_use():
     phases = ({"steps": 3},)
     for options, *said in [
         ({},),
-        ({"data": {"name": "corpus", "root": "x"}}, "data.name=corpus is text, and task=image-classification needs"),
+        ({"data": {"name": "corpus", "root": "x"}}, "data.name=corpus cannot be used for task=image-cla"),
         (
             {"phases": phases, "activation_checkpointing": True},
             "phases is set: task=image",

@@ -245,8 +245,8 @@ def test_other_networks_by_their_config_file(words, tmp_path, kind, monkeypatch)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("model=resnet18", "model=resnet18 is no network of task=masked-lm"),
-        ("data.name=digits", "data.name=digits: task=masked-lm takes python-text or corpus"),
+        ("model=resnet18", "model=resnet18 is not a network of task=masked-lm"),
+        ("data.name=digits", "data.name=digits cannot be used for task=masked-lm: use python-text, corpus"),
         ("classes=3", "classes=3: task=masked-lm has no classes"),
     ],
 )

@@ -21,16 +21,12 @@ BERTS = {
     "bert-large": (24, 1024, 16, 4096),
 }
 _POSITIONS = 512  # number of positions of the published BERT models
+CONFIGURATION = ".json"  # what the name of a configuration file ends in
 
 
 def is_known(name: str) -> bool:
     """Whether the `model` of a recipe is a size of BERT or a configuration file."""
-    return name in BERTS or name.endswith(".json")
-
-
-def takes_pairs(name: str) -> bool:
-    """Whether a network is trained on pairs of text segments; one of a configuration file never is."""
-    return name in BERTS
+    return name in BERTS or name.endswith(CONFIGURATION)
 
 
 def build(name: str, vocab_size: int, length: int, pad: int, *, next_sentence: bool = True) -> nn.Module:
@@ -44,12 +40,10 @@ def build(name: str, vocab_size: int, length: int, pad: int, *, next_sentence: b
         next_sentence: Whether BERT has a head for next-sentence prediction; ignored for a configuration file.
 
     Returns:
-        A `BertForPreTraining`, a `BertForMaskedLM` if the head is omitted, or the network that `AutoModelForMaskedLM`
-        builds from the configuration file.
+        A `BertForPreTraining`, a `BertForMaskedLM`, or what `AutoModelForMaskedLM` builds from the configuration file.
 
     Raises:
-        UserError: If the file does not exist, does not describe a masked language model, or describes one with too few
-            positions.
+        UserError: If the file describes no masked language model, or one with too few positions.
     """
     import transformers
 
@@ -97,18 +91,6 @@ def _first_position(model: nn.Module) -> int:
     return 0
 
 
-def checkpoint_activations(model: nn.Module, name: str) -> None:
-    """Let the network of a recipe's `model` recompute activations in the backward pass; refuse one that cannot."""
-    network: Any = model
-    require(
-        bool(getattr(network, "supports_gradient_checkpointing", False)),
-        f"activation_checkpointing=true: {type(model).__name__} of model={name} does not support it; leave it false",
-    )
-    # transformers before 5.20 has only the second name
-    enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
 @contextmanager
 def scored_tokens(model: nn.Module, rows: Tensor) -> Iterator[None]:
     """Let a network score selected tokens only, by a hook that selects the inputs of its output layer.
@@ -118,14 +100,10 @@ def scored_tokens(model: nn.Module, rows: Tensor) -> Iterator[None]:
 
     Args:
         model: A masked language model of transformers, or its distributed wrapper; it must not be compiled.
-        rows: The numbers of the tokens in the flattened batch.
-
-    Yields:
-        Nothing. In the block, the network's logits have the shape (tokens, vocabulary).
+        rows: The numbers of the tokens in the flattened batch, whose logits are (tokens, vocabulary).
     """
     inner: Any = getattr(model, "module", model)
-    output_layer: nn.Module = inner.get_output_embeddings()
-    hook = output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].flatten(0, 1)[rows],))
+    hook = inner.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].flatten(0, 1)[rows],))
     try:
         yield
     finally:

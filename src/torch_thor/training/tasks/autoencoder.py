@@ -15,8 +15,7 @@ from torch_thor.training.data.batches import batches_per_epoch, held_out_keys, i
 from torch_thor.training.data.small import load_images
 from torch_thor.training.models.small import deep_autoencoder
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import IN_MEMORY, Recipe
-from torch_thor.training.tasks import wrong_model
+from torch_thor.training.recipe import Recipe
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
 MOST_HELD_OUT = 2000  # images of the test set that are used for evaluations
@@ -40,13 +39,6 @@ class Autoencoder:
         )
         self.recipe, self.samples = recipe, len(images)
         self.steps_per_epoch = batches_per_epoch(len(images), recipe.batch_size)
-
-    @staticmethod
-    def faults(recipe: Recipe) -> Iterator[str]:
-        """Yield the settings that the task cannot use."""
-        yield from wrong_model(recipe, "deep-autoencoder")
-        if recipe.data.name not in IN_MEMORY:
-            yield f"data.name={recipe.data.name} cannot be used for task=autoencoder: use {', '.join(IN_MEMORY)}"
 
     def model(self) -> nn.Module:
         """Build the network."""

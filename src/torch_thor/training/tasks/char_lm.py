@@ -15,8 +15,7 @@ from torch_thor.training.data.batches import batches_per_epoch, digest, held_out
 from torch_thor.training.data.small import SYMBOLS, load_characters
 from torch_thor.training.models.small import CharTransformer
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Data, Recipe
-from torch_thor.training.tasks import wrong_model
+from torch_thor.training.recipe import Recipe
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
 CONTEXT = 64  # characters per window
@@ -40,13 +39,6 @@ class CharLM:
         self.test = windows(test, torch.arange(0, len(test) - CONTEXT - 1, CONTEXT, device=device))
         self.recipe, self.samples = recipe, len(self.train) // CONTEXT
         self.steps_per_epoch = batches_per_epoch(self.samples, recipe.batch_size)
-
-    @staticmethod
-    def faults(recipe: Recipe) -> Iterator[str]:
-        """Yield the settings that the task cannot use."""
-        yield from wrong_model(recipe, "char-transformer")
-        if recipe.data != Data():
-            yield "data is set, but task=char-lm always uses the language reference of Python: leave data out"
 
     def model(self) -> nn.Module:
         """Build the network."""

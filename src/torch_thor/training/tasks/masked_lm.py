@@ -23,7 +23,7 @@ from torch_thor.training.data.batches import Key, batches_per_epoch, held_out_ke
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import TEXTS, Recipe
+from torch_thor.training.recipe import Recipe
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 from torch_thor.training.text.corpus import HELD_OUT, TOKENIZER, TRAIN, Corpus
 from torch_thor.training.text.pairs import PairMaker
@@ -52,14 +52,7 @@ class _Examples(Dataset[dict[str, Any]]):
 class MaskedLM:
     """The task of predicting masked tokens.
 
-    Args:
-        recipe: The recipe, which specifies the corpus, the network, the batch size, the phases and the seed.
-        device: The device of the batches.
-        say: Prints a line.
-        train: Whether to open the training examples, beside those of the evaluation.
-
-    Raises:
-        UserError: If the corpus is missing, damaged, or has no examples of a required length.
+    A corpus that is missing, damaged, or has no examples of a required length is refused.
     """
 
     unit = "masked tokens"
@@ -72,17 +65,6 @@ class MaskedLM:
         ),
         Metric("nsp_accuracy", _FOLLOWING, _FOLLOWING, True, share=True, over="examples"),
     )  # fmt: skip
-
-    @staticmethod
-    def faults(recipe: Recipe) -> list[str]:
-        """List what the task cannot use, whatever the data are."""
-        found, name = [], recipe.data.name
-        if not bert.is_known(recipe.model):
-            known = f"{', '.join(bert.BERTS)}, or the file of a transformers configuration (config.json)"
-            found.append(f"model={recipe.model} is no network of task={recipe.task}: use {known}")
-        if name not in TEXTS:
-            found.append(f"data.name={name}: task={recipe.task} takes {' or '.join(TEXTS)} (from torch-thor prepare)")
-        return found
 
     def __init__(self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool = True) -> None:
         self.recipe, self.device, self._say = recipe, device, say
@@ -116,7 +98,7 @@ class MaskedLM:
 
     def _maker(self, side: str, length: int) -> PairMaker:
         text = self.recipe.data.text
-        pairs = text.next_sentence and bert.takes_pairs(self.recipe.model)
+        pairs = text.next_sentence and self.recipe.model in bert.BERTS
         corpus = Corpus(self._folder, side, length)
         return PairMaker(corpus, text.masked, whole_words=text.whole_words, pairs=pairs)
 
@@ -157,10 +139,18 @@ class MaskedLM:
     def model(self) -> nn.Module:
         """Build the network with random weights from torch's global generator, on the CPU."""
         maker, name = self._held_out, self.recipe.model
-        model = bert.build(name, maker.vocab_size, self.longest, maker.pad, next_sentence=maker.pairs)
+        model: Any = bert.build(name, maker.vocab_size, self.longest, maker.pad, next_sentence=maker.pairs)
         if self.recipe.activation_checkpointing:
-            bert.checkpoint_activations(model, name)
-        return model.train()
+            require(
+                bool(model.supports_gradient_checkpointing),
+                f"activation_checkpointing=true: {type(model).__name__} of model={name} does not support it; leave it "
+                "false",
+            )
+            # transformers before 5.20 has only the second name
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        trained: nn.Module = model.train()
+        return trained
 
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
         """Return the training batches of a process from a step on, without end."""
