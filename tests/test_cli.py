@@ -124,7 +124,7 @@ def test_a_target_a_profile_and_averages(run, tmp_path):
     assert (plain["step"], plain["optimizer"], Path(plain["path"]).name) == (30, "thor", "step-00000030")
     for name in ("loss", "top1", "top5"):
         assert (plain[name], averaged[name]) == (summary[name], summary[f"averaged_{name}"])
-    for path in ("mine/thor/checkpoints/best", "mine/thor/checkpoints/best/step-00000030"):
+    for path in ("mine/thor/checkpoints/best", "mine/thor/checkpoints/step-00000030"):
         code, out, _ = run("eval", path)
         assert code == 0
         assert f"{averaged['top1']:.2%}" in out

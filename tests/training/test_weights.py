@@ -125,7 +125,7 @@ def test_the_checkpoints_of_a_run(file, tmp_path):
     with pytest.raises(DamagedCheckpointError, match=r"step-00000012 is damaged: state.pt"):
         started(last / "model.safetensors")
     run_recipe(noisy.recipe(optimizer=("sgd", "thor"), steps=3), several, SILENT)
-    with pytest.raises(UserError, match=rf"of sgd, thor: choose one, such as weights={several.path / 'sgd'}$"):
+    with pytest.raises(UserError, match=rf"weights=.* holds the networks of sgd, thor: give one, such as {several.path / 'sgd'}$"):
         started(several.path)
 
 

@@ -186,21 +186,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
     fault = f"{MANIFEST} is truncated or altered"
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        intact = manifest.pop(CHECKSUM) == digest(manifest)
-        saved = Checkpoint(path, manifest["step"], manifest["optimizer"], manifest["tokenizer"], manifest["offset"])
-        wrong = [name for name, known in manifest["sha256"].items() if sha256(path / name) != known]
+        if manifest.pop(CHECKSUM) == digest(manifest):
+            known = manifest.pop("sha256")
+            saved = Checkpoint(path, **manifest)
+            wrong = [f"{name} does not match its checksum" for name in known if sha256(path / name) != known[name]]
+            if path.name.startswith(PREFIX) and path.name != f"{PREFIX}{saved.step:08d}":
+                wrong.append(f"it contains step {saved.step}")
+            if not wrong:
+                return saved
+            fault = wrong[0]
     except OSError as error:
-        intact, fault = False, f"{error.strerror}: {error.filename}"
+        fault = f"{error.strerror}: {error.filename}"
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        intact = False
-    else:
-        if intact and wrong:
-            intact, fault = False, f"{wrong[0]} does not match its checksum"
-        elif intact and path.name.startswith(PREFIX) and path.name != f"{PREFIX}{saved.step:08d}":
-            intact, fault = False, f"it contains step {saved.step}"
-    if not intact:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {fault}")
-    return saved
+        pass  # JSON of another form
+    raise DamagedCheckpointError(f"checkpoint {path} is damaged: {fault}")
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:

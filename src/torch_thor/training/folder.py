@@ -96,9 +96,7 @@ class RunFolder:
         own = (_LOCK, _JOB)
         return any(one.name not in own and not one.name.startswith(REMAINS) for one in self.path.iterdir())
 
-    def admit(
-        self, recipe: Recipe, resume: bool, overwrite: bool, say: Callable[[str], None] = lambda _: None
-    ) -> bool:
+    def admit(self, recipe: Recipe, resume: bool, overwrite: bool, say: Callable[[str], None] = lambda _: None) -> bool:
         """Whether the run in the folder continues; refuses one that may not write here, and changes nothing."""
         begun = self._begun()
         check_place(self.path)

@@ -93,10 +93,6 @@ def run_recipe(
         resume: Whether to continue the run in the folder.
         overwrite: Whether to delete the run in the folder.
         profile: Whether to profile a few steps of each optimizer.
-
-    Raises:
-        UserError: If the recipe cannot be run, or the folder may not be written to.
-        StoppedError: If a signal stopped the training; a checkpoint is saved.
     """
     with processes(recipe) as ranks, ExitStack() as held:
         say = printer(console) if ranks.first else lambda _: None
@@ -151,16 +147,7 @@ def _train(run: Run, offset: int, folder: RunFolder, console: Console, profile: 
 
 @dataclass(frozen=True)
 class SavedScore:
-    """The evaluation of the weights, or of the averaged weights, of one checkpoint.
-
-    Args:
-        optimizer: The optimizer's name in the recipe.
-        averaged: Whether the averaged weights were evaluated.
-        step: Optimizer steps done.
-        path: The checkpoint.
-        metrics: The metrics of the task.
-        values: Their values, by name.
-    """
+    """The evaluation of the weights, or of the averaged weights, of one checkpoint: its metrics and their values."""
 
     optimizer: str
     averaged: bool
@@ -171,7 +158,7 @@ class SavedScore:
 
 
 def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None]) -> list[SavedScore]:
-    """Evaluate a checkpoint, or the newest undamaged checkpoint of every optimizer in a run folder.
+    """Evaluate a checkpoint, or the newest undamaged one of every optimizer in a run folder.
 
     Under `torchrun` the processes share the data. The scores are then bit for bit those of one process.
 
@@ -182,9 +169,6 @@ def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None])
 
     Returns:
         A score for each optimizer, and one for its averaged weights if it has any.
-
-    Raises:
-        UserError: If there is no checkpoint, a key cannot be overridden, or the data do not fit the network.
     """
     require(path.exists(), f"{path} does not exist: give {weights.ACCEPTED}")
     found = weights.find_checkpoints(path, say if os.environ.get("RANK", "0") == "0" else lambda _: None)
@@ -238,16 +222,10 @@ def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, aver
         form: The name of the format: transformers.
         say: Prints a line: for each damaged checkpoint that is skipped, and at the end.
         averaged: Whether to export the averaged weights.
-
-    Raises:
-        UserError: If something of that is missing or not as it must be, or the folder cannot be written.
     """
     require(form == "transformers", f"--format {form} must be transformers")
     require(path.exists(), f"{path} does not exist: give {weights.ACCEPTED}")
-    found = weights.find_checkpoints(path, say)
-    names = [saved.optimizer for saved in found]
-    require(len(found) == 1, f"{path} holds the networks of {', '.join(names)}: give one, such as {path / names[0]}")
-    (saved,) = found
+    saved = weights.the_checkpoint(path, str(path), say)
     recipe = saved.recipe
     require(
         recipe.task == "masked-lm",

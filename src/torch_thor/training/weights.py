@@ -44,18 +44,25 @@ def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoint]
     return found
 
 
+def the_checkpoint(path: Path, said: str, say: Callable[[str], None]) -> Checkpoint:
+    """Open the only checkpoint that a path stands for; a run with several optimizers is refused."""
+    found = find_checkpoints(path, say)
+    names = [saved.optimizer for saved in found]
+    require(len(found) == 1, f"{said} holds the networks of {', '.join(names)}: give one, such as {path / names[0]}")
+    return found[0]
+
+
 def checksum(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> Recipe:
     """Return the recipe with the checksum of the weights that it starts from, if it has any and no checksum yet."""
     if recipe.weights is None or recipe.weights_sha256 is not None:
         return recipe
-    return recipe.model_copy(update={"weights_sha256": _sha256(_find(recipe.weights, say)[0], recipe.weights)})
+    return recipe.model_copy(update={"weights_sha256": _find(recipe.weights, say)[2]})
 
 
 def load(model: nn.Module, recipe: Recipe, task: Task) -> None:
     """Load the `weights` of a recipe, but for those of `weights_except`, into its network of random weights."""
     assert recipe.weights is not None
-    path, saved = _find(recipe.weights, lambda _: None)  # `checksum` has reported damaged ones
-    found = _sha256(path, recipe.weights)
+    path, saved, found = _find(recipe.weights, lambda _: None)  # `checksum` has reported damaged ones
     require(
         found == (recipe.weights_sha256 or found),
         f"weights={recipe.weights} is not the file that the recipe names: its SHA-256 is {found}, not "
@@ -96,24 +103,16 @@ def load(model: nn.Module, recipe: Recipe, task: Task) -> None:
     model.load_state_dict(given, strict=False)  # the names have been compared
 
 
-def _find(word: str, say: Callable[[str], None]) -> tuple[Path, Checkpoint | None]:
-    """The file of the weights, and the checkpoint that it belongs to."""
-    path = Path(os.path.expandvars(word)).expanduser()
-    if path.is_file():
-        inside = path.name in (WEIGHTS, AVERAGED) and (path.parent / MANIFEST).exists()
-        return path, open_checkpoint(path.parent) if inside else None
-    require(path.is_dir(), f"weights={word} does not exist: give a safetensors file, {ACCEPTED}")
-    found = find_checkpoints(path, say)
-    names = [saved.optimizer for saved in found]
-    require(
-        len(found) == 1,
-        f"weights={word} contains checkpoints of {', '.join(names)}: choose one, such as weights={path / names[0]}",
-    )
-    return found[0].path / WEIGHTS, found[0]
-
-
-def _sha256(path: Path, word: str) -> str:
+def _find(word: str, say: Callable[[str], None]) -> tuple[Path, Checkpoint | None, str]:
+    """The file of the weights, the checkpoint that it belongs to, if it does to one, and its checksum."""
+    path, saved = Path(os.path.expandvars(word)).expanduser(), None
+    require(path.exists(), f"weights={word} does not exist: give a safetensors file, {ACCEPTED}")
+    if path.is_dir():
+        saved = the_checkpoint(path, f"weights={word}", say)
+        path = saved.path / WEIGHTS
+    elif path.name in (WEIGHTS, AVERAGED) and (path.parent / MANIFEST).exists():
+        saved = open_checkpoint(path.parent)
     try:
-        return sha256(path)
+        return path, saved, sha256(path)
     except OSError as error:
         raise UserError(f"weights={word} cannot be read ({error.strerror}): choose another file") from error
