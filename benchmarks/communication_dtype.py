@@ -6,10 +6,11 @@
 The raw data is results/communication_dtype.json.
 
 Protocol. The task is the language model of ``tasks.py``: a transformer on characters, 64 wide. It is trained with DDP
-on 2 processes of one thread each (gloo), with the defaults of THOR and of ThorMuon, sending float32 and bfloat16, on
-the seeds 0, 1 and 2, which determine the initial weights and the order of the data. The learning rate decreases
-linearly to 0. The result is the held-out loss at the end. The error of a step is measured on the seed's weights at the
-start: the first update with bfloat16 beside that with float32, ``‖d − d'‖ / ‖d'‖`` over all preconditioned weights.
+on 2 processes of one thread each (gloo), each of which has the whole batch, with the defaults of THOR and of ThorMuon,
+sending float32 and bfloat16, on the seeds 0, 1 and 2, which determine the initial weights and the order of the data.
+The learning rate decreases linearly to 0. The result is the held-out loss at the end. The error of a step is measured
+on the seed's weights at the start: the first update with bfloat16 beside that with float32, ``‖d − d'‖ / ‖d'‖`` over
+all preconditioned weights.
 """
 
 import json

@@ -7,9 +7,9 @@ The raw data is results/sharded_orthogonalisation.json.
 
 Protocol. The task is the language model of ``tasks.py``: a transformer on characters, 64 wide. It has no batch
 normalisation, whose statistics would differ on each process. It is trained with ThorMuon's defaults on 1, 2 and 4
-processes of one thread each, which share each batch (gloo), with ``whole_matrices`` False and True, on the seeds 0, 1
-and 2. A seed determines the initial weights and the order of the data. The learning rate decreases linearly to 0. The
-result is the held-out loss at the end.
+processes of one thread each (gloo), each of which has the whole batch, with ``whole_matrices`` False and True, on the
+seeds 0, 1 and 2. A seed determines the initial weights and the order of the data. The learning rate decreases linearly
+to 0. The result is the held-out loss at the end.
 
 More processes than cores share the cores, so the benchmark says nothing about the time of a step.
 """

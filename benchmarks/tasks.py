@@ -48,13 +48,8 @@ def one_draw(positions: int, batch_size: int, seed: int) -> Iterator[Tensor]:
         yield torch.randint(positions, (batch_size,), generator=generator)
 
 
-def _own(batches: Iterator[Tensor], ranks: Ranks, start: int) -> Iterator[Tensor]:
-    """Yield the part of a process in each batch."""
-    return (batch.chunk(ranks.world)[ranks.rank] for batch in itertools.islice(batches, start, None))
-
-
 class Shuffled:
-    """A task on data in memory, with batches in the order of `one_shuffle`."""
+    """A task on data in memory, with batches in the order of `one_shuffle`. Every process has the whole batch."""
 
     recipe: Recipe
     train: Any
@@ -63,9 +58,9 @@ class Shuffled:
     evaluation_batch: int
 
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
-        """Return the training batches of a process."""
+        """Return the training batches."""
         order = one_shuffle(self.samples, self.recipe.batch_size, self.recipe.seed)
-        return (take(self.train, rows.tolist()) for rows in _own(order, ranks, start))
+        return (take(self.train, rows.tolist()) for rows in itertools.islice(order, start, None))
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process."""
@@ -120,9 +115,9 @@ class Characters(CharLM):
         super().__init__(recipe, torch.device("cpu"), print)
 
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
-        """Return the training batches of a process."""
+        """Return the training batches, which every process has whole."""
         starts = one_draw(len(self.train) - CONTEXT, self.recipe.batch_size, self.recipe.seed)
-        return (windows(self.train, own) for own in _own(starts, ranks, start))
+        return (windows(self.train, own) for own in itertools.islice(starts, start, None))
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return one batch of all held-out windows."""

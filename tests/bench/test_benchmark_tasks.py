@@ -71,11 +71,10 @@ def test_the_orders_are_those_that_were_recorded(tasks):
     assert found[2] == [[15731, 19673, 13858], [58375, 38702, 25737]]
 
 
-def test_several_processes_share_each_batch(tasks):
+def test_batches_continue_after_some_steps(tasks):
     task = tasks.TASKS["language"].open(tasks.TASKS["language"].recipe(0))
-    whole = next(task.batches(Ranks(), 3))
-    parts = [next(task.batches(Ranks(rank, 2), 3)) for rank in range(2)]
-    assert all(torch.cat(own).equal(one) for own, one in zip(zip(*parts, strict=True), whole, strict=True))
+    fourth = next(itertools.islice(task.batches(Ranks(), 0), 3, None))
+    assert all(own.equal(one) for own, one in zip(next(task.batches(Ranks(), 3)), fourth, strict=True))
 
 
 def test_a_loss_that_does_not_come_back_ends_the_training(tasks):
