@@ -132,7 +132,7 @@ WRONG = {
     "schedule={horizon_steps: 1, horizon_epochs: 2}": "schedule.horizon_epochs=2.0 and horizon_steps=1 say the same",
     "schedule={warmup_steps: 1, warmup_epochs: 2}": "schedule.warmup_epochs=2.0 and warmup_steps=1 say the same",
     "lr=much": "optimizers.thor.lr=much should be a valid number",
-    "lr=.nan": "optimizers.thor.lr=nan should be a finite number",
+    "lr=.nan": "optimizers.thor.lr=NaN should be a finite number",
     "lr=0": "optimizers.thor.lr=0 should be greater than 0",
     "momentum=1": "optimizers.thor.momentum=1 should be less than 1",
     "trace_thresholds=[0, 1]": "optimizers.thor.trace_thresholds=[0, 1]: must be a pair",

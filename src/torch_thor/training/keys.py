@@ -1,5 +1,6 @@
 """What the mappings of a recipe have in common: types, rules between keys, lines of errors, tables of keys."""
 
+import json
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,7 +8,6 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 Whole = Annotated[int, Strict()]  # strict: true is no number, and the text "3" none either
@@ -73,7 +73,10 @@ def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
 
 def rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
     """Return key, type, default and meaning of each key of a mapping, in words and in YAML."""
-    return [(name, _type(f.annotation), _default(f), str(f.description)) for name, f in model.model_fields.items()]
+    return [
+        (name, _type(one.annotation), "to be given" if one.is_required() else _yaml(one.default), str(one.description))
+        for name, one in model.model_fields.items()
+    ]
 
 
 def meanings_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
@@ -106,18 +109,11 @@ def _type(hint: Any) -> str:
     return _WORDS.get(origin or hint, "mapping")
 
 
-def _default(field: FieldInfo) -> str:
-    return "to be given" if field.is_required() else _yaml(field.default)
-
-
 def _yaml(value: Any) -> str:
-    if isinstance(value, BaseModel):
-        return "its own"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_yaml, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_yaml(one)}' for key, one in value.items())}}}"
-    plain = {None: "null", True: "true", False: "false", "": '""'}
-    if value is None or isinstance(value, bool | str):
-        return plain.get(value, str(value))
-    return str(value)
+    """Write a value in one line, which YAML reads unless its text has brackets or the like."""
+
+    def other(one: Any) -> str:
+        return "its own" if isinstance(one, BaseModel) else str(one)
+
+    text = json.dumps(value, default=other, skipkeys=True, ensure_ascii=False)
+    return text if value == "" else text.replace('"', "")

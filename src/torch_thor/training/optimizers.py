@@ -49,24 +49,23 @@ def _checked_interval(value: Any) -> Any:
     return value
 
 
-def _checked_thresholds(value: Any) -> Any:
-    if not (value in _THRESHOLDS if isinstance(value, str) else OPTIONS["trace_thresholds"].test(value)):
-        raise ValueError(f"must be {OPTIONS['trace_thresholds'].rule}; or one of {', '.join(_THRESHOLDS)}")
-    return value if isinstance(value, str) else tuple(map(float, value))
+def _option(key: str, *words: str) -> PlainValidator:
+    """Check a value by the rule of the optimizer's option, or that it is one of some words."""
 
+    def check(value: Any) -> Any:
+        if not (value in words if isinstance(value, str) else OPTIONS[key].test(value)):
+            raise ValueError(f"must be {OPTIONS[key].rule}; or one of {', '.join(words)}")
+        return tuple(map(float, value)) if isinstance(value, list | tuple) else value
 
-def _checked_split_dim(value: Any) -> Any:
-    if value != AUTO and not OPTIONS["split_dim"].test(value):
-        raise ValueError(f"must be {OPTIONS['split_dim'].rule}; or auto, which measures it")
-    return value
+    return PlainValidator(check)
 
 
 def _checked_patterns(value: Any) -> Any:
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return tuple(value)
+    if value is not None and not isinstance(value, str):
         raise ValueError("must be a name, a pattern, or a list of them, such as ['*.weight', -head]")
-    return tuple(value)
+    return value
 
 
 _Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_checked_patterns)]
@@ -82,11 +81,11 @@ KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of t
         "steps between refreshes, or {kind: constant, piecewise or geometric, ...} of torch_thor.intervals",
     ),
     "trace_thresholds": (
-        Annotated[tuple[Number, Number] | str, PlainValidator(_checked_thresholds)],
+        Annotated[tuple[Number, Number] | str, _option("trace_thresholds", *_THRESHOLDS)],
         "(ω1, ω2) of the trace rule, or thor, thor_stop, thor_nt",
     ),
     "split_dim": (
-        Annotated[int | Literal["auto"] | None, PlainValidator(_checked_split_dim)],
+        Annotated[int | Literal["auto"] | None, _option("split_dim", AUTO)],
         "block size of the factors; null: whole ones; auto measures it at the start",
     ),
     "factor_decay": (Share, _AVERAGE + "the factors; 0: the latest only"),
@@ -157,16 +156,14 @@ def _keys_of(name: str) -> type[OptimizerKeys]:
         given["divide_curvature"] = False
     if is_dataclass(interval := given.get("update_interval")):
         given["update_interval"] = {"kind": type(interval).__name__.lower(), **vars(interval)}
-    known: dict[str, Any] = {
-        key: (hint, Field(given[key], description=meaning)) for key, (hint, meaning) in KEYS.items() if key in given
+    known: Any = {
+        key: (hint, Field(given[key], description=about)) for key, (hint, about) in KEYS.items() if key in given
     }
     return create_model(name, __base__=OptimizerKeys, **known)
 
 
 KEYS_OF = {name: _keys_of(name) for name in OPTIMIZERS}
-_all: dict[str, Any] = {
-    name: (keys, Field(keys(), description=f"settings of {name}")) for name, keys in KEYS_OF.items()
-}
+_all: dict[str, Any] = {name: (own, Field(own(), description=f"settings of {name}")) for name, own in KEYS_OF.items()}
 Settings = create_model("Settings", __base__=Keys, **_all)
 
 

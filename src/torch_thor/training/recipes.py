@@ -50,8 +50,7 @@ def recipe_folder() -> Traversable:
 
 def recipe_names() -> list[str]:
     """List the names of the package's recipes, sorted."""
-    names = [item.name for item in recipe_folder().iterdir()]
-    return sorted([name.removesuffix(".yaml") for name in names if name.endswith(".yaml")])
+    return sorted([item.name[:-5] for item in recipe_folder().iterdir() if item.name.endswith(".yaml")])
 
 
 def recipe_list() -> list[tuple[str, str]]:
@@ -132,8 +131,11 @@ def keys(part: str | None = None) -> list[tuple[str, str, str, str]]:
 
 
 def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
-    pairs = sorted(map(_pair, words), key=lambda pair: pair[0] != "optimizer")  # it says who takes the settings
-    for key, value in pairs:
+    for word in sorted(words, key=lambda word: not word.startswith("optimizer=")):  # it says who takes the settings
+        key, equals, text = word.partition("=")
+        if not (key and equals):
+            raise UserError(f"'{word}' is not key=value: write it as in lr=0.1")
+        value = _yaml(text, f"{word}: the value")
         path, chosen = key.split("."), tree.get("optimizer", Recipe.model_fields["optimizer"].default)
         chosen = chosen if isinstance(chosen, list | tuple) else ()
         takers = [name for name in KEYS_OF if name in chosen and path[0] in KEYS_OF[name].model_fields]
@@ -151,13 +153,6 @@ def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
     if faults := check_task(recipe):
         raise UserError("\n".join(faults))
     return recipe
-
-
-def _pair(word: str) -> tuple[str, Any]:
-    key, equals, value = word.partition("=")
-    if not (key and equals):
-        raise UserError(f"'{word}' is not key=value: write it as in lr=0.1")
-    return key, _yaml(value, f"{word}: the value")
 
 
 def _put(tree: Any, path: Sequence[str], value: Any) -> dict[str, Any]:

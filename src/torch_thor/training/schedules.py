@@ -73,11 +73,9 @@ def _start(group: dict[str, Any], span: _Span) -> tuple[float, float | None]:
     return initial, None if span.schedule.end is None else span.schedule.end / initial
 
 
-def factor(
-    schedule: Schedule, step: int, steps_per_epoch: int, total_steps: int, final: float | None = None
-) -> float:  # fmt: skip
+def factor(schedule: Schedule, step: int, steps_per_epoch: int, total_steps: int, final: float | None = None) -> float:
     """Return the factor on the starting value for a step, which ends at `final`, or by default at the schedule's."""
-    warmup = _warmup(schedule, steps_per_epoch)
+    warmup = round(schedule.warmup_epochs * steps_per_epoch) if schedule.warmup_steps is None else schedule.warmup_steps
     horizon, past = _horizon(schedule, steps_per_epoch, total_steps), max(0, step - warmup)
     progress = past / max(1, horizon - warmup)
     match schedule.kind:
@@ -104,11 +102,6 @@ def factor(
     return value * (step + 1) / warmup if step < warmup else value
 
 
-def _warmup(schedule: Schedule, steps_per_epoch: int) -> int:
-    own = schedule.warmup_steps
-    return round(schedule.warmup_epochs * steps_per_epoch) if own is None else own
-
-
 def _horizon(schedule: Schedule, steps_per_epoch: int, total_steps: int) -> float:
     if schedule.horizon_steps is not None:
         return schedule.horizon_steps
@@ -116,12 +109,7 @@ def _horizon(schedule: Schedule, steps_per_epoch: int, total_steps: int) -> floa
 
 
 def check(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> None:
-    """Check that the schedules fit the training, before its first step.
-
-    Raises:
-        UserError: If a warm-up or a horizon does not fit the length of the training, `end` is above the starting value,
-            or the damping would become 0.
-    """
+    """Refuse schedules that do not fit the length of the training, that would rise, or reach a damping of 0."""
     for number, phase in enumerate(recipe.phases or (None,)):
         for span in _spans(recipe, steps_per_epoch, phase, 0, number):
             _check(optimizer, span)
@@ -129,17 +117,17 @@ def check(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int
 
 def _check(optimizer: torch.optim.Optimizer, span: _Span) -> None:
     option, key, own, total = span.option, span.key, span.schedule, span.total
-    epochs = total / span.epoch
     warmup = f"warmup_epochs={own.warmup_epochs}" if own.warmup_steps is None else f"warmup_steps={own.warmup_steps}"
-    require(
-        own.warmup_epochs <= epochs and (own.warmup_steps or 0) <= total,
-        f"{key}.{warmup} is longer than the training ({epochs:g} epochs, {total} steps): shorten it, or raise epochs",
-    )
     by = "horizon_epochs" if own.horizon_steps is None else "horizon_steps"
+    training = f"the training ({total / span.epoch:g} epochs, {total} steps)"
+    require(
+        own.warmup_epochs <= total / span.epoch and (own.warmup_steps or 0) <= total,
+        f"{key}.{warmup} is longer than {training}: shorten it, or raise epochs",
+    )
     require(
         own.kind not in (*FALLS, "thor-lr") or _horizon(own, span.epoch, total) >= total,
-        f"{key}.{by}={getattr(own, by)} is shorter than the training ({epochs:g} epochs, {total} steps), and {option} "
-        "would be 0 or undefined after it: raise it, or lower epochs",
+        f"{key}.{by}={getattr(own, by)} is shorter than {training}, and {option} would be 0 or undefined after it: "
+        "raise it, or lower epochs",
     )
     for group in optimizer.param_groups:
         if option in group:
