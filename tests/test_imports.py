@@ -44,8 +44,10 @@ EXCEPTIONS = {
     "word_corpus.py": ("training.text.prepare", "prepares a corpus without the command line"),
     "training/test_observers.py": ("curvature.refresh", "tells observers of decisions without an optimizer"),
     "test_cli.py": ("training.recipes", "reads the recipe of a run as it is written"),
+    "bench/figures/test_catalogue.py": ("curvature.refresh", "makes decisions of the trace rule without an optimizer"),
+    "bench/figures/test_fisher_norm.py": ("curvature.refresh", "makes a refresh that failed"),
     "bench/test_prepare_memory.py": (
-        "training.text.sources training.text.wikipedia training.text.word_counts",
+        "training.text.sources training.text.documents",
         "reads a synthetic dump as the preparation reads a real one",
     ),
 }

@@ -12,7 +12,6 @@ from torch import nn
 
 from first_steps import assert_recorded, take
 from torch_thor.bench import describe
-from torch_thor.training.tasks import images as images_task
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -107,7 +106,8 @@ def test_first_losses_without_norms_and_with_batch_norm_are_those_that_were_reco
 def small_data(monkeypatch, normalizer_free):
     """Give a benchmark a few random images in the place of Fashion-MNIST."""
     images, labels = torch.randn(64, 1, 28, 28), torch.arange(64) % 10
-    monkeypatch.setattr(images_task, "load_images", lambda _: ((images, labels), (images[:20], labels[:20])))
+    parts = (images, labels), (images[:20], labels[:20])
+    monkeypatch.setattr("torch_thor.training.tasks.images.load_images", lambda _: parts)
     return images
 
 
