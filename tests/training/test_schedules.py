@@ -93,24 +93,6 @@ def test_resnet50_with_thor_by_hand():
         assert found == pytest.approx([both[number] for both in RESNET50.values()], abs=1e-16, rel=1e-12)
 
 
-# To 1e-6 over 30,000 steps, of which 20,000 are taken; t = 3000: 1e-6 + 0.006463 · 0.9^2, 1e-6 + 0.007034 · 0.9^4.
-BERT = {
-    0: (0.006464, 0.007035),
-    1: (0.006463569140514444, 0.007034062180225625),
-    1000: (0.006040314444444444, 0.006142993276543210),
-    3000: (0.00523603, 0.0046160074),
-    15000: (0.00161675, 0.000440625),
-}
-
-
-def test_bert_with_thor_by_hand():
-    falling = {"kind": "polynomial", "end": 1e-6, "horizon_steps": 30_000}
-    recipe = Recipe(steps=20_000, schedule={**falling, "power": 2}, damping_schedule={**falling, "power": 4})
-    for number, key in enumerate(("lr", "damping")):
-        found = values(recipe, key, BERT, 1000, lr=0.006464, damping=0.007035)
-        assert found == pytest.approx([both[number] for both in BERT.values()], rel=1e-12)
-
-
 def test_every_group_starts_from_its_own_value_and_ends_at_the_same():
     a, b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [a], "lr": 0.4}, {"params": [b], "lr": 0.1, "damping": 2.0}])

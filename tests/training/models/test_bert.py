@@ -55,16 +55,6 @@ def test_positions_that_begin_above_padding_must_reach_further(tmp_path, kind):
     assert forward(enough).shape == (2, LENGTH, VOCABULARY)
 
 
-@pytest.mark.parametrize("kind", ["roberta", "mpnet", "esm"])
-def test_one_position_less_is_an_error_of_transformers(tmp_path, kind):
-    """So that what is refused here is not refused in vain."""
-    first = 2 if kind == "mpnet" else PAD + 1
-    values = {**SIZES, "max_position_embeddings": LENGTH + first - 1, "vocab_size": VOCABULARY, "pad_token_id": PAD}
-    config = transformers.AutoConfig.for_model(kind, **values)
-    with pytest.raises((IndexError, RuntimeError)):
-        forward(transformers.AutoModelForMaskedLM.from_config(config))
-
-
 def test_bert_with_and_without_next_sentence_prediction(monkeypatch):
     monkeypatch.setitem(BERTS, "bert-tiny", (1, 32, 2, 64))
     both, one = (build("bert-tiny", VOCABULARY, 600, PAD, next_sentence=said) for said in (True, False))

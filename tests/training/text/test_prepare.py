@@ -20,7 +20,7 @@ from tokenizers import trainers
 from command_line import assert_ends, descendants, wait_for
 from dumps import dump, plain, small_units, write_dump
 from torch_thor.training.errors import UserError
-from torch_thor.training.text import encoding, prepare, wordpiece
+from torch_thor.training.text import prepare, wordpiece
 from torch_thor.training.text.corpus import open_manifest
 from torch_thor.training.text.encoding import spans
 from torch_thor.training.text.wordpiece import SPECIAL, load_tokenizer, new_tokenizer, train_tokenizer
@@ -109,19 +109,6 @@ def test_a_preparation_that_was_stopped_goes_on(wiki, corpus, tmp_path, monkeypa
         run(out, wiki)
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
     assert contents(out) == contents(corpus)
-
-
-def test_a_full_disk_while_the_corpus_is_written_leaves_no_part_of_it(wiki, corpus, tmp_path, monkeypatch):
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(encoding, "spans", full)
-        with pytest.raises(UserError, match=r"cannot be written \(No space left on device\): make room"):
-            run(tmp_path / "full", wiki)
-    assert {file.name for file in (tmp_path / "full").iterdir()} == {"begun.json", "tokenizer.json", "clean", ".lock"}
-    run(tmp_path / "full", wiki)
-    assert contents(tmp_path / "full") == contents(corpus)
 
 
 # The function in a process of its own, whose workers import this file too.
@@ -275,13 +262,6 @@ def test_every_sentence_is_in_an_example_and_only_the_last_may_be_short(lengths,
         assert sum(lengths[first:last]) >= length - 3
         assert last - first == 2 or sum(lengths[first : last - 1]) < length - 3
     assert len(lengths) == 1 or all(last - first > 1 for first, last in found)
-
-
-def test_an_example_ends_with_the_sentence_that_fills_it():
-    assert spans([10, 20, 28, 40, 50], 32) == [(0, 4), (3, 5)]  # the last sentence is not left alone
-    assert spans([80, 85, 90, 170], 32) == [(0, 2), (2, 4)]
-    assert spans([80], 32) == [(0, 1)]
-    assert spans([], 32) == []
 
 
 def test_a_tokenizer_is_that_of_the_library_whatever_the_order_of_the_text():
