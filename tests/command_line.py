@@ -10,23 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import warm
-from tiny import assert_same
 from torch_thor.cli import main
 
 PATIENCE = 600  # seconds, for what never comes: starting takes a few, a busy machine makes them many
-
-# Images of 32 x 32 out of the small ImageNet, 2 of whose 18 training images are broken.
-IMAGES = (
-    "data.name=image-folder",
-    "data.workers.count=1",
-    "data.max_broken=0.5",
-    "data.transform.size=32",
-    "data.transform.resize=36",
-    "device=cpu",
-)
 
 
 def call(monkeypatch, capsys, *words):
@@ -100,13 +88,6 @@ def command(folder, *words, timeout=PATIENCE, **options):
     return finish(start(folder, *words, **options), timeout)
 
 
-def succeed(folder, *words, **options):
-    """Run to a good end; gives what it printed."""
-    code, out, err = command(folder, *words, **options)
-    assert code == 0, f"{out}\n{err}"
-    return out
-
-
 def wait_for(process, happened, what, timeout=PATIENCE, pause=0.005):
     """Wait for something that a running process does."""
     deadline = time.monotonic() + timeout
@@ -154,35 +135,9 @@ def checkpoints(run, optimizer):
     return sorted(int(path.name[5:]) for path in (run / optimizer / "checkpoints").glob("step-*"))
 
 
-def newest(run, optimizer):
-    """Folder of the newest checkpoint."""
-    return run / optimizer / "checkpoints" / f"step-{checkpoints(run, optimizer)[-1]:08d}"
-
-
 def lines(run, optimizer, kind=None, *, timed=False):
     """The lines of `metrics.jsonl`, without their times."""
     clock = () if timed else ("seconds", "duration", "waited")
     text = (run / optimizer / "metrics.jsonl").read_text()
     every = [{key: value for key, value in json.loads(line).items() if key not in clock} for line in text.splitlines()]
     return [line for line in every if kind in (None, line["kind"])]
-
-
-def state(checkpoint):
-    """`state.pt` without its clock."""
-    content = torch.load(checkpoint / "state.pt", weights_only=True)
-    del content["seconds"]
-    return content
-
-
-def assert_same_runs(left, right, *optimizers):
-    """Two run folders hold the same checkpoints and the same metrics but for the times."""
-    for name in optimizers:
-        folders = [run / name / "checkpoints" for run in (left, right)]
-        names = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) for folder in folders]
-        assert names[0] == names[1]
-        for path in sorted(folders[0].rglob("step-*")):
-            other = folders[1] / path.relative_to(folders[0])
-            for weights in path.glob("*.safetensors"):
-                assert weights.read_bytes() == (other / weights.name).read_bytes(), weights
-            assert_same(state(path), state(other), str(path))
-        assert lines(left, name) == lines(right, name)

@@ -10,8 +10,7 @@ from rich.console import Console
 from torch_thor import THOR
 from torch_thor.tools import plan as module
 from torch_thor.tools.plan import Measured, measure, plan, rows_of, subject_of
-from torch_thor.training import UserError
-from torch_thor.training.recipes import load_recipe
+from torch_thor.training import UserError, load_recipe
 
 CPU = torch.device("cpu")
 MODEL = """
