@@ -14,7 +14,7 @@ from torch_thor.bench.figures import FIGURES, Options, catalogue, make_figures, 
 from torch_thor.bench.figures.batch_sizes import scaled
 from torch_thor.bench.figures.measuring import ProcessorClock, to_columns
 from torch_thor.bench.figures.raw import plain
-from torch_thor.curvature.refresh import Decision, RefreshEvent
+from torch_thor.curvature import Decision, RefreshEvent
 from torch_thor.training import Metric, Point, Record, Score, UserError
 
 pytestmark = pytest.mark.slow  # every figure is measured, with trainings of its own

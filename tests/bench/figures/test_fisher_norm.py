@@ -17,7 +17,7 @@ from torch_thor.bench.figures.fisher_norm import (
     norm_changes,
     relative_distance,
 )
-from torch_thor.curvature.refresh import Decision, RefreshEvent
+from torch_thor.curvature import Decision, RefreshEvent
 from torch_thor.training import Point, Ranks, UserError, build, load_recipe, open_task, train
 
 GROUPS = 2

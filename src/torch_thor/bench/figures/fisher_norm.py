@@ -23,8 +23,8 @@ from torch_thor.bench.figures import paper
 from torch_thor.bench.figures.figure import Figure, Options, recipe_of, write_title
 from torch_thor.bench.figures.measuring import recipe_settings, train_run
 from torch_thor.bench.figures.raw import RawData
+from torch_thor.curvature import Decision
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.refresh import Decision
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training import Observer, Point, Run
 from torch_thor.training.errors import UserError, require
