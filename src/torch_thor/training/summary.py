@@ -3,7 +3,7 @@
 import json
 import math
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -26,34 +26,20 @@ SMOOTHING = 0.9  # decay of the running average of the training loss
 
 
 def report(folder: RunFolder, recipe: Recipe, task: Task, console: Console) -> None:
-    """Print the results of a run, and write them to its folder.
-
-    Args:
-        folder: The run folder.
-        recipe: The recipe.
-        task: Its task.
-        console: Where the table and the comparison are printed.
-
-    Raises:
-        UserError: If a metrics file cannot be read, or a file not written.
-    """
+    """Print the results of a run, and write them to its folder."""
     results = [Result(name, folder.metrics(name), primary(task.metrics)) for name in recipe.optimizer]
     with writing(folder.curves):
         draw_curves(results, folder.curves)
     with writing(folder.summary):
         write_text(folder.summary, json.dumps([as_json(one, recipe, task.unit) for one in results], indent=2) + "\n")
     console.print(table(results, recipe))
-    for line in compared(results):
-        printer(console)(line)
+    if sentence := compared(results):
+        printer(console)(sentence)
     printer(console)(f"Curves, metrics, recipe and checkpoints are in {folder.path}")
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a `metrics.jsonl`, without an incomplete last one that a killed run has left.
-
-    Raises:
-        UserError: If the file cannot be read.
-    """
+    """Yield the lines of a `metrics.jsonl`, without an incomplete last one that a killed run has left."""
     try:
         with path.open(encoding="utf-8") as file:
             for line in file:
@@ -65,34 +51,26 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Result:
-    """What one optimizer has reached.
-
-    Args:
-        name: Its name.
-        path: Its `metrics.jsonl`, of which two numbers are held for each step, whatever its length.
-        metric: The primary metric.
-    """
+    """What one optimizer has reached: of each step in its `metrics.jsonl`, whatever its length, one number is held."""
 
     def __init__(self, name: str, path: Path, metric: Metric) -> None:
         self.name, self.metric = name, metric
         self.evaluations: list[dict[str, Any]] = []
         self.curve: list[tuple[int, float, float]] = []  # step, seconds, smoothed loss
-        self.decisions: Counter[tuple[str, str]] = Counter()  # of the trace rule, by layer
-        self.ordinary, self.refresh, self.rates = array("d"), array("d"), array("d")
+        self.decisions: defaultdict[str, Counter[str]] = defaultdict(Counter)  # of the trace rule, by layer
+        self.ordinary, self.refresh = array("d"), array("d")  # durations
         self.waited = self.seconds = 0.0
-        self.skipped = 0
+        self.terms = self.skipped = 0
         loss, stride = math.nan, 1
         for line in read(path):
             if line["kind"] == "eval":
                 self.evaluations.append(line)
             elif line["kind"] == "refresh":
-                self.decisions[line["layer"], line["decision"]] += 1
+                self.decisions[line["layer"]][line["decision"]] += 1
             else:
                 (self.refresh if line["refresh"] else self.ordinary).append(line["duration"])
-                if not line["refresh"] and line["duration"]:
-                    self.rates.append(line["terms"] / line["duration"])
                 self.waited, self.seconds = self.waited + line["waited"], self.seconds + line["duration"]
-                self.skipped += line["skipped"]
+                self.terms, self.skipped = self.terms + line["terms"], self.skipped + line["skipped"]
                 if line["loss"] is not None:  # that of a skipped step may not be finite
                     loss = line["loss"] if math.isnan(loss) else SMOOTHING * loss + (1 - SMOOTHING) * line["loss"]
                 if line["step"] % stride == 0:
@@ -114,9 +92,9 @@ class Result:
 
     def best(self) -> dict[str, Any]:
         """The first evaluation with the best value."""
-        best = self.evaluations[0]
-        for line in self.evaluations:
-            best = line if self.metric.better(self.value(line), self.value(best)) else best
+        best = self.final
+        for line in reversed(self.evaluations):
+            best = best if self.metric.better(self.value(best), self.value(line)) else line
         return best
 
     def reaching(self, target: float) -> dict[str, Any] | None:
@@ -131,7 +109,7 @@ def targets_of(recipe: Recipe) -> list[float]:
 
 def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
     """Return the results of an optimizer as JSON values."""
-    final, best, decided = result.final, result.best(), result.decisions
+    final, best = result.final, result.best()
     reached = {str(target): result.reaching(target) for target in targets_of(recipe)}
     return {
         "optimizer": result.name,
@@ -141,17 +119,13 @@ def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
         "stop_at": recipe.stop_at,
         "ended_at_target": recipe.stop_at is not None and reached[str(recipe.stop_at)] is final,
         "targets": {key: line and {"steps": line["step"], "seconds": line["seconds"]} for key, line in reached.items()},
-        f"{unit}_per_second": median(result.rates) if result.rates else None,
-        "waiting_for_data": result.waited / result.seconds if result.seconds else 0.0,
+        f"{unit}_per_second": result.terms / result.seconds,
+        "waiting_for_data": result.waited / result.seconds,
         "skipped_steps": result.skipped,
         "ordinary_step_seconds": median(result.ordinary) if result.ordinary else None,
         "refresh_step_seconds": median(result.refresh) if result.refresh else None,
-        "refreshed": {
-            layer: {"refreshes": decided[layer, "update"], "kept": decided[layer, "keep"],
-                    "failed": decided[layer, "failed"], "stopped": bool(decided[layer, "stop"])}
-            for layer, _ in decided
-        },
-    }  # fmt: skip
+        "decisions": result.decisions,
+    }
 
 
 def table(results: Sequence[Result], recipe: Recipe) -> Table:
@@ -162,36 +136,25 @@ def table(results: Sequence[Result], recipe: Recipe) -> Table:
     for one in results:
         found.add_column(one.name, justify="right")
     for target in targets[-TARGETS:] if metric.higher_is_better else targets[TARGETS - 1 :: -1]:
-        lines = [one.reaching(target) for one in results]
-        cells = ["not reached" if line is None else f"{line['step']} ({line['seconds']:.1f} s)" for line in lines]
-        found.add_row(f"steps to {metric.word} {_exact(metric, target)}", *cells)
+        exact = f"{100 * target:.6g}%" if metric.share else f"{target:.6g}"  # such as 75.97 %, which is not rounded
+        found.add_row(f"steps to {metric.word} {exact}", *(_when(one.reaching(target)) for one in results))
     averaged = " of averaged weights" if recipe.ema_decay is not None else ""
     found.add_row(f"final {metric.word}{averaged}", *(metric.text(one.value(one.final)) for one in results))
-    found.add_row("steps in total", *(f"{o.final['step']} ({o.final['seconds']:.1f} s)" for o in results))
-    found.add_row("median step (refresh step)", *map(_step, results))
+    found.add_row("steps in total", *(_when(one.final) for one in results))
+    steps = [[milliseconds(median(kind)) for kind in (one.ordinary, one.refresh) if kind] for one in results]
+    found.add_row("median step / refresh step", *map(" / ".join, steps))
     return found
 
 
-def _exact(metric: Metric, value: float) -> str:
-    """A target such as 75.97 %, which is not rounded."""
-    return f"{100 * value:.6g}%" if metric.share else f"{value:.6g}"
+def _when(line: dict[str, Any] | None) -> str:
+    return "not reached" if line is None else f"{line['step']} ({line['seconds']:.1f} s)"
 
 
-def _step(result: Result) -> str:
-    ordinary, refresh = (milliseconds(median(one)) if one else "none" for one in (result.ordinary, result.refresh))
-    return f"{ordinary} ({refresh})" if result.refresh else ordinary
-
-
-def compared(results: Sequence[Result]) -> Iterator[str]:
+def compared(results: Sequence[Result]) -> str:
     """Say after which step and time each optimizer has reached what AdamW, or the last optimizer, ends with."""
     reference = next((one for one in results if one.name == "adamw"), results[-1])
-    goal = reference.value(reference.final)
+    goal, metric = reference.value(reference.final), reference.metric
     if len(results) < 2 or math.isnan(goal):
-        return
-    said = []
-    for one in results:
-        line = one.reaching(goal)
-        took = "did not reach it" if line is None else f"{line['step']} steps ({line['seconds']:.1f} s)"
-        said.append(f"{one.name} {took}")
-    metric = reference.metric
-    yield f"To reach what {reference.name} ends with ({metric.word} {metric.text(goal)}): {', '.join(said)}"
+        return ""
+    took = ", ".join(f"{one.name} {_when(one.reaching(goal))}" for one in results)
+    return f"Steps to what {reference.name} ends with ({metric.word} {metric.text(goal)}): {took}"
