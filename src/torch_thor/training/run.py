@@ -142,7 +142,8 @@ def _train(run: Run, offset: int, folder: RunFolder, console: Console, profile: 
     with agreed(run.ranks):
         if run.ranks.first:
             own = observers_of(run, folder, console, profile, offset)
-    train(run, [*own, Saver(folder.checkpoints(run.name), lambda: own[0].offset())], stops=stops)
+    saver = Saver(folder.checkpoints(run.name), lambda: own[0].offset())
+    train(run, [*own[:1], saver, *own[1:]], stops=stops)  # one that profiles is the last: others are not in its table
 
 
 @dataclass(frozen=True)
