@@ -222,7 +222,7 @@ def test_positions_suffice_for_the_longest_phase(words, tmp_path):
     file.write_text(json.dumps({"model_type": "bert", "max_position_embeddings": LONG - 1, **SIZES}))
     change = [f"model={file}", f"data.text.length={SHORT}"]
     assert opened(words, *change).model().config.max_position_embeddings == LONG - 1
-    with pytest.raises(UserError, match=f"has {LONG - 1} positions, and examples have {LONG} tokens"):
+    with pytest.raises(UserError, match=f"cannot take the {LONG} tokens of an example"):
         opened(words, *change, f"phases=[{{steps: 2}}, {{steps: 2, length: {LONG}}}]").model()
 
 

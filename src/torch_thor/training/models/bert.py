@@ -45,6 +45,7 @@ def build(name: str, vocab_size: int, length: int, pad: int, *, next_sentence: b
     Raises:
         UserError: If the file describes no masked language model, or one with too few positions.
     """
+    import torch
     import transformers
 
     if name in BERTS:
@@ -68,27 +69,16 @@ def build(name: str, vocab_size: int, length: int, pad: int, *, next_sentence: b
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = first_line(error)
         raise UserError(f"model={name} describes no masked language model of transformers: {reason}") from error
-    positions, first = getattr(own, "max_position_embeddings", None), _first_position(model)
-    require(
-        positions is None or positions >= first + length,
-        f"model={name} has {positions} positions{f', numbered from {first}' if first else ''}, and examples have "
-        f"{length} tokens: set max_position_embeddings to {first + length} or more in the file, or lower "
-        "data.text.length",
-    )
-    return model
-
-
-def _first_position(model: nn.Module) -> int:
-    """Return the position of the first token.
-
-    RoBERTa and related models (camembert, esm, longformer, mpnet, xlm-roberta, ...) count from the padding index plus
-    one. Only these models have a position embedding with a padding index.
-    """
-    for name, module in model.named_modules():
-        padding = getattr(module, "padding_idx", None)
-        if name.rpartition(".")[2] == "position_embeddings" and padding is not None:
-            return int(padding) + 1
-    return 0
+    try:
+        with torch.no_grad():
+            model.eval()(torch.full((1, length), (pad + 1) % vocab_size))
+    except (IndexError, RuntimeError) as error:
+        raise UserError(
+            f"model={name} cannot take the {length} tokens of an example ({first_line(error)}): set "
+            f"max_position_embeddings to {length} or more in the file (for RoBERTa and its like, which count from "
+            f"above padding, {length + pad + 1}), or lower data.text.length"
+        ) from error
+    return model.train()
 
 
 @contextmanager

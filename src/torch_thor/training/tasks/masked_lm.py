@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from torch_thor.training.data.batches import Key, batches_per_epoch, held_out_keys, loaded, training_keys
 from torch_thor.training.errors import UserError, require
@@ -32,21 +32,6 @@ EVALUATION_BATCH = 32  # number of examples in a batch
 _INPUTS, _KINDS = ("input_ids", "attention_mask"), "token_type_ids"
 _MASKED, _FOLLOWING = "masked", "next-sentence accuracy"
 _CPU = torch.device("cpu")
-
-
-class _Examples(Dataset[dict[str, Any]]):
-    """The examples of a maker by (epoch, number)."""
-
-    def __init__(self, maker: PairMaker, seed: int) -> None:
-        self.maker, self.seed = maker, seed
-
-    def __len__(self) -> int:
-        return len(self.maker.corpus)
-
-    def __getitem__(self, key: Key) -> dict[str, Any]:
-        epoch, number = key
-        example = self.maker.example(number, self.seed, epoch)
-        return {**example, _MASKED: (example["labels"] >= 0).sum()}
 
 
 class MaskedLM:
@@ -74,33 +59,31 @@ class MaskedLM:
             (phase.steps, phase.length or own, phase.batch_size or recipe.batch_size) for phase in recipe.phases
         ] or [(None, own, recipe.batch_size)]
         lengths = sorted({own, *(length for _, length, _ in self._phases)})
-        self.longest, self._folder = lengths[-1], self._corpus(lengths)
-        self._held_out = self._maker(HELD_OUT, own)
+        self.longest, data = lengths[-1], recipe.data
+        if data.name == "python-text":
+            from torch_thor.training.text.prepare import python_corpus
+
+            self._folder = python_corpus(data.folder(), data.text.vocab_size, lengths, say)
+        else:
+            require(data.root is not None, "data.root is not set: give the folder that torch-thor prepare has written")
+            self._folder = data.folder()
+        self._held_out = self._maker(HELD_OUT, own, seed=0)
         if not self._held_out.pairs:
             self.metrics = self.metrics[:-1]
         self._train: dict[int, PairMaker] = {}
         for number, (_, length, _) in enumerate(self._phases if train else []):
             with self._of_phase(number, f".length={length}"):
-                self._train[length] = self._train.get(length) or self._maker(TRAIN, length)
+                self._train[length] = self._train.get(length) or self._maker(TRAIN, length, recipe.seed)
         self.samples = sum(len(maker.corpus) for maker in self._train.values())
         self.steps_per_epoch = sum(phase.steps for phase in recipe.phases)
         if train and not recipe.phases:
             self.steps_per_epoch = batches_per_epoch(self.samples, recipe.batch_size)
 
-    def _corpus(self, lengths: Sequence[int]) -> Path:
-        data = self.recipe.data
-        if data.name == "python-text":
-            from torch_thor.training.text.prepare import python_corpus
-
-            return python_corpus(data.folder(), data.text.vocab_size, lengths, self._say)
-        require(data.root is not None, "data.root is not set: give the folder that torch-thor prepare has written")
-        return data.folder()
-
-    def _maker(self, side: str, length: int) -> PairMaker:
+    def _maker(self, side: str, length: int, seed: int) -> PairMaker:
         text = self.recipe.data.text
         pairs = text.next_sentence and self.recipe.model in bert.BERTS
         corpus = Corpus(self._folder, side, length)
-        return PairMaker(corpus, text.masked, whole_words=text.whole_words, pairs=pairs)
+        return PairMaker(corpus, text.masked, whole_words=text.whole_words, pairs=pairs, seed=seed)
 
     @contextmanager
     def _of_phase(self, number: int, key: str = "") -> Iterator[None]:
@@ -141,11 +124,9 @@ class MaskedLM:
         maker, name = self._held_out, self.recipe.model
         model: Any = bert.build(name, maker.vocab_size, self.longest, maker.pad, next_sentence=maker.pairs)
         if self.recipe.activation_checkpointing:
-            require(
-                bool(model.supports_gradient_checkpointing),
-                f"activation_checkpointing=true: {type(model).__name__} of model={name} does not support it; leave it "
-                "false",
-            )
+            kind = f"{type(model).__name__} of model={name}"
+            rule = f"activation_checkpointing=true: {kind} does not support it; leave it false"
+            require(bool(model.supports_gradient_checkpointing), rule)
             # transformers before 5.20 has only the second name
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
@@ -154,29 +135,28 @@ class MaskedLM:
 
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
         """Return the training batches of a process from a step on, without end."""
-        seed = self.recipe.seed
         parts = []
         epoch = first = 0  # epochs count on from phase to phase, so that no two of the same length have the same masks
         for number, (steps, length, size) in enumerate(self._phases):
             maker, done = self._train[length], max(0, start - first)
             with self._of_phase(number):
                 per_epoch = batches_per_epoch(len(maker.corpus), size, ranks.world)
-            keys = training_keys(len(maker.corpus), size, seed, ranks, epoch * per_epoch + done)
+            keys = training_keys(len(maker.corpus), size, self.recipe.seed, ranks, epoch * per_epoch + done)
             parts.append((maker, keys if steps is None else islice(keys, max(0, steps - done))))
             epoch, first = epoch + math.ceil((steps or 0) / per_epoch), first + (steps or 0)
         for maker, keys in parts:  # one after the other, so that only one has worker processes
-            yield from self._loaded(maker, keys, seed)
+            yield from self._loaded(maker, keys)
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process, the same in each epoch and for each seed, and which count."""
         dealt = list(held_out_keys(len(self._held_out.corpus), EVALUATION_BATCH, ranks))
         keys = ([(0, number) for number in numbers] for numbers, _ in dealt)
-        return zip(self._loaded(self._held_out, keys, 0), (counts for _, counts in dealt), strict=True)
+        return zip(self._loaded(self._held_out, keys), (counts for _, counts in dealt), strict=True)
 
-    def _loaded(self, maker: PairMaker, keys: Iterator[list[Key]], seed: int) -> Iterator[Batch]:
+    def _loaded(self, maker: PairMaker, keys: Iterator[list[Key]]) -> Iterator[Batch]:
         data = self.recipe.data
         for batch in loaded(
-            _Examples(maker, seed), keys, workers=data.workers.count, prefetch=data.workers.prefetch, device=_CPU,
+            maker, keys, workers=data.workers.count, prefetch=data.workers.prefetch, device=_CPU,
             max_broken=data.max_broken, say=self._say, collate=default_collate,
         ):  # fmt: skip
             ready = {key: value.pin_memory() for key, value in batch.items()} if self.device.type == "cuda" else batch

@@ -8,6 +8,8 @@ tokens to predict, 80 % are replaced by [MASK], 10 % by a random word piece, and
 
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from torch_thor.training.errors import require
 from torch_thor.training.text.corpus import SPECIAL_TOKENS, TOKENIZER, Corpus, Passage
 from torch_thor.training.text.wordpiece import CLASS, CONTINUES, MASK, PAD, SEPARATOR, SPECIAL, load_tokenizer
@@ -16,7 +18,7 @@ IGNORED = -100  # the label of tokens that are not predicted: the default ignore
 _TRIES = 10  # maximum number of attempts to find another document that is long enough
 
 
-class PairMaker:
+class PairMaker(Dataset[dict[str, Any]]):
     """Makes training examples from a corpus.
 
     Args:
@@ -24,12 +26,15 @@ class PairMaker:
         masked: The fraction of the tokens that are predicted.
         whole_words: Whether all word pieces of a word are masked together.
         pairs: Whether an example is a pair of segments, or a single one, as for RoBERTa.
+        seed: The seed of the run.
     """
 
-    def __init__(self, corpus: Corpus, masked: float = 0.15, *, whole_words: bool = False, pairs: bool = True) -> None:
+    def __init__(
+        self, corpus: Corpus, masked: float = 0.15, *, whole_words: bool = False, pairs: bool = True, seed: int = 0
+    ) -> None:
         import numpy as np
 
-        self.corpus, self.masked, self.whole_words, self.pairs = corpus, masked, whole_words, pairs
+        self.corpus, self.masked, self.whole_words, self.pairs, self.seed = corpus, masked, whole_words, pairs, seed
         pieces = load_tokenizer(corpus.folder / TOKENIZER).get_vocab()
         self.pad, self.begin, self.end, self.mask = (pieces[one] for one in (PAD, CLASS, SEPARATOR, MASK))
         self.vocab_size = len(pieces)
@@ -41,6 +46,13 @@ class PairMaker:
             f"data.text.whole_words=true: the tokenizer of {corpus.folder} has no pieces that begin with {CONTINUES}, "
             f"so that words cannot be recognised; set it to false, or prepare the corpus with a WordPiece tokenizer",
         )
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
+        epoch, number = key
+        return self.example(number, self.seed, epoch)
 
     def example(self, number: int, seed: int, epoch: int) -> dict[str, Any]:
         """Make an example, as int64 arrays; `next_sentence_label` is 1 if B is from another document."""
@@ -59,6 +71,7 @@ class PairMaker:
             "token_type_ids": types,
             "attention_mask": attended,
             "labels": labels,
+            "masked": (labels >= 0).sum(),
             "next_sentence_label": np.int64(is_random),
         }
 
