@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from torch_thor.training import checkpoint
 from torch_thor.training.errors import StoppedError
-from torch_thor.training.loop import train
+from torch_thor.training.loop import Observer, train
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe import Recipe
 from torch_thor.training.run import build
@@ -52,12 +52,21 @@ class Quiet(nn.Module):
         return self.layers(rows)
 
 
+class Tied(Quiet):
+    """Two of whose layers share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = nn.Linear(6, 8)
+        self.again.weight = self.layers[0].weight
+
+    def forward(self, rows):
+        return self.layers(rows) + self.again(rows)[:, :3]
+
+
 class Noisy:
     unit, steps_per_epoch, samples = "rows", PER_EPOCH, 60
-    metrics = (
-        Metric("loss", "loss", "loss", False),
-        Metric("top1", "top-1", "top-1", True, primary=True, share=True),
-    )
+    metrics = (Metric("loss", "loss", "loss", False), Metric("top1", "top-1", "top-1", True, primary=True, share=True))
 
     def __init__(self, kind=Net):
         self.kind = kind
@@ -87,8 +96,8 @@ class Noisy:
 
     def measure(self, net, batch):
         output = net(batch[0])
-        hits = (output.argmax(1) == batch[1]).sum()
-        return {"loss": F.cross_entropy(output, batch[1], reduction="sum"), "top1": hits}
+        loss = F.cross_entropy(output, batch[1], reduction="sum")
+        return {"loss": loss, "top1": (output.argmax(1) == batch[1]).sum()}
 
 
 def recipe(**given):
@@ -96,7 +105,7 @@ def recipe(**given):
     return Recipe.model_validate({**own, "optimizer": list(OPTIMIZERS), "optimizers": OPTIMIZERS, **given})
 
 
-class Losses:
+class Losses(Observer):
     """Notes the losses and the evaluations, and asks to stop in a given step."""
 
     def __init__(self, stop_at=None):
@@ -110,12 +119,6 @@ class Losses:
 
     def evaluation(self, run, score):
         self.seen.append((score.step, *score.metrics.values(), *(score.averaged or {}).values()))
-
-    def end_of_step(self, run):
-        pass
-
-    def close(self):
-        pass
 
 
 def go(folder, given, name, ranks=None, *, stop_at=None, resume=False, task=None):

@@ -2,8 +2,7 @@
 
 PLAN has a part for each start under `torchrun`, separated by commas: `1:step:5:SIGKILL` sends rank 1 this signal before
 the optimizer's step 5, `0:writing:6:SIGKILL` before the manifest of a checkpoint, `0:evaluation:6:SIGKILL` before an
-evaluation, `0:claim:0:SIGKILL` before the folder is changed, and `1:step:5:error` raises a UserError. WORDS are
---resume, --overwrite and keys of the recipe.
+evaluation, and `0:claim:0:SIGKILL` before the folder is changed. WORDS may be --resume.
 """
 
 import os
@@ -33,8 +32,6 @@ def main(plan, out, *words):
 
     def at(moment, number):
         if (os.environ.get("RANK", "0"), moment, str(number)) == (rank, *planned):
-            if action == "error":
-                raise UserError("this rank cannot go on")
             os.kill(os.getpid(), signal.Signals[action])
 
     def before(owner, name, moment, steps=0):
@@ -58,11 +55,9 @@ def main(plan, out, *words):
         begin(one, *given, **options)
 
     run.train, run.open_task = train, lambda *_, **options: noisy.Noisy()
-    given = dict(word.split("=") for word in words if "=" in word)
-    recipe = noisy.recipe(name="noisy", optimizer=("thor", "sgd"), **{key: int(value) for key, value in given.items()})
-    options = {"resume": "--resume" in words, "overwrite": "--overwrite" in words}
+    recipe = noisy.recipe(name="noisy", optimizer=("thor", "sgd"))
     try:
-        run.run_recipe(recipe, RunFolder(Path(out)), Console(width=200), **options)
+        run.run_recipe(recipe, RunFolder(Path(out)), Console(width=200), resume="--resume" in words)
     except (UserError, StoppedError) as error:
         print(f"torch-thor: {error}", file=sys.stderr)
         sys.exit(2)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from torch_thor.training import precision
 from torch_thor.training.errors import DivergedError, UserError
-from torch_thor.training.loop import train
+from torch_thor.training.loop import Observer, train
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.run import build
 
@@ -28,7 +28,7 @@ class Spoiled(noisy.Noisy):
         return (rows * (self.factor if seed + 1 in self.steps else 1)).float(), labels
 
 
-class Kept:
+class Kept(Observer):
     """Copies of the weights before the first and after each step, and which were skipped."""
 
     def __init__(self, run):
@@ -37,11 +37,6 @@ class Kept:
     def step(self, run, point):
         self.states.append(copy.deepcopy(run.model.state_dict()))
         self.skipped.append(point.skipped)
-
-    def evaluation(self, run, score):
-        pass
-
-    end_of_step = close = lambda *_: None
 
 
 def trained(name="sgd", kind=noisy.Quiet, steps=(), factor=1e6, **given):

@@ -12,7 +12,7 @@ import torch
 from command_line import checkpoints, command, contents, finish, lines
 from tiny import assert_same
 
-NOTHING = "0:never:0:error"
+NOTHING = "0:never:0:"
 OPTIMIZERS = ("thor", "sgd")
 
 

@@ -105,16 +105,17 @@ class Checkpoint:
                 self.load_weights(run.average.module, averaged=True)
             run.average.n_averaged.fill_(state["averaged_steps"])
         run.step, run.seconds = self.step, state["seconds"]
-        run.score, run.best = (None if one is None else Score(**one) for one in (state["score"], state["best"]))
+        run.score, run.best = (one and Score(**one) for one in (state["score"], state["best"]))
         if len(state["random"]) != run.ranks.world:
             say(
                 f"the checkpoint was saved by {len(state['random'])} processes, and this run has {run.ranks.world}: it "
                 "continues with the same batches, but with other random numbers in layers such as dropout"
             )
             return
-        torch.set_rng_state(state["random"][run.ranks.rank]["cpu"])
-        if run.ranks.device.type == "cuda" and state["random"][run.ranks.rank]["cuda"] is not None:
-            torch.cuda.set_rng_state(state["random"][run.ranks.rank]["cuda"], run.ranks.device)
+        random = state["random"][run.ranks.rank]
+        torch.set_rng_state(random["cpu"])
+        if run.ranks.device.type == "cuda" and random["cuda"] is not None:
+            torch.cuda.set_rng_state(random["cuda"], run.ranks.device)
 
 
 def by_first_name(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

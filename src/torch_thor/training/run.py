@@ -171,7 +171,6 @@ def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None])
     Returns:
         A score for each optimizer, and one for its averaged weights if it has any.
     """
-    require(path.exists(), f"{path} does not exist: give {weights.ACCEPTED}")
     found = weights.find_checkpoints(path, say if os.environ.get("RANK", "0") == "0" else lambda _: None)
     recipes = [_with_words(saved, words) for saved in found]
     scores = []
@@ -225,7 +224,6 @@ def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, aver
         averaged: Whether to export the averaged weights.
     """
     require(form == "transformers", f"--format {form} must be transformers")
-    require(path.exists(), f"{path} does not exist: give {weights.ACCEPTED}")
     saved = weights.the_checkpoint(path, str(path), say)
     recipe = saved.recipe
     require(

@@ -141,8 +141,8 @@ def whole(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         "precision": run.precision.scaler.state_dict(),
         "averaged_steps": 0 if run.average is None else int(run.average.n_averaged),
         "seconds": run.seconds,
-        "score": None if run.score is None else asdict(run.score),
-        "best": None if run.best is None else asdict(run.best),
+        "score": run.score and asdict(run.score),
+        "best": run.best and asdict(run.best),
         "samples": run.task.samples,
         "random": run.ranks.gathered({"cpu": torch.get_rng_state(), "cuda": cuda}),
     }

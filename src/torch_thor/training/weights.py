@@ -32,6 +32,7 @@ COUNTERS = "num_batches_tracked"  # buffers of BatchNorm that many files lack, a
 
 def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoint]:
     """Open the checkpoint that a path stands for, or the newest undamaged one of each optimizer in a run folder."""
+    require(path.exists(), f"{path} does not exist: give {ACCEPTED}")
     if path.is_dir() and (path.name.startswith(PREFIX) or (path / MANIFEST).exists()):
         return [open_checkpoint(path)]
     here = next((folder for folder in (path, path / "checkpoints") if any(folder.glob(f"{PREFIX}*"))), None)
@@ -52,7 +53,7 @@ def the_checkpoint(path: Path, said: str, say: Callable[[str], None]) -> Checkpo
     return found[0]
 
 
-def checksum(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> Recipe:
+def checksum(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
     """Return the recipe with the checksum of the weights that it starts from, if it has any and no checksum yet."""
     if recipe.weights is None or recipe.weights_sha256 is not None:
         return recipe
