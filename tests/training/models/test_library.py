@@ -74,14 +74,6 @@ def test_without_timm(monkeypatch):
         find_model("torchvision:resnet10t")
 
 
-def test_a_module_that_timm_lacks_is_not_taken_for_timm(tmp_path, monkeypatch):
-    (tmp_path / "timm.py").write_text("import nobody_has_this\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "timm", raising=False)
-    with pytest.raises(ModuleNotFoundError, match="nobody_has_this"):
-        find_model("timm:resnet10t")
-
-
 def test_a_network_that_cannot_be_built_is_one_line(monkeypatch):
     def broken(*_, **__):
         raise ValueError("no such thing\nand more")

@@ -4,7 +4,6 @@ A name of a library is `torchvision:NAME`, `timm:NAME`, or just `NAME`, which is
 Pretrained weights are never downloaded.
 """
 
-import difflib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.keys import nearest
 from torch_thor.training.models.small import CLASSIFIERS
 
 TORCHVISION, TIMM = "torchvision:", "timm:"
@@ -49,31 +49,32 @@ def build_library_model(name: str, **options: Any) -> nn.Module:
         UserError: If there is no such network, or it cannot be built.
     """
     library, own = find_model(name)
+    model: nn.Module
     try:
-        model: nn.Module
         if library == TIMM:
             import timm
 
             model = timm.create_model(own, pretrained=False, **options)
-            return model
-        import torchvision
+        else:
+            from torchvision import models
 
-        if "weights_backbone" in inspect.signature(torchvision.models.get_model_builder(own)).parameters:
-            options["weights_backbone"] = None  # the default is pretrained, whatever `weights` says
-        model = torchvision.models.get_model(own, weights=None, **options)
-        return model
+            if "weights_backbone" in inspect.signature(models.get_model_builder(own)).parameters:
+                options["weights_backbone"] = None  # the default is pretrained, whatever `weights` says
+            model = models.get_model(own, weights=None, **options)
     except (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"model={name} could not be built: {first_line(error)}") from error
+    return model
 
 
 def check_name(name: str) -> None:
     """Refuse a name that is not an image classifier."""
-    if name in CLASSIFIERS or find_model(name)[0] == TIMM:
+    if name in CLASSIFIERS:
         return
-    import torchvision
+    library, own = find_model(name)
+    from torchvision import models  # slow to import
 
     require(
-        find_model(name)[1] in torchvision.models.list_models(module=torchvision.models),
+        library == TIMM or own in models.list_models(module=models),
         f"model={name} does not classify images: use a classifier, such as resnet50",
     )
 
@@ -83,29 +84,24 @@ def find_model(name: str) -> tuple[str, str]:
 
     Raises:
         UserError: If there is no such network, or timm, which might have it, is not installed.
-        ModuleNotFoundError: If timm is installed without a module that it needs.
     """
-    import torchvision
+    from torchvision import models
 
     own = name.removeprefix(TORCHVISION).removeprefix(TIMM)
-    known = [*CLASSIFIERS, *([] if name.startswith(TIMM) else torchvision.models.list_models())]
-    if own in known[len(CLASSIFIERS) :]:
+    known = [] if name.startswith(TIMM) else models.list_models()
+    if own in known:
         return TORCHVISION, own
     advice = "give a name of torch-thor, torchvision or timm"
     if not name.startswith(TORCHVISION):
         try:
             import timm
-
+        except ModuleNotFoundError:
+            advice = "timm, which may have it, is not installed: `pip install 'torch-thor[timm]'`"
+        else:
             if timm.is_model(own):
                 return TIMM, own
-            known += timm.list_models()
-        except ModuleNotFoundError as error:
-            if error.name != "timm":  # but a module that timm needs
-                raise
-            advice = "timm, which may have it, is not installed: `pip install 'torch-thor[timm]'`"
-    matches = difflib.get_close_matches(own, known, n=1)
-    guess = f" (did you mean {matches[0]}?)" if matches else ""
-    raise UserError(f"model={name} is not a network{guess}: {advice}")
+            known = [*known, *timm.list_models()]
+    raise UserError(f"model={name} is not a network{nearest(own, [*CLASSIFIERS, *known])}: {advice}")
 
 
 @torch.no_grad()
