@@ -22,11 +22,12 @@ from torch_thor.training.optimizers import build_optimizer, measured_split_dim
 from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, divide, processes
 from torch_thor.training.precision import Precision, averaged
 from torch_thor.training.printing import printer
-from torch_thor.training.recipe import IN_MEMORY, Recipe
+from torch_thor.training.recipe import Recipe
 from torch_thor.training.recipes import override
 from torch_thor.training.saving import Saver, listening
 from torch_thor.training.summary import report
 from torch_thor.training.tasks import open_task
+from torch_thor.training.tasks.images import as_trained
 from torch_thor.training.tasks.task import Metric, Task
 
 CHANGEABLE = ("data", "device", "batch_size", "threads")  # in an evaluation; the other keys shaped the weights
@@ -201,16 +202,7 @@ def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
     recipe = override(trained, words)
     if trained.task != "image-classification" or any(word.startswith("data.transform") for word in words):
         return recipe
-    if not {recipe.data.name, trained.data.name} & IN_MEMORY.keys():  # the crops of the training for other images
-        data = recipe.data.model_copy(update={"transform": trained.data.crops})
-        recipe = recipe.model_copy(update={"data": data})
-    sizes = [" x ".join(map(str, one.data.image_shape)) for one in (recipe, trained)]
-    require(
-        sizes[0] == sizes[1],
-        f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: choose data "
-        "of that size, or set data.transform.size",
-    )
-    return recipe
+    return as_trained(recipe, trained)
 
 
 def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, averaged: bool = False) -> None:

@@ -1,11 +1,9 @@
 """Image classification: losses and metrics by hand, label smoothing in both forms, folders of images as batches."""
 
 import itertools
-import math
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from image_tree import write_tree
@@ -13,49 +11,30 @@ from tiny import assert_same
 from torch_thor.training.errors import UserError
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Data, Recipe, Transform, Workers
+from torch_thor.training.recipe import Recipe
 from torch_thor.training.tasks import check_task, open_task
+from torch_thor.training.tasks.images import as_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
-CPU = torch.device("cpu")
-LN2 = math.log(2)
 
 
 def opened(say=pytest.fail, train=True, **options):
-    return open_task(Recipe(**options), CPU, say, train=train)
+    return open_task(Recipe.model_validate(options), torch.device("cpu"), say, train=train)
 
 
-def test_smoothing_by_hand():
-    scores = torch.log(torch.tensor([[4.0, 2.0, 1.0, 1.0]], dtype=torch.float64))  # softmax (1/2, 1/4, 1/8, 1/8)
-    for label, smoothing, form, expected in [
-        (0, 0.0, "torch", LN2),
-        (0, 0.0, "reference", LN2),
-        # s = 0.3, K = 4: 0.7 on the label, 0.1 on each other: 0.7 · 1 + 0.1 · (2 + 3 + 3), in units of ln 2
-        (0, 0.3, "reference", 1.5 * LN2),
-        # 0.7 · 2 + 0.1 · (1 + 3 + 3)
-        (1, 0.3, "reference", 2.1 * LN2),
-        # 0.7 + 0.075 on the label, 0.075 on each other: 0.775 · 2 + 0.075 · 7
-        (1, 0.3, "torch", 2.075 * LN2),
-    ]:
-        task = opened(label_smoothing=smoothing, smoothing_form=form)
-        task.outputs = 4
-        assert task.loss(lambda _: scores, (None, torch.tensor([label]))).mean.item() == pytest.approx(
-            expected, rel=1e-14
-        )
-
-
-def test_the_reference_form_with_1001_outputs():
-    """1 - s on the label, s / (K - 1) elsewhere, with all 1001 outputs of the reference's ResNet-50."""
-    task = opened(classes=1001, label_smoothing=0.1, smoothing_form="reference")
-    scores = torch.randn(6, 1001, dtype=torch.float64, requires_grad=True)
-    labels = torch.randint(1000, (6,))
-    targets = torch.full((6, 1001), 0.1 / 1000, dtype=torch.float64)
-    targets[range(6), labels] = 0.9
-    expected = -(targets * functional.log_softmax(scores, dim=1)).sum(dim=1).mean()
-    loss = task.loss(lambda _: scores, (None, labels)).mean
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
-    gradients = [torch.autograd.grad(one, scores)[0] for one in (loss, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-18)
+def test_smoothing_is_cross_entropy_with_the_stated_distribution():
+    for form, outputs, smoothing in itertools.product(("torch", "reference"), (10, 1001), (0.0, 0.1, 0.3)):
+        task = opened(classes=outputs, label_smoothing=smoothing, smoothing_form=form)
+        scores = torch.randn(6, outputs, dtype=torch.float64, requires_grad=True)
+        labels = torch.randint(outputs, (6,))
+        everywhere = smoothing / (outputs if form == "torch" else outputs - 1)
+        targets = torch.full((6, outputs), everywhere, dtype=torch.float64)
+        targets[range(6), labels] = 1 - smoothing + (everywhere if form == "torch" else 0)
+        expected = -(targets * functional.log_softmax(scores, dim=1)).sum(dim=1).mean()
+        loss = task.loss(lambda _, scores=scores: scores, (None, labels)).mean
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
+        gradients = [torch.autograd.grad(one, scores)[0] for one in (loss, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-18)
 
 
 def test_metrics_by_hand_for_any_number_of_processes():
@@ -83,13 +62,10 @@ def test_fewer_than_five_outputs():
 def folder(tmp_path):
     """Settings of the small ImageNet, two of whose 18 training images are broken."""
     write_tree(tmp_path)
+    common = {"name": "image-folder", "root": str(tmp_path), "max_broken": 0.5, "transform": {"size": 24, "resize": 28}}
 
-    def settings(workers=0, **options):
-        data = Data(
-            name="image-folder", root=str(tmp_path), max_broken=0.5, workers=Workers(count=workers),
-            transform=Transform(size=24, resize=28),
-        )  # fmt: skip
-        return {"data": data, "model": "small-resnet", "batch_size": 6} | options
+    def settings(workers=0):
+        return {"data": common | {"workers": {"count": workers}}, "model": "small-resnet", "batch_size": 6}
 
     return settings
 
@@ -135,36 +111,40 @@ def test_more_workers_than_cores_are_one_line(folder, monkeypatch):
     assert said == ["data.workers.count=2: 4 worker processes share 1 cores; data.workers.count=0 would be enough"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_what_the_data_refuse():
+    for options, said in [
         ({"classes": 9}, r"classes=9: the data has 10 classes; leave classes=null, or set 10 or more"),
         ({"batch_size": 2000}, r"batch_size=2000 is larger than the training set \(1438 samples\)"),
         ({"model": "resnet5"}, r"model=resnet5 is not a network \(did you mean resnet50\?\)"),
+        ({"model": "resnet18"}, r"model=resnet18 takes images of 3 channels, and those of the data have 1"),
         (
             {"label_smoothing": 0.95, "smoothing_form": "reference"},
             r"label_smoothing=0.95 with smoothing_form=reference must be below 0.9 for 10 outputs",
         ),
-    ],
-)
-def test_what_the_data_refuse(options, said):
-    with pytest.raises(UserError, match=said):
-        opened(**options)
+    ]:
+        with pytest.raises(UserError, match=said):
+            opened(**options).model()
 
 
-def test_a_network_for_other_images():
-    with pytest.raises(UserError, match=r"model=resnet18 takes images of 3 channels, and those of the data have 1"):
-        opened(model="resnet18").model()
+def test_other_images_are_evaluated_with_the_crops_of_the_training():
+    def recipe(name, **transform):
+        return Recipe.model_validate({"data": {"name": name, "transform": transform or None}})
+
+    trained = recipe("image-folder", size=32, resize=40, mean=(0.1, 0.2, 0.3))
+    assert as_trained(recipe("cifar10"), trained).data.crops == trained.data.crops
+    assert as_trained(recipe("digits"), recipe("digits")) == recipe("digits")
+    for others, own in (("cifar10", "digits"), ("digits", "image-folder"), ("fashion-mnist", "digits")):
+        with pytest.raises(UserError, match=rf"data.name={others} has images of .* trained on .*: choose data of that"):
+            as_trained(recipe(others), recipe(own))
 
 
 def test_settings_that_the_tasks_cannot_use():
-    phases = ({"steps": 3},)
     for options, *said in [
         ({},),
         ({"data": {"name": "corpus", "root": "x"}}, "data.name=corpus cannot be used for task=image-cla"),
         (
-            {"phases": phases, "activation_checkpointing": True},
-            "phases is set: task=image",
+            {"phases": [{"steps": 3}], "activation_checkpointing": True},
+            "phases is set",
             "activation_checkpointing=true",
         ),
         ({"stop_at": 76, "targets": [0.5, 76]}, "stop_at=76.0 must lie in (0, 1]", "targets=[0.5, 76.0] must lie in"),
@@ -190,8 +170,8 @@ def test_settings_that_the_tasks_cannot_use():
 def test_the_network_is_that_of_the_seed_and_leaves_no_trace():
     task = opened()
     models = []
-    for _ in range(2):
+    for _ in "ab":
         torch.manual_seed(3)
         models.append(task.model())
     assert_same(models[0].state_dict(), models[1].state_dict())
-    assert all(isinstance(module, nn.Module) and module.training for module in models[0].modules())
+    assert all(module.training for module in models[0].modules())

@@ -162,7 +162,8 @@ def loaded(
                 f"{len(broken)} of {size} samples cannot be read, more than data.max_broken={max_broken:g} allows; the "
                 f"latest: {reason}: repair or remove them, or raise data.max_broken",
             )
-        require(batch is not None, f"no sample of a batch can be read; the latest: {reasons[-1:]}: check the disk")
+        if batch is None:
+            raise UserError(f"no sample of a batch can be read; the latest: {reasons[-1]}: check the disk")
         yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch)
 
 

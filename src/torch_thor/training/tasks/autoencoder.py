@@ -61,14 +61,11 @@ class Autoencoder:
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         """Compute the cross-entropy, summed over the pixels of an image and averaged over images."""
         logits = net(batch)
-        return Loss(_cross_entropy(logits, batch) / len(batch), logits, "bernoulli")
+        total = binary_cross_entropy_with_logits(logits, batch, reduction="sum")
+        return Loss(total / len(batch), logits, "bernoulli")
 
     def measure(self, net: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Compute the cross-entropy and the squared error, summed over images and pixels."""
         logits = net(batch)
-        error = (torch.sigmoid(logits) - batch).square().sum(1).sum()
-        return {"loss": _cross_entropy(logits, batch), "squared_error": error}
-
-
-def _cross_entropy(logits: Tensor, pixels: Tensor) -> Tensor:
-    return binary_cross_entropy_with_logits(logits, pixels, reduction="sum")
+        total = binary_cross_entropy_with_logits(logits, batch, reduction="sum")
+        return {"loss": total, "squared_error": (torch.sigmoid(logits) - batch).square().sum(1).sum()}

@@ -30,6 +30,24 @@ EVALUATION_BATCH = 1000  # images in memory
 MOST_FROM_FILES = 256  # in an evaluation batch, because the batch size of a recipe may be that of many devices
 
 
+def as_trained(recipe: Recipe, trained: Recipe) -> Recipe:
+    """Return a recipe to evaluate a network on other images, with the crops and the normalisation of its training.
+
+    Raises:
+        UserError: If the images have another size.
+    """
+    if not {recipe.data.name, trained.data.name} & IN_MEMORY.keys():
+        data = recipe.data.model_copy(update={"transform": trained.data.crops})
+        recipe = recipe.model_copy(update={"data": data})
+    sizes = [" x ".join(map(str, one.data.image_shape)) for one in (recipe, trained)]
+    require(
+        sizes[0] == sizes[1],
+        f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: choose data "
+        "of that size, or set data.transform.size",
+    )
+    return recipe
+
+
 class ImageClassification:
     """The task of classifying images."""
 
@@ -42,20 +60,19 @@ class ImageClassification:
 
     def __init__(self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool = True) -> None:
         check_name(recipe.model)
-        self.recipe, self.say = recipe, cache(say)  # which says each line once
+        self.recipe, self.files = recipe, recipe.data.name not in IN_MEMORY
+        self.say = cache(say)  # which says each line once
         self.say_on_others = cache(partial(print, file=sys.stderr, flush=True))  # `say` may be for the first process
         self.train: Any
         self.test: Any
-        if recipe.data.name in IN_MEMORY:
-            self.train, self.test = (
-                (images.to(device), labels.to(device)) for images, labels in load_images(recipe.data)
-            )
-            self.samples, self.held, classes = len(self.train[1]), len(self.test[1]), int(self.train[1].max()) + 1
-        else:
+        if self.files:
             from torch_thor.training.data.images import open_images  # its import of torchvision's transforms is slow
 
             self.train, self.test = open_images(recipe.data, recipe.seed, train=train)
             self.samples, self.held, classes = len(self.train or ()), len(self.test), len(self.test.classes)
+        else:
+            self.train, self.test = ([one.to(device) for one in part] for part in load_images(recipe.data))
+            self.samples, self.held, classes = len(self.train[1]), len(self.test[1]), int(self.train[1].max()) + 1
         self.steps_per_epoch = batches_per_epoch(self.samples, recipe.batch_size) if train else 0
         self.outputs = recipe.classes or classes
         require(
@@ -84,23 +101,21 @@ class ImageClassification:
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process."""
-        files = self.recipe.data.name not in IN_MEMORY
-        size = min(self.recipe.batch_size, MOST_FROM_FILES) if files else EVALUATION_BATCH
-        keys = list(held_out_keys(self.held, size, ranks))
-        batches = self._read(self.test, [[(0, index) for index in indices] for indices, _ in keys], ranks)
-        return zip(batches, [counts for _, counts in keys], strict=True)
+        size = min(self.recipe.batch_size, MOST_FROM_FILES) if self.files else EVALUATION_BATCH
+        keys, counts = zip(*held_out_keys(self.held, size, ranks), strict=True)
+        return zip(self._read(self.test, [[(0, index) for index in one] for one in keys], ranks), counts, strict=True)
 
     def _read(self, images: Any, keys: Iterable[list[tuple[int, int]]], ranks: Ranks) -> Iterator[Batch]:
-        if self.recipe.data.name in IN_MEMORY:
+        if not self.files:
             return in_memory(images, keys)
         from torch_thor.training.data.images import collate, normalised
 
-        data = self.recipe.data
+        data, crops = self.recipe.data, self.recipe.data.crops
         raw = loaded(
             images, keys, workers=data.workers.count, prefetch=data.workers.prefetch, device=ranks.device,
             max_broken=data.max_broken, say=self.say if ranks.first else self.say_on_others, collate=collate,
         )  # fmt: skip
-        return ((normalised(pixels, data.crops), labels) for pixels, labels in raw)
+        return ((normalised(pixels, crops), labels) for pixels, labels in raw)
 
     def terms(self, batch: Batch) -> Terms:
         """Count the images."""
@@ -115,15 +130,12 @@ class ImageClassification:
         return Loss(cross_entropy(scores, labels, label_smoothing=smoothing), scores)
 
     def measure(self, net: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the sum of the cross-entropy without smoothing, and the numbers of correctly classified images.
-
-        With fewer than five outputs, `top5` counts a label among all of them.
-        """
+        """Return the sum of the cross-entropy without smoothing, and the numbers of correctly classified images."""
         images, labels = batch
         scores = net(images)
         best = scores.topk(min(5, self.outputs), dim=1).indices == labels[:, None]
         return {
             "loss": cross_entropy(scores, labels, reduction="sum"),
             "top1": (scores.argmax(dim=1) == labels).sum(),
-            "top5": best.any(dim=1).sum(),
+            "top5": best.sum(),
         }
