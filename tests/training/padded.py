@@ -1,0 +1,72 @@
+"""A small task with what a loop may not assume: mappings, padding, unequal and missing loss terms."""
+
+import itertools
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe import Recipe
+from torch_thor.training.run import build
+from torch_thor.training.tasks.task import Loss, Metric, Terms
+
+COUNTS = torch.tensor([5, 1, 0, 3, 2, 4])  # rows that count, of the five of each sample
+CUTS = {1: (0, 6), 2: (0, 2, 6)}  # of a batch, by the number of processes
+MUON = {"lr": 0.05, "damping": 0.1, "update_interval": 2, "factor_decay": 0.5}
+OPTIMIZERS = {"sgd": {"lr": 0.3}, "thor": {**MUON, "trace_thresholds": (0.0, 0.0)}, "thor-muon": MUON}
+
+
+class Padded:
+    """Mappings of sequences; a row has a label, or is padding, which contains `junk`. One step may be spoiled."""
+
+    unit, steps_per_epoch, samples = "rows", 4, 24
+    metrics = (
+        Metric("loss", "loss", "loss", False, primary=True),
+        Metric("double", "double", "double", False, derived=lambda means: 2 * means["loss"]),
+    )
+
+    def __init__(self, junk=0.0, spoiled=None):
+        self.junk, self.spoiled, self.read, self.passes = junk, spoiled, -1, 0
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    def batch(self, seed, own=slice(None)):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(6, 5, 4, generator=generator, dtype=torch.float64)
+        labels, counts = torch.randint(3, (6, 5), generator=generator), torch.arange(5) < COUNTS[:, None]
+        rows = (rows * (float("nan") if seed + 1 == self.spoiled else 1)).where(counts[..., None], self.junk)
+        return {"rows": rows[own], "truth": (labels[own], counts[own])}
+
+    def batches(self, ranks, start):
+        for self.read in itertools.count(start):
+            yield self.batch(self.read, slice(*CUTS[ranks.world][ranks.rank : ranks.rank + 2]))
+
+    def held_out(self, ranks):
+        nothing = self.batch(0, slice(2, 3))  # a sequence of padding
+        for seed in (100, 101, 102, 103)[ranks.rank :: ranks.world]:
+            yield from ((self.batch(seed), True), (self.batch(seed + 50), False), (nothing, True))
+
+    def terms(self, batch):
+        return Terms(int(batch["truth"][1].sum()), batch["truth"][1])
+
+    def each(self, scores, batch):
+        self.passes += 1
+        labels, counts = batch["truth"]
+        return F.cross_entropy(scores.movedim(-1, 1), labels, reduction="none").where(counts, 0.0).sum()
+
+    def loss(self, net, batch):
+        scores = net(batch["rows"])
+        return Loss(self.each(scores, batch) / max(1, self.terms(batch).number), scores, dim=-1)
+
+    def measure(self, net, batch):
+        return {"loss": self.each(net(batch["rows"]), batch)}
+
+
+def started(name="sgd", task=None, ranks=None, **given):
+    """A run of the task with one of OPTIMIZERS, before its first step."""
+    own = {"epochs": 2, "batch_size": 6, "seed": 5, "device": "cpu", "schedule": {"kind": "linear"}, **given}
+    settings = {**OPTIMIZERS[name], **own.pop("settings", {})}
+    recipe = Recipe.model_validate({**own, "optimizer": [name], "optimizers": {name: settings}})
+    return build(recipe, name, task or Padded(), ranks or Ranks())
