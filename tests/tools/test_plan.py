@@ -149,7 +149,7 @@ def test_a_step_is_measured(monkeypatch, mine, subject, batch, name):
         ("digits", {"words": ["split_dim=auto"]}, "split_dim=auto is measured by a training: give --split-dim"),
         ("build", {"batch": 2}, "returned a model alone, and its times are to be measured: return"),
         ("frozen", {}, "has no parameters to train"),
-        ("nothing", {}, "failed: AttributeError"),
+        ("nothing", {}, "failed: KeyError"),
         ("resnet5", {}, "did you mean resnet"),
     ],
 )

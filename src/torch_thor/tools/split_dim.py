@@ -1,9 +1,9 @@
 """`torch-thor split-dim`: choose THOR's split dimension for a model on this device, from real images."""
 
-import importlib.util
 import json
 import math
 import random
+import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.models.library import build_library_model, build_model
 from torch_thor.training.models.small import CLASSIFIERS
 from torch_thor.training.parallel import device_of
-from torch_thor.training.printing import cell, printer, visible
+from torch_thor.training.printing import milliseconds, printer, visible
 from torch_thor.training.recipe import Transform
 
 FIGURE_FILE, NUMBERS_FILE = "split_dim.png", "split_dim.json"
@@ -41,34 +41,13 @@ def split_dim(
     seed: int = 0,
     overwrite: bool = False,
 ) -> SplitChoice:
-    """Choose the split dimension of a model, print tables, and write `split_dim.png` and `split_dim.json`.
-
-    Args:
-        model: A torchvision or timm name, or `FILE.py:FUNCTION`, a function that returns a model, `(model, batch)` or
-            `(model, batch, loss_fn)`.
-        folder: The folder of the results.
-        console: Where the tables are printed.
-        device: The device to measure on: `auto` or its name.
-        batch: Number of sample images, unless the function returns a batch.
-        pixels: Their height and width.
-        data: A folder of images at any depth; None uses two photographs.
-        seed: Seed of the weights and the crops.
-        overwrite: Whether to replace results in the folder.
-
-    Returns:
-        The choice.
-
-    Raises:
-        UserError: If the model cannot be built or run, or the results would overwrite others.
-    """
-    figure, numbers = folder / FIGURE_FILE, folder / NUMBERS_FILE
-    there = [file for file in (figure, numbers) if file.exists()]
-    require(not there or overwrite, f"{there and there[0]} exists already: give another --out, or --overwrite")
+    """Choose the split dimension of a model; print a table, and write `split_dim.png` and `split_dim.json`."""
+    figure, numbers, say = folder / FIGURE_FILE, folder / NUMBERS_FILE, printer(console)
+    for file in (figure, numbers):
+        require(overwrite or not file.exists(), f"{file} exists already: give another --out, or --overwrite")
     check_place(folder)
     choice, found = measure_split_dim(model, console, device=device, batch=batch, pixels=pixels, data=data, seed=seed)
-    for table in tables(choice):
-        console.print(table)
-    say = printer(console)
+    console.print(table(choice))
     say(verdict(choice))
     with writing(folder, "choose another folder with --out"):  # the results have been printed already
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,15 +60,17 @@ def split_dim(
 def measure_split_dim(
     model: str, console: Console, *, device: str, batch: int, pixels: int, data: Path | None, seed: int
 ) -> tuple[SplitChoice, dict[str, Any]]:
-    """Return the choice for a model, and all measured values and settings as JSON values; arguments as above."""
+    """Return the choice for a model, and all measured values and settings as JSON values."""
     for option, value in (("batch", batch), ("pixels", pixels)):
         require(value >= 1, f"--{option} {value}: give 1 or more")
     require(0 <= seed < 2**63, f"--seed {seed}: must be between 0 and 2^63 - 1; give another number")
     where, subject = device_of(device), load_subject(model, seed)
-    sample, source, own = subject.batch, f"the batch that {model} returned", subject.batch is not None
-    if not own:
+    sample, source = subject.batch, f"the batch that {model} returned"
+    settings: dict[str, Any] = {"model": model, "sample": source, "batch": None, "pixels": None}
+    if sample is None:
         sample, source = sample_images(batch, pixels, data, seed)
-    printer(console)(f"{model} on {where}; sample: {source}. Inverting large blocks takes long ...")
+        settings |= {"sample": source, "batch": batch, "pixels": pixels}
+    printer(console)(f"{model} on {where}; sample: {settings['sample']}. Inverting large blocks takes long ...")
     try:
         choice = choose_split_dim(subject.model, sample, where, loss_fn=subject.loss_fn)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -97,7 +78,6 @@ def measure_split_dim(
             f"{model} could not be measured: {first_line(error)} (try other --pixels or --batch, or give a "
             "FILE.py:FUNCTION that returns (model, batch, loss_fn))"
         ) from error
-    settings = {"model": model, "sample": source, "batch": None if own else batch, "pixels": None if own else pixels}
     versions = {"torch": torch.__version__, "torch_thor": __version__}
     return choice, {**settings, "seed": seed, **versions, **choice.as_dict()}
 
@@ -122,13 +102,8 @@ def load_subject(word: str, seed: int) -> Subject:
         except UserError as error:
             raise UserError(f"{error}; for your own model give FILE.py:FUNCTION") from error
     require(Path(file).is_file(), f"{file} does not exist: give FILE.py:FUNCTION, a function that returns a model")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None  # as for every name that ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        returned = getattr(module, function)()
+        returned = runpy.run_path(file)[function]()
     except Exception as error:
         raise UserError(f"{word} failed: {type(error).__name__}: {first_line(error)}; correct {file}") from error
     parts = returned if isinstance(returned, tuple) else (returned,)
@@ -144,7 +119,13 @@ def sample_images(count: int, pixels: int, folder: Path | None, seed: int) -> tu
     """Return random crops, flipped and normalised as for ImageNet, (count, 3, pixels, pixels), and their source."""
     from torchvision.transforms import v2
 
-    photographs, source = _photographs(count, folder, seed)
+    if folder is None:
+        from sklearn.datasets import load_sample_images
+
+        photographs = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images]
+        source = "crops of the two photographs in scikit-learn (use --data for your own images)"
+    else:
+        photographs, source = _images_of(folder, count, seed), f"crops of {count} images of {folder}"
     usual = Transform()
     crop = v2.RandomResizedCrop(pixels, scale=usual.scale, antialias=True)
     normalise = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(usual.mean, usual.std)])
@@ -153,15 +134,9 @@ def sample_images(count: int, pixels: int, folder: Path | None, seed: int) -> tu
     return torch.stack([prepare(photographs[i % len(photographs)]) for i in range(count)]), source
 
 
-def _photographs(count: int, folder: Path | None, seed: int) -> tuple[list[Tensor], str]:
-    if folder is None:
-        from sklearn.datasets import load_sample_images
-
-        found = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images]
-        return found, "crops of the two photographs in scikit-learn (use --data for your own images)"
+def _images_of(folder: Path, count: int, seed: int) -> list[Tensor]:
     from torch_thor.training.data.decoding import BrokenImageError, decode_rgb, read_image
 
-    require(folder.is_dir(), f"--data {folder} is not a folder: give a folder with images")
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     require(
         len(paths) >= count,
@@ -174,7 +149,7 @@ def _photographs(count: int, folder: Path | None, seed: int) -> tuple[list[Tenso
             images.append(decode_rgb(read_image(path)))
         except BrokenImageError as error:
             raise UserError(f"{path} cannot be read as an image ({first_line(error)}): remove or repair it") from error
-    return images, f"crops of {count} images of {folder}"
+    return images
 
 
 def verdict(choice: SplitChoice) -> str:
@@ -184,22 +159,17 @@ def verdict(choice: SplitChoice) -> str:
     return f"The curves cross at {choice.crossing:.0f}: split_dim={choice.split_dim}"
 
 
-def tables(choice: SplitChoice) -> tuple[Table, Table]:
-    """Make a table of the loss of spectral norm of each layer at the chosen split, and one of both curves."""
-    chosen = choice.candidates.index(choice.split_dim)
-    losses = Table("layer", title=f"Loss of spectral norm at split_dim={choice.split_dim}", title_justify="left")
-    for side in "AG":
-        losses.add_column(side, justify="right")
-    for name, factors in choice.losses.items():
-        losses.add_row(cell(name), *(f"{factors[key][chosen]:.1%}" if key in factors else "uncut" for key in "AG"))
-    curves = Table(title=f"Split dimension on {choice.device}", title_justify="left")
+def table(choice: SplitChoice) -> Table:
+    """Make a table of both curves; `split_dim.json` has the losses of each layer too."""
+    found = Table(title=f"Split dimension on {choice.device}", title_justify="left")
     for heading in ("block size s", "factors that lose < 1 %", "p_1 / p_s", "p_s: all inverses once", ""):
-        curves.add_column(heading, justify="right")
-    rows = zip(choice.candidates, choice.information, choice.performance, choice.seconds, strict=True)
-    for i, (size, kept, speed, seconds) in enumerate(rows):
-        mark = "<- chosen" if i == chosen else ""
-        curves.add_row(str(size), f"{kept:.1%}", f"{speed:.3f}", f"{1000 * seconds:.1f} ms", mark)
-    return losses, curves
+        found.add_column(heading, justify="right")
+    for size, kept, speed, seconds in zip(
+        choice.candidates, choice.information, choice.performance, choice.seconds, strict=True
+    ):
+        mark = "<- chosen" if size == choice.split_dim else ""
+        found.add_row(str(size), f"{kept:.1%}", f"{speed:.3f}", milliseconds(seconds), mark)
+    return found
 
 
 def draw_choice(
