@@ -175,21 +175,9 @@ def settings_of(name: str) -> dict[str, Any]:
 def build_optimizer(
     name: str, model: nn.Module, given: Mapping[str, Any], *, sample: Callable[[], int] | None = None
 ) -> torch.optim.Optimizer:
-    """Build an optimizer for all parameters of a model.
-
-    Args:
-        name: One of `OPTIMIZERS`.
-        model: The network.
-        given: Settings, as a recipe gives them; the others have their defaults.
-        sample: Measures the number for `split_dim=auto`, the same on all processes, as `measured_split_dim` does on
-            one. None takes the default: a checkpoint will bring the number.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        UserError: If the optimizer is not known, or refuses its settings or the model.
-    """
+    """Build an optimizer for all parameters of a model, with settings as a recipe gives them."""
+    # `sample` measures the number for `split_dim=auto`, the same on all processes, as `measured_split_dim` does on one.
+    # Without it the number is the default: a checkpoint will bring its own.
     require(name in OPTIMIZERS, f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}")
     kind, options = OPTIMIZERS[name][0], {**settings_of(name), **given}
     if "beta1" in options:

@@ -18,6 +18,7 @@ from typing import Any
 from torch_thor.training.errors import require
 
 MANIFEST, TOKENIZER, TRAIN, HELD_OUT = "manifest.json", "tokenizer.json", "train.arrow", "held-out.arrow"
+FORMAT = 4  # of the manifest and the files
 SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
 _AGAIN = "delete its folder, then prepare the corpus again"  # `prepare` leaves a finished corpus as it is
 
@@ -40,7 +41,9 @@ def open_manifest(folder: Path, names: Sequence[str] = (TOKENIZER, TRAIN, HELD_O
     require(file.is_file(), f"{folder} is no prepared corpus (no {MANIFEST}): make one with torch-thor prepare")
     try:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        expected = {name: manifest["sha256"][name] for name in names}
+        expected = (
+            {name: manifest["sha256"][name] for name in names} if manifest["format"] == FORMAT else {MANIFEST: ""}
+        )
     except (ValueError, KeyError, TypeError):
         expected = {MANIFEST: ""}
     for name, digest in expected.items():
@@ -48,7 +51,7 @@ def open_manifest(folder: Path, names: Sequence[str] = (TOKENIZER, TRAIN, HELD_O
         found = (folder / name).stat()
         require(
             _known_sha256(folder / name, found.st_size, found.st_mtime_ns) == digest,
-            f"{folder / name} was cut short or changed after {MANIFEST} was written: {_AGAIN}",
+            f"{folder / name} was cut short or changed, or is of another version: {_AGAIN}",
         )
     return manifest
 

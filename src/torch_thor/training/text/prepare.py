@@ -30,13 +30,12 @@ from rich.progress import Progress
 from torch_thor import __version__
 from torch_thor.files import REMAINS, whole_file, write_text
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.text.corpus import HELD_OUT, MANIFEST, TOKENIZER, TRAIN, mapped, open_manifest, sha256
+from torch_thor.training.text.corpus import FORMAT, HELD_OUT, MANIFEST, TOKENIZER, TRAIN, mapped, open_manifest, sha256
 from torch_thor.training.text.documents import Document, read
 from torch_thor.training.text.encoding import encode, is_in_share
 from torch_thor.training.text.sources import PYTHON, Source, Unit, find_sources, units
 from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
 
-FORMAT = 3
 SAMPLE = 200_000_000  # the approximate number of characters that a tokenizer is trained on, at most
 _BEGUN, _CLEAN, _LOCK = "begun.json", "clean", ".lock"  # names in the folder of a corpus
 _SHOWN = 20  # faults that are printed
