@@ -137,7 +137,6 @@ def test_a_step_is_measured(monkeypatch, mine, subject, batch, name):
     ("subject", "options", "said"),
     [
         ("resnet18", {"devices": (0, 2)}, "--devices 0: give 1 or more"),
-        ("resnet18", {"devices": ()}, "--devices 0: give 1 or more"),
         ("resnet18", {"shards": 1}, "--shards 1: give 2 or more"),
         ("resnet18", {"batch": 0}, "--batch 0: give 1 or more"),
         ("resnet18", {"bandwidth": 0.0}, "--bandwidth 0.0 must be above 0"),

@@ -9,7 +9,6 @@ import json
 import statistics
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,7 +61,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """What a device keeps, sends and computes on a number of devices, in bytes; that which has most."""
+    """What the device that has most keeps, sends and computes, in bytes."""
 
     form: str
     devices: int
@@ -97,38 +96,9 @@ def plan(
     device: str = "auto",
     out: Path | None = None,
 ) -> list[Row]:
-    """Print what a training with THOR keeps and sends on each of many devices, and predict its times.
-
-    Args:
-        subject: A recipe, a torchvision or timm name, a size of BERT, a transformers `config.json`, or
-            `FILE.py:FUNCTION`, which returns a model or, for times, `(model, batch)` or `(model, batch, loss_fn)`. No
-            data are needed: samples are random, and networks have the usual number of outputs.
-        console: Where the tables are printed.
-        words: `key=value` on top of a recipe.
-        devices: Numbers of devices.
-        shards: The devices that hold one copy of the weights with HSDP, such as those of a machine.
-        optimizer: `thor` or `thor-muon`; None: the first of them in the recipe, or thor.
-        split_dim: Block size of the factors; None: that of the recipe, or the default.
-        batch: Samples of a step on each device; a step with them is measured on this one. None predicts no times.
-        samples: Samples of the whole training, all epochs together; None predicts no time of it.
-        bandwidth: GB/s that a device sends; with several kinds of links, of the slowest.
-        latency: Microseconds of a round of a ring, in addition.
-        device: The device to measure on: `auto` or its name.
-        out: The folder of `plan.json`; None writes no file.
-
-    Returns:
-        A row for each way to train and number of devices.
-
-    Raises:
-        UserError: If the model cannot be built or measured, or an option does not fit.
-    """
-    checked = (
-        ("devices", min(devices, default=0), 1),
-        ("shards", shards, 2),
-        ("batch", batch, 1),
-        ("samples", samples, 1),
-    )
-    for option, value, least in checked:
+    """Print the rows of all ways to train and numbers of devices, and return them; options as of `torch-thor plan`."""
+    checked = {"devices": (min(devices), 1), "shards": (shards, 2), "batch": (batch, 1), "samples": (samples, 1)}
+    for option, (value, least) in checked.items():
         require(value is None or value >= least, f"--{option} {value}: give {least} or more")
     require(bandwidth > 0 <= latency, f"--bandwidth {bandwidth} must be above 0, --latency {latency} at least 0")
     if out is not None:
@@ -149,29 +119,29 @@ def plan(
     rows = [row for form in FORMS for number in devices for row in rows_of(thor, form, number, shards)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{subject}, {name}: {len(thor.curvature)} preconditioned layers, {trained / 1e6:,.1f} M trained parameters")
-    _print(console, TITLE, SIZES, map(_sizes, rows), rows)
-    measured, times = None, [dict[str, float]() for _ in rows]
+    _print(console, TITLE, SIZES, {row: _sizes(row) for row in rows})
+    measured, times = None, {row: dict[str, float]() for row in rows}
     if batch is not None:
         where = device_of(device)
         say(f"Measuring a step on {where} ...")
         measured = measure(subject, recipe, name, given, where, batch)
-        for row, own in zip(rows, times, strict=True):
+        for row, own in times.items():
             own["step"], own["network"], own["refresh"] = row.seconds(measured, 1e9 * bandwidth, 1e-6 * latency)
             if samples is not None:
                 steps = -(-samples // (measured.batch * row.devices))
                 refreshes = _refreshes(thor.param_groups[0]["update_interval"], steps)
                 own["training"] = refreshes * own["refresh"] + (steps - refreshes) * own["step"]
-        paper = (recipe.model if recipe else subject) == PAPER_MODEL
-        cells = [_times(row, own, measured.batch, paper) for row, own in zip(rows, times, strict=True)]
-        _print(console, "Predicted times", TIMES if paper else TIMES[:-1], cells, rows)
+        paper = PAPER if (recipe.model if recipe else subject) == PAPER_MODEL else {}
+        cells = {row: _times(row, own, measured.batch, paper) for row, own in times.items()}
+        _print(console, "Predicted times", TIMES, cells)
         say(f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and {latency:g} µs; nothing overlaps")
         if paper:
             say("Chen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the devices too")
     if out is not None:
-        network = {"bandwidth": bandwidth, "latency": latency, "shards": shards}
-        numbers = [{**asdict(row), "seconds": own} for row, own in zip(rows, times, strict=True)]
-        content: dict[str, Any] = {"model": subject, "optimizer": name, "torch_thor": __version__, "network": network}
-        content |= {"measured": measured and asdict(measured), "rows": numbers}
+        content: dict[str, Any] = {"model": subject, "optimizer": name, "torch_thor": __version__}
+        content["network"] = {"bandwidth": bandwidth, "latency": latency, "shards": shards}
+        content["measured"] = measured and asdict(measured)
+        content["rows"] = [{**asdict(row), "seconds": own} for row, own in times.items()]
         with writing(out, "choose another folder with --out"):
             out.mkdir(parents=True, exist_ok=True)
             write_text(out / FILE, json.dumps(content, indent=1) + "\n")
@@ -191,9 +161,8 @@ def rows_of(optimizer: CurvatureOptimizer, form: str, devices: int, shards: int)
         more = traffic.collectives_of_refresh(layers, devices)
         memory = traffic.memory_of(optimizer, layers, devices, parts)
         work = traffic.most_work(layers, devices)
-    sent, sent_more, rounds, rounds_more = (
-        sum(getattr(one, key) for one in part) for key in ("sent", "rounds") for part in (step, more)
-    )
+    sent, sent_more = (sum(one.sent for one in part) for part in (step, more))
+    rounds, rounds_more = (sum(one.rounds for one in part) for part in (step, more))
     return [Row(form, devices, memory, sent, sent_more, rounds, rounds_more, work)]
 
 
@@ -263,12 +232,10 @@ def measure(
                 torch.accelerator.synchronize(device)
             seconds[turn % 2].append(time.perf_counter() - started)
             optimizer.zero_grad()
-        counts: Counter[int] = Counter()
         blocks = traffic.blocks_of(optimizer.curvature.values())
-        for one in blocks:
-            counts[one.shape[1]] += one.shape[0]
-        sizes = [(count, size) for size, count in counts.items() if size > 1]  # the inverse of a number is a division
-        (inverting,) = inverse_seconds(sizes, (max(counts),), dtype=blocks[0].dtype, device=device)
+        sizes = [one.shape for one in blocks if one.shape[1] > 1]  # the inverse of a number is a division
+        largest = max(one.shape[1] for one in blocks)
+        (inverting,) = inverse_seconds(sizes, (largest,), dtype=blocks[0].dtype, device=device)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = first_line(error)
         raise UserError(f"{subject} could not be measured ({reason}): try another --batch or --device") from error
@@ -279,12 +246,12 @@ def measure(
     return Measured(device_name(device), batch, ordinary, refresh, min(inverting, max(0.0, refresh - ordinary)))
 
 
-def _print(console: Console, title: str, headings: Sequence[str], cells: Iterable[list[str]], rows: list[Row]) -> None:
+def _print(console: Console, title: str, headings: Sequence[str], rows: Mapping[Row, Iterable[str]]) -> None:
     table = Table(title=title, title_justify="left")
     for heading in ("", "devices", *headings):
         table.add_column(heading, justify="right")
-    for row, own in zip(rows, cells, strict=True):
-        table.add_row(row.form, f"{row.devices:,}", *own)
+    for row, cells in rows.items():
+        table.add_row(row.form, f"{row.devices:,}", *cells)
     console.print(table)
 
 
@@ -293,7 +260,7 @@ def _sizes(row: Row) -> list[str]:
     return [*(f"{size / 1e6:,.1f}" for size in sizes), f"{row.most_work:.2f}"]
 
 
-def _times(row: Row, seconds: Mapping[str, float], batch: int, paper: bool) -> list[str]:
+def _times(row: Row, seconds: Mapping[str, float], batch: int, paper: Mapping[int, float]) -> list[str]:
     steps = (f"{1000 * seconds[key]:,.1f}" for key in ("step", "network", "refresh"))
     whole = f"{seconds['training'] / 60:,.1f}" if "training" in seconds else ""
-    return [f"{batch * row.devices:,}", *steps, whole, *([str(PAPER.get(row.devices, ""))] if paper else [])]
+    return [f"{batch * row.devices:,}", *steps, whole, str(paper.get(row.devices, ""))]
