@@ -146,7 +146,7 @@ def test_a_finished_corpus_is_left_alone_unless_it_is_damaged(wiki, corpus):
     assert "is finished already, and whole; nothing was done" in said
     assert contents(corpus) == before
     (corpus / "train.arrow").write_bytes(before["train.arrow"][:-8])
-    with pytest.raises(UserError, match=r"train\.arrow was cut short or changed .* delete its folder, then prepare"):
+    with pytest.raises(UserError, match=r"train\.arrow was cut short or changed.* delete its folder, then prepare"):
         run(corpus, wiki)
 
 
