@@ -55,11 +55,7 @@ class Collective:
 def laid_out(
     layers: Iterable[LayerCurvature], processes: int, *, shards: int = 1, divided: bool = False
 ) -> Iterator[list[LayerCurvature]]:
-    """Let layers without state be those of the first of many processes, which never has fewer rows than another.
-
-    Yields:
-        Those that have curvature there: if weights are divided, those whose rows can be.
-    """
+    """Let layers be those of the first process, which has the most rows; yield those that have curvature there."""
     found, owners = list(layers), {}
     if shards > 1:
         found = [one for one in found if why_not_by_rows(one.kind, tuple(one.weight.shape)) is None]
@@ -86,9 +82,6 @@ def laid_out(
 
 def _unused(*_: Any) -> Any:
     raise NotImplementedError("nothing is sent while a plan is made")
-
-
-# ---- the refresh -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -142,10 +135,15 @@ def collectives_of_refresh(
             results.append(_of_owners(GATHER, shared, 2 * itemsize))  # factors and inverses, as in what follows
         if size := 2 * itemsize * sum(one.copied * packed_size(one.shape[1]) for one, _ in alike):
             copies.append(Collective("broadcast", max(one.copies for one, _ in alike), size, size))
-    agreed = _gather(HEADER + NUMBERS, processes)
-    rows = _gather(sum(3 + len(layer.statistics.group_rows) for layer in layers), processes)
-    traces = _gather(sum(2 * len(layer.sides) * layer.kind.groups for layer in layers), processes)
-    failures = _gather(2 * sum(len(layer.stored) for layer in layers), processes)
+    agreed, rows, traces, failures = (
+        Collective(GATHER, processes, 8 * numbers, processes * 8 * numbers)  # in float64
+        for numbers in (
+            HEADER + NUMBERS,
+            sum(3 + len(layer.statistics.group_rows) for layer in layers),
+            sum(2 * len(layer.sides) * layer.kind.groups for layer in layers),
+            2 * sum(len(layer.stored) for layer in layers),
+        )
+    )
     return [agreed, rows, traces, *sums, failures, *results, *copies]
 
 
@@ -156,13 +154,6 @@ def _of_owners(name: str, blocks: Sequence[tuple[Blocks, Sequence[int]]], itemsi
     if not pads(packed):
         return Collective("all_reduce", len(packed), itemsize * sum(packed), itemsize * sum(packed))
     return Collective(name, len(packed), *((every, piece) if name == SCATTER else (piece, every)))
-
-
-def _gather(numbers: int, processes: int) -> Collective:
-    return Collective(GATHER, processes, 8 * numbers, processes * 8 * numbers)  # in float64
-
-
-# ---- every step -----------------------------------------------------------------------------------------------------
 
 
 def collectives_of_inverses(parameters: Iterable[Tensor], layers: Iterable[LayerCurvature]) -> list[Collective]:
@@ -183,23 +174,21 @@ def collectives_of_inverses(parameters: Iterable[Tensor], layers: Iterable[Layer
 
 
 def collectives_of_training(model: nn.Module, processes: int, shards: int = 1) -> list[Collective]:
-    """Return what DDP, FSDP2 or HSDP sends in every step, with one micro-batch.
-
-    For FSDP2, each block gathers its weights for the forward and again for the backward pass, and what is left of the
-    network once; then gradients are summed to their owners, and over the copies of HSDP.
-    """
+    """Return what DDP, FSDP2 or HSDP sends in every step, with one micro-batch."""
     if processes == 1:
         return []
     if shards == 1:
         size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         parts = [_BUCKET] * (size // _BUCKET) + [size % _BUCKET] * (size % _BUCKET > 0)
         return [Collective("all_reduce", processes, part, part) for part in parts]
+    # each block gathers its weights for the forward and again for the backward pass, and what is left of the network
+    # once; then gradients are summed to their owners, and over the copies of HSDP
     found = []
     inside = [list(block.parameters()) for block in blocks(model)]
     taken = {id(p) for part in inside for p in part}
     for number, part in enumerate([*inside, [p for p in model.parameters() if id(p) not in taken]]):
         own, trained = (
-            sum(own_bytes(p, shards) for p in part if p.requires_grad or frozen_too) for frozen_too in (True, False)
+            sum(own_bytes(p, shards) for p in some) for some in (part, [p for p in part if p.requires_grad])
         )
         times = 2 if number < len(inside) and trained else 1
         found += [Collective(GATHER, shards, own, own * shards)] * times * (own > 0)
@@ -208,9 +197,6 @@ def collectives_of_training(model: nn.Module, processes: int, shards: int = 1) -
             if processes > shards:
                 found.append(Collective("all_reduce", processes // shards, trained, trained))
     return found
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
