@@ -33,27 +33,21 @@ def encoded(image, kind, **options):
 
 def samples():
     """One sound file of every kind."""
-    picture = photograph()
-    turned = picture.rotate(180)
-    yield "jpeg", encoded(picture, "JPEG")
-    yield "progressive jpeg", encoded(picture, "JPEG", progressive=True)
-    orientation = Image.Exif()
-    orientation[0x0112] = 6
-    yield "jpeg with an orientation", encoded(picture, "JPEG", exif=orientation)
-    yield "cmyk jpeg", encoded(picture.convert("CMYK"), "JPEG")
-    yield "grey jpeg", encoded(picture.convert("L"), "JPEG")
-    yield "gif", encoded(picture.convert("P"), "GIF")
-    yield "animated gif", encoded(picture.convert("P"), "GIF", save_all=True, append_images=[turned.convert("P")])
-    yield "transparent gif", encoded(picture.convert("P"), "GIF", transparency=5)
-    yield "webp", encoded(picture, "WEBP")
-    yield "lossless webp", encoded(picture, "WEBP", lossless=True)
-    yield "transparent webp", encoded(Image.merge("RGBA", (*picture.split(), turned.convert("L"))), "WEBP")
-    yield "bmp", encoded(picture, "BMP")
-    yield "tiff", encoded(picture, "TIFF")
-    yield "compressed tiff", encoded(picture, "TIFF", compression="tiff_lzw")
-    yield "ppm", encoded(picture, "PPM")
-    yield "photograph png", encoded(picture, "PNG")
-    yield "animated png", encoded(picture, "PNG", save_all=True, append_images=[turned])
+    picture, turned = photograph(), photograph().rotate(180)
+    palette, exif = picture.convert("P"), Image.Exif()
+    exif[0x0112] = 6  # an orientation
+    for name, image, options in [
+        ("jpeg", picture, {}), ("progressive jpeg", picture, {"progressive": True}),
+        ("turned jpeg", picture, {"exif": exif}),
+        ("cmyk jpeg", picture.convert("CMYK"), {}), ("grey jpeg", picture.convert("L"), {}), ("gif", palette, {}),
+        ("animated gif", palette, {"save_all": True, "append_images": [turned.convert("P")]}),
+        ("transparent gif", palette, {"transparency": 5}), ("webp", picture, {}),
+        ("lossless webp", picture, {"lossless": True}),
+        ("transparent webp", Image.merge("RGBA", (*picture.split(), turned.convert("L"))), {}), ("bmp", picture, {}),
+        ("tiff", picture, {}), ("compressed tiff", picture, {"compression": "tiff_lzw"}), ("ppm", picture, {}),
+        ("photograph png", picture, {}), ("animated png", picture, {"save_all": True, "append_images": [turned]}),
+    ]:  # fmt: skip
+        yield name, encoded(image, name.split()[-1], **options)
     for color, depths in damage.DEPTHS.items():
         for depth in depths:
             for interlaced in (False, True):
@@ -71,10 +65,8 @@ def test_sound_files_give_the_pixels_and_the_layout_of_torchvisions_decoder():
         assert image.dtype == torch.uint8
         if name.endswith(("tiff", "ppm", "bmp")):  # unknown to torchvision
             truth = torch.from_numpy(np.array(Image.open(io.BytesIO(content)).convert("RGB"))).permute(2, 0, 1)
-        else:
-            truth = decode_image(
-                torch.frombuffer(bytearray(content), dtype=torch.uint8), "RGB"
-            )  # safe with what is sound
+        else:  # safe with what is sound
+            truth = decode_image(torch.frombuffer(bytearray(content), dtype=torch.uint8), "RGB")
         truth = truth[0] if truth.ndim == 4 else truth  # the first frame
         if truth.dtype == torch.uint16:
             truth = (truth.to(torch.int32) >> 8).to(torch.uint8)
@@ -88,19 +80,16 @@ def test_cmyk_has_the_colours_of_the_photograph():
     assert (image - torch.from_numpy(np.array(photograph())).permute(2, 0, 1)).abs().mean() < 8
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
-def test_sixteen_bits_are_scaled_in_every_format(kind):
+def test_sixteen_bits_are_scaled_in_every_format():
     values = torch.arange(0, 65536, 64, dtype=torch.int32).view(32, 32)
-    content = encoded(Image.fromarray(values.to(torch.uint16).numpy()), kind)
-    assert torch.equal(decode_rgb(content), (values >> 8).to(torch.uint8).expand(3, -1, -1))
+    for kind in ("PNG", "TIFF", "PPM"):
+        content = encoded(Image.fromarray(values.to(torch.uint16).numpy()), kind)
+        assert torch.equal(decode_rgb(content), (values >> 8).to(torch.uint8).expand(3, -1, -1)), kind
 
 
 def test_what_is_cut_short_or_no_image_is_broken():
-    wrong = [
-        (b"", "no image format"),
-        (b"no image" * 20, "no image format"),
-        (encoded(photograph(), "EPS"), "PostScript"),
-    ]
+    unknown = "no image format"
+    wrong = [(b"", unknown), (b"no image" * 20, unknown), (encoded(photograph(), "EPS"), "PostScript")]
     for name in ("jpeg", "photograph png", "webp", "bmp"):
         wrong += [(SAMPLES[name][: int(share * len(SAMPLES[name]))], ".") for share in (0.01, 0.5, 0.97)]
     for content, said in wrong:

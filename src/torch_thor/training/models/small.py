@@ -30,22 +30,14 @@ class BasicBlock(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """A residual network of three basic blocks with 16, 32 and 64 channels: 0.08 million weights, for 28 x 28 images.
-
-    Args:
-        in_channels: Channels of the images.
-        classes: Number of classes.
-        widths: Channels of the three stages.
-    """
+    """A residual network of a basic block for each width: 0.08 million weights, for 28 x 28 images."""
 
     def __init__(self, in_channels: int, classes: int, widths: tuple[int, ...] = (16, 32, 64)) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(widths[0])
-        stages: list[nn.Module] = []
-        for index, width in enumerate(widths):
-            stages.append(BasicBlock(widths[max(0, index - 1)], width, stride=1 if index == 0 else 2))
-        self.stages = nn.Sequential(*stages)
+        self.stages = nn.Sequential(BasicBlock(widths[0], widths[0], stride=1))
+        self.stages.extend(BasicBlock(*pair, stride=2) for pair in itertools.pairwise(widths))
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -73,11 +65,7 @@ def small_cnn(in_channels: int, classes: int) -> nn.Module:
 
 
 def cifar_resnet18(in_channels: int, classes: int) -> nn.Module:
-    """Return torchvision's ResNet-18 with the stem of He et al. 2016, section 4.2, for images of 32 x 32 pixels.
-
-    The stem is a 3 x 3 convolution with stride 1 and no pooling. The usual stem (7 x 7, stride 2, pooling) would reduce
-    such an image to 8 x 8 before the first stage.
-    """
+    """Return torchvision's ResNet-18 with the stem of He et al. 2016, section 4.2, for images of 32 x 32 pixels."""
     from torchvision.models import resnet18  # slow to import, and needed for this network only
 
     model: nn.Module = resnet18(num_classes=classes)
@@ -102,11 +90,9 @@ def deep_autoencoder(pixels: int, hidden: Sequence[int] = (128, 64, 32, 12, 32, 
     layer, the code, is linear. Weights are initialised by Glorot's uniform rule, biases with 0.
     """
     layers: list[nn.Module] = []
-    widths, code = (pixels, *hidden, pixels), hidden.index(min(hidden))
-    for number, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
-        layers.append(nn.Linear(inputs, outputs))
-        if number not in (code, len(hidden)):
-            layers.append(nn.Tanh())
+    for inputs, outputs in itertools.pairwise((pixels, *hidden, pixels)):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    del layers[-1], layers[2 * hidden.index(min(hidden)) + 1]
     for layer in layers:
         if isinstance(layer, nn.Linear):
             nn.init.xavier_uniform_(layer.weight)
@@ -136,12 +122,7 @@ class Block(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """A transformer that returns the logits of the next character.
-
-    Args:
-        symbols: Number of different characters.
-        context: Largest length of a window, in characters.
-    """
+    """A transformer that returns the logits of the next character, for windows of at most `context` characters."""
 
     def __init__(self, symbols: int, context: int) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ A loss term is a predicted character. A batch is (characters, next characters), 
 random starts, drawn anew for each batch. An epoch has as many windows as cover the text once.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -48,12 +49,10 @@ class CharLM:
         """Yield the training batches of a process; the windows of all are functions of (seed, epoch, batch)."""
         size, positions = self.recipe.batch_size, len(self.train) - CONTEXT
         per_epoch, share = batches_per_epoch(self.samples, size, ranks.world), size // ranks.world
-        while True:
-            seed = digest(self.recipe.seed, *divmod(start, per_epoch))
+        for number in itertools.count(start):
+            seed = digest(self.recipe.seed, *divmod(number, per_epoch))
             starts = torch.randint(positions, (size,), generator=torch.Generator().manual_seed(seed))
-            own = starts[ranks.rank * share :][:share]
-            yield windows(self.train, own.to(self.train.device))
-            start += 1
+            yield windows(self.train, starts[ranks.rank * share :][:share].to(self.train.device))
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process."""
