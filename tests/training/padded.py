@@ -1,4 +1,4 @@
-"""A small task with what a loop may not assume: mappings, padding, unequal and missing loss terms."""
+"""A small task with what a loop may not assume: mappings, padding, unequal and missing terms; and an observer."""
 
 import itertools
 
@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torch_thor.training.errors import UserError
+from torch_thor.training.loop import Observer
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe import Recipe
 from torch_thor.training.run import build
@@ -70,3 +72,27 @@ def started(name="sgd", task=None, ranks=None, **given):
     settings = {**OPTIMIZERS[name], **own.pop("settings", {})}
     recipe = Recipe.model_validate({**own, "optimizer": [name], "optimizers": {name: settings}})
     return build(recipe, name, task or Padded(), ranks or Ranks())
+
+
+class Diary(Observer):
+    """Writes down what happens, and raises where it is told to."""
+
+    def __init__(self, error=None):
+        self.lines, self.error = [], error
+
+    def write(self, line):
+        self.lines.append(line)
+        if line == self.error:
+            raise UserError(f"at {line}")
+
+    def step(self, run, point):
+        self.write(f"step {point.step}")
+
+    def evaluation(self, run, score):
+        self.write(f"eval {score.step}")
+
+    def end_of_step(self, run):
+        self.write(f"end {run.step}")
+
+    def close(self):
+        self.write("close")

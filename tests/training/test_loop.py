@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from padded import OPTIMIZERS, Padded, started
+from padded import OPTIMIZERS, Diary, Padded, started
 from rich.console import Console
 from torch import distributed as dist
 from torch import nn
@@ -20,7 +20,7 @@ from torch_thor import THOR
 from torch_thor.training import loop
 from torch_thor.training.errors import DivergedError, UserError
 from torch_thor.training.evaluation import evaluate
-from torch_thor.training.loop import Observer, Record, split, train
+from torch_thor.training.loop import Record, split, train
 from torch_thor.training.observers import Metrics
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.progress import Lines
@@ -129,30 +129,6 @@ def test_one_all_reduce_a_step_beside_that_of_the_gradients(pool, tmp_path):
         assert pool.run(2, tmp_path, counted) == [["all_reduce"] * (1 + 8) + ["all_gather_object"]] * 2
     finally:
         pool.kill()  # with what was changed there
-
-
-class Diary(Observer):
-    """Writes down what happens, and raises where it is told to."""
-
-    def __init__(self, error=None):
-        self.lines, self.error = [], error
-
-    def write(self, line):
-        self.lines.append(line)
-        if line == self.error:
-            raise UserError(f"at {line}")
-
-    def step(self, run, point):
-        self.write(f"step {point.step}")
-
-    def evaluation(self, run, score):
-        self.write(f"eval {score.step}")
-
-    def end_of_step(self, run):
-        self.write(f"end {run.step}")
-
-    def close(self):
-        self.write("close")
 
 
 def test_observers_see_everything_in_order_and_are_closed():
