@@ -29,6 +29,7 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "torch_thor.training.run",
     "torch_thor.cli",
+    "torch_thor.commands",
     "torchvision.transforms.v2",
     "sklearn.datasets",
     "matplotlib.figure",
