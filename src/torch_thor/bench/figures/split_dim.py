@@ -12,8 +12,8 @@ from torch_thor.bench.figures import paper
 from torch_thor.bench.figures.figure import Figure, Options
 from torch_thor.bench.figures.raw import RawData
 from torch_thor.split.choice import SplitChoice
-from torch_thor.training.errors import require
 from torch_thor.tools.split_dim import draw_choice, measure_split_dim, verdict
+from torch_thor.training.errors import require
 
 MODEL, BATCH, PIXELS, SEED = "resnet50", 32, 224, 0
 
