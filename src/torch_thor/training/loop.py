@@ -235,8 +235,10 @@ class _Feed:
     def exchange(self, loss: float) -> tuple[float, int]:
         """Read the batch of the next step; return the mean loss of this one over all processes, and its terms."""
         terms, everywhere, last = self.terms, self.everywhere, self._run.step + 1 >= self._run.total_steps
+        started = time.perf_counter()
         if not last:
             self._read(self._run.step + 1)
+        self.waited = time.perf_counter() - started  # for data, and not for other processes
         found = self._run.ranks.total([loss * terms, float(self.terms), float(bool(self._stops))])
         self.everywhere, self._run.stopping = found[1], found[2] > 0
         return found[0] / everywhere, int(everywhere)
@@ -272,9 +274,7 @@ def _step(run: Run, feed: _Feed) -> Point:
     taken = taken and getattr(optimizer, "skipped_steps", 0) == skips
     optimizer.zero_grad()
     value = loss.item()  # a host-device synchronisation, because the step is timed and its loss recorded
-    read = time.perf_counter()
     mean, count = feed.exchange(value)
-    waited = time.perf_counter() - read
     lr = float(optimizer.param_groups[0]["lr"])
     if not math.isfinite(mean) and taken:
         raise DivergedError(
@@ -287,7 +287,7 @@ def _step(run: Run, feed: _Feed) -> Point:
     run.step, run.seconds = run.step + 1, run.seconds + duration
     damping: Any = optimizer.param_groups[0].get("damping")
     return Point(
-        run.step, mean, lr, None if damping is None else float(damping), run.seconds, duration, waited, count,
+        run.step, mean, lr, None if damping is None else float(damping), run.seconds, duration, feed.waited, count,
         not taken, refresh, () if thor is None else thor.last_refresh,
     )  # fmt: skip
 

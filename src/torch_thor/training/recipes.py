@@ -16,7 +16,6 @@ from torch_thor.training.optimizers import KEYS_OF, Settings
 from torch_thor.training.recipe import Data, Phase, Recipe, Schedule, Text, Training, Transform, Workers
 from torch_thor.training.tasks import check_task
 
-DEFAULT_RECIPE = "digits"
 _MOST, _DEEPEST = 1_000_000, 20  # characters of a recipe, levels of its mappings and lists
 # the tables of `torch-thor keys PART`; without a part, the keys that are of no other
 PARTS: dict[str, type[BaseModel]] = {

@@ -23,7 +23,6 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from torch_thor.training.errors import UserError
 
-MAX_PIXELS = 178_956_970  # Pillow refuses larger images
 MAX_BYTES = 2**31  # such an image needs less in any format
 SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine lacks resources; the image itself may be valid
 # An image is either decoded or broken. Every worker would repeat Pillow's warnings about large images and palettes.
