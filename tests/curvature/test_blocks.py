@@ -25,7 +25,7 @@ def random(*shape):
 def filled(cut, samples=3):
     """Blocks with the second moments of random samples, and these moments as full matrices of each group."""
     x = random(cut.groups, cut.rows // cut.groups, samples)
-    blocks = Blocks.zeros(cut, torch.float64, CPU)
+    blocks = Blocks(cut, torch.zeros(cut.rows, cut.width, dtype=torch.float64))
     blocks.add_second_moment_(x)
     return blocks, x @ x.mT
 

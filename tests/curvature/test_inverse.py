@@ -16,7 +16,8 @@ def matrix_of(*groups, dtype=torch.float64):
     """A block-diagonal matrix; each group is a list of blocks, which may be of unlike sizes."""
     blocks = [block for group in groups for block in group]
     runs = tuple((len(list(same)), size) for size, same in groupby(map(len, blocks)))
-    made = Blocks.zeros(Cut(runs, len(groups)), dtype, torch.device("cpu"))
+    cut = Cut(runs, len(groups))
+    made = Blocks(cut, torch.zeros(cut.rows, cut.width, dtype=dtype))
     for into, block in zip([block for part in made.parts for block in part], blocks, strict=True):
         into.copy_(block)
     return made

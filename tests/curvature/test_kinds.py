@@ -26,9 +26,10 @@ from reference import Layer, gradients, rows_of
 from reference.rows import is_standardised
 from torch_thor import THOR
 from torch_thor.curvature import Blocks, Cut
-from torch_thor.curvature.kinds import convolution, kind_of
-from torch_thor.curvature.kinds.base import spacing
+from torch_thor.curvature.kinds import kind_of
+from torch_thor.curvature.kinds import matrix as matrix_kinds
 from torch_thor.curvature.kinds.experts import ExpertsKind
+from torch_thor.curvature.kinds.matrix import spacing
 
 TORCHS = ("plain", "transposed")
 STANDARDISED = (StdConv2d, StdConv2dSame, WeightStandardizedConv2d)
@@ -130,7 +131,8 @@ def chosen_patches(images, pixels, most):
 
 
 def summed(kind, x, output, *, keep=None, most=None):
-    a = Blocks.zeros(Cut.of(kind.inputs, 1 if kind.diagonal_input else None, kind.groups), torch.float64, x.device)
+    cut = Cut.of(kind.inputs, 1 if kind.diagonal_input else None, kind.groups)
+    a = Blocks(cut, torch.zeros(cut.rows, cut.width, dtype=torch.float64))
     before = x.clone()
     rows = kind.add_inputs_(a, x, torch.Size(output), keep, most)
     assert torch.equal(x, before)
@@ -159,7 +161,7 @@ def test_rows_and_matrices_of_any_layer(case, split_dim, most, piece):
     optimizer = having(THOR(model, lr=0.0, damping=DAMPING, split_dim=split_dim), row_mask=keep)
     loss = lambda output: (output**3).sum() / terms  # noqa: E731
     output = model(x)
-    with patch.dict(convolution._PIECE_BYTES, cpu=piece):
+    with patch.dict(matrix_kinds._PIECE_BYTES, cpu=piece):
         loss(output).backward()
         optimizer.step()
     assert_matches_reference(model, x, loss, terms=terms, split_dim=split_dim, optimizer=optimizer, mask=mask)
@@ -198,7 +200,7 @@ def test_every_so_many():
     # every place in a sample has its turn: of 64 images of 6 pixels not every 24th, always the first pixel, is taken
     assert spacing(64 * 6, 16, 6) == 23
     # of 64 images of 16 pixels every second patch: not always the same eight pixels of an image
-    spread = [convolution.evenly_spread(images, 16, step, torch.device("cpu")) for images, step in ((64, 2), (512, 8))]
+    spread = [matrix_kinds.evenly_spread(images, 16, step, torch.device("cpu")) for images, step in ((64, 2), (512, 8))]
     few, many = (Counter((places % 16).tolist()) for places in spread)
     assert few.keys() == many.keys() == set(range(16))
     assert max(many.values()) <= 1.5 * min(many.values())

@@ -48,7 +48,7 @@ def test_equals_the_dense_eigenvalue_and_draws_no_random_number_of_the_callers()
 
 def factor(samples):
     groups, size, rows = samples.shape
-    matrix = Blocks.zeros(Cut.of(size, None, groups), samples.dtype, samples.device)
+    matrix = Blocks(Cut.of(size, None, groups), samples.new_zeros(groups * size, size))
     matrix.add_second_moment_(samples / rows**0.5)
     return matrix
 

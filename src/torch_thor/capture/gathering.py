@@ -140,7 +140,7 @@ class Capture:
             call.waiting = self._waiting[layer]
             call.waiting.masked |= keep is not None
             enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.stored[0].cut.width)
-            call.waiting.rows.gather_inputs(kind, x, output.shape, keep, enough)
+            call.waiting.rows.gather(kind, x, output.shape, keep, most=enough)
         output.register_hook(partial(self._on_gradient, call))
 
     def _on_gradient(self, call: _Watched, g: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""One representation of every factor: rows, cut into runs of equal square blocks.
+"""One representation of every factor: rows, cut into runs of equal square blocks; and the precision of products.
 
 A factor of n rows is block-diagonal. Row i of its tensor ``(n, width)`` holds row i of its block, from the first column
 of the block on, and zeros where the block is narrower than the widest one. Blocks end at every ``split_dim`` rows, and
@@ -9,13 +9,13 @@ Only the blocks are ever computed and stored; :meth:`Blocks.dense` is for users 
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from torch_thor.curvature.precision import add_product_, product
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,6 @@ class Blocks:
 
     cut: Cut
     rows: Tensor
-
-    @classmethod
-    def zeros(cls, cut: Cut, dtype: torch.dtype, device: torch.device) -> "Blocks":
-        """Return zero matrices."""
-        return cls(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device))
 
     @cached_property
     def parts(self) -> list[Tensor]:
@@ -190,3 +185,75 @@ def cut_again(rows: Tensor, before: Cut, after: Cut) -> Tensor:
     kept = (column >= starts[0]) & (column < ends[0]) & (column < ends[1])
     source = (column - starts[0]).clamp(0, rows.shape[1] - 1)
     return torch.where(kept, rows.gather(1, source), 0.0)
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+# The number of multiplications from which oneDNN is faster in spite of its overhead (about 10 microseconds).
+_LARGE_PRODUCT = 2**20
+# The setting that allows oneDNN to use bfloat16, which it does only on processors with matrix tiles (AMX).
+_ONEDNN = "bf16"
+
+
+def factor_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of factors, inverses and momentum for a parameter."""
+    if parameter_dtype.is_complex:
+        return parameter_dtype
+    return torch.float64 if parameter_dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def ieee_float32(device_type: str) -> Iterator[None]:
+    """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes."""
+    # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
+    matmul: Any = (torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda).matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b``, computed by the faster library. Must be called inside :func:`ieee_float32`."""
+    into = a.new_empty(*a.shape[:-1], b.shape[-1])
+    add_product_(into, a, b, decay=0.0)
+    return into
+
+
+def add_product_(into: Tensor, a: Tensor, b: Tensor, decay: float = 1.0, scale: float = 1.0) -> None:
+    """Compute ``into ← decay * into + scale * a @ b`` with the faster library; ``decay=0`` overwrites even NaN."""
+    if into.stride(-1) != 1 and into.stride(-2) == 1:  # oneDNN is a hundred times slower on a column-major result
+        into, a, b = into.mT, b.mT, a.mT
+    large = a.dtype == torch.float32 and a.device.type == "cpu" and a.numel() * b.shape[-1] >= _LARGE_PRODUCT
+    # oneDNN has no fast path for matrices without a contiguous dimension
+    fits = large and into.stride(-1) == 1 and 1 in a.stride()[-2:] and 1 in b.stride()[-2:]
+    with _onednn() if fits and _onednn_is_exact() else nullcontext():
+        into.baddbmm_(a, b, beta=decay, alpha=scale)
+
+
+@contextmanager
+def _onednn() -> Iterator[None]:
+    """Make torch multiply float32 matrices with oneDNN."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # as in ieee_float32
+    before, matmul.fp32_precision = matmul.fp32_precision, _ONEDNN
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+@cache
+def _onednn_is_exact() -> bool:
+    """Return whether oneDNN multiplies in float32 on this machine although bfloat16 is allowed."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    with _onednn():
+        for rows, inner, columns in ((128, 128, 128), (128, 1024, 128), (512, 64, 512)):
+            a, b = (torch.rand(2, *shape, generator=generator) for shape in ((rows, inner), (inner, columns)))
+            error = torch.bmm(a, b).double() - torch.bmm(a.double(), b.double())
+            if float(error.abs().max()) > 1e-6 * inner:  # bfloat16 numbers up to 1 have rounding errors up to 0.002
+                return False
+    return True

@@ -50,13 +50,6 @@ class ParameterView:
         self.local_rows = self.rows if shards is None or self.rows is None else shards.own_of(self.rows)
 
     @property
-    def split_dim(self) -> int | None:
-        """The block size of the factors, from the parameter's group; None for factors that are not split."""
-        split_dim: Any = self.options.get("split_dim")
-        # None too for a value that the next step refuses, so that the forward pass before that does not fail
-        return split_dim if isinstance(split_dim, int) and split_dim >= 1 else None
-
-    @property
     def parameter(self) -> nn.Parameter:
         """The whole parameter."""
         found = self.present
@@ -129,7 +122,11 @@ class Factor:
         """Return where the rows of all processes are cut for the present ``split_dim``, which may have been changed."""
         kind, shards = self._kind, self._weight.shards
         rows = kind.inputs if self.side == "A" else kind.outputs
-        split = 1 if self.side == "A" and kind.diagonal_input else self._weight.split_dim
+        split = self._weight.options.get("split_dim")
+        if self.side == "A" and kind.diagonal_input:
+            split = 1
+        elif not isinstance(split, int) or split < 1:  # the next step refuses it, and not the forward pass before that
+            split = None
         if shards is not None and self.of_rows:
             return Cut.of(rows, split, edges=bounds_within(shards.bounds, self._weight.rows))
         return Cut.of(rows, split, kind.groups)
@@ -137,7 +134,7 @@ class Factor:
     @property
     def width(self) -> int:
         """The number of columns of its tensors; the same for all layers that are rows of one weight."""
-        longest, split_dim = self._weight.longest, self._weight.split_dim
+        longest, split_dim = self._weight.longest, self._weight.options.get("split_dim")
         # not as the cut has it: the blocks of all shards may have one row, and not those of a later division
         if not self.by_rows or (self.side == "A" and self._kind.diagonal_input):
             return self.cut.width
@@ -164,20 +161,17 @@ class Factor:
 
     def read(self, *, inverse: bool = False) -> Blocks:
         """Return the blocks of the factor, or of its inverse, that this process holds; views of the state."""
-        rows = local(self._weight.state[self.keys[inverse]])
+        rows = self._weight.state[self.keys[inverse]]
+        rows = rows if type(rows) is Tensor else local(rows)
         if self.by_rows and self._weight.local_rows is not None:
             rows = rows[self._weight.local_rows]
         return Blocks(self.held, rows)
-
-    def prepare(self) -> None:
-        """Look up the inverse for the steps until the next refresh, unless steps collect it."""
-        self.whole = self.read(inverse=True) if self.divided is None else None
 
     def spread(self, *, inverse: bool) -> Blocks:
         """Return the blocks of all rows, with zeros for those that other processes keep (``divide_curvature``)."""
         own, owners = self.read(inverse=inverse), self.owners
         assert owners is not None
-        whole, parts = Blocks.zeros(self.cut, own.rows.dtype, own.rows.device), iter(own.parts)
+        whole, parts = Blocks(self.cut, own.rows.new_zeros(self.cut.rows, self.cut.width)), iter(own.parts)
         for i, part in enumerate(whole.parts):
             held = owners.held(i)
             if held.start < held.stop:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks
+from torch_thor.curvature.blocks import Blocks, ieee_float32
 from torch_thor.curvature.factor import Factor
-from torch_thor.curvature.precision import ieee_float32
 from torch_thor.curvature.processes import ALONE, Bounds, Processes
 
 # The factors of the damping that are tried until a block is positive definite.

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks
+from torch_thor.curvature.blocks import Blocks, factor_dtype, ieee_float32
 from torch_thor.curvature.factor import Factor, ParameterView, State
 from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.precision import factor_dtype, ieee_float32
 
 
 class Statistics:
@@ -29,28 +28,37 @@ class Statistics:
 
     @torch.no_grad()
     def gather(
-        self, kind: Kind, x: Tensor, g: Tensor, keep: Tensor | None = None, instead_of: Tensor | None = None
+        self,
+        kind: Kind,
+        x: Tensor,
+        output: Tensor | torch.Size,
+        keep: Tensor | None = None,
+        *,
+        most: int | None = None,
+        instead_of: Tensor | None = None,
     ) -> None:
-        """Add the rows of one forward and backward pass; or with ``instead_of``, replace gradients added before."""
-        if not x.numel() or not g.numel():  # an empty batch has no rows
+        """Add the rows of one pass; or with ``instead_of``, replace gradients that were added before.
+
+        ``output``: its gradient, or its shape for a layer that has A alone. ``most``: a number of rows that is enough.
+        """
+        shape = output if isinstance(output, torch.Size) else output.shape
+        if not x.numel() or not shape.numel():  # an empty batch has no rows
             return
-        x, g, (a_sum, g_sum) = x.detach(), g.detach(), self.sums()
+        x, sums = x.detach(), self.sums()
         with ieee_float32(x.device.type):
             if instead_of is None:
-                self._count(kind.add_inputs_(a_sum, x, g.shape, keep))
-                kind.add_outputs_(g_sum, x, g, keep)
+                rows = kind.add_inputs_(sums[0], x, shape, keep, most)
+                counts = [rows] if isinstance(rows, int) else rows
+                self.rows += sum(counts)
+                if self.group_rows:
+                    self.group_rows = [n + more for n, more in zip(self.group_rows, counts, strict=True)]
+            if isinstance(output, torch.Size):
                 return
-            old = Blocks(g_sum.cut, torch.zeros_like(g_sum.rows))
-            kind.add_outputs_(old, x, instead_of, keep)
-            kind.add_outputs_(g_sum, x, g, keep)
-            g_sum.rows.sub_(old.rows)
-
-    @torch.no_grad()
-    def gather_inputs(self, kind: Kind, x: Tensor, output: torch.Size, keep: Tensor | None, most: int) -> None:
-        """Add the rows of one forward pass through the layer, for a layer that has A alone."""
-        if x.numel() and output.numel():
-            with ieee_float32(x.device.type):
-                self._count(kind.add_inputs_(self.sums()[0], x.detach(), output, keep, most))
+            kind.add_outputs_(sums[1], x, output.detach(), keep)
+            if instead_of is not None:
+                old = Blocks(sums[1].cut, torch.zeros_like(sums[1].rows))
+                kind.add_outputs_(old, x, instead_of, keep)
+                sums[1].rows.sub_(old.rows)
 
     @torch.no_grad()
     def add(self, other: "Statistics") -> None:
@@ -59,14 +67,8 @@ class Statistics:
             return
         for own, more in zip(self.sums(), other._sums, strict=True):
             own.rows.add_(more.rows)
-        self._count(other.group_rows or other.rows)
-
-    def _count(self, rows: int | list[int]) -> None:
-        if isinstance(rows, int):
-            self.rows += rows
-        else:
-            self.group_rows = [n + more for n, more in zip(self.group_rows, rows, strict=True)]
-            self.rows += sum(rows)
+        self.rows += other.rows
+        self.group_rows = [n + more for n, more in zip(self.group_rows, other.group_rows, strict=True)]
 
     def sums(self) -> list[Blocks]:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added."""
@@ -75,7 +77,8 @@ class Statistics:
             # FSDP2 may keep a parameter on the CPU and in another dtype than the one that it computes with
             device = (view.parameter if weight is None else weight).device
             dtype = factor_dtype((view.parameter if weight is None or view.shards is not None else weight).dtype)
-            self._sums = [Blocks.zeros(factor.cut_now(), dtype, device) for factor in self._factors]
+            cuts = [factor.cut_now() for factor in self._factors]
+            self._sums = [Blocks(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device)) for cut in cuts]
         return self._sums
 
     def take(self, terms: int) -> list[Blocks] | None:

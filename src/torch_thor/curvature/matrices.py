@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from torch_thor.curvature.kinds.base import MatrixWeight
+from torch_thor.curvature.kinds.matrix import MatrixWeight
 
 
 class PlainMatrix(MatrixWeight):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.precision import ieee_float32, product
+from torch_thor.curvature.blocks import ieee_float32, product
 
 # Coefficients of a X + (b X Xᵀ + c (X Xᵀ)²) X in each iteration, which are optimal for singular values from 0.001 to 1.
 _POLAR_EXPRESS = (

@@ -53,7 +53,7 @@ def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
         factor.divided, factor.exchange = of_factor, processes
         factor.bind()
     for layer, factor, inverse, whole in present:
-        own = Blocks.zeros(factor.held, whole.rows.dtype, whole.rows.device)
+        own = Blocks(factor.held, whole.rows.new_zeros(factor.held.rows, factor.held.width))
         held = [part[owners[factor].held(i)] for i, part in enumerate(whole.parts)]
         for into, part in zip(own.parts, [part for part in held if len(part)], strict=True):
             into.copy_(part)

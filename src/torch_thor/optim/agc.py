@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.kinds import Kind, kind_of, parameter_names_of
-from torch_thor.curvature.kinds.convolution import ConvKind
+from torch_thor.curvature.kinds.matrix import ConvKind
 from torch_thor.optim.exclusion import check_dense, excluded_parameters, whole
 from torch_thor.optim.options import Option, check, number, real
 from torch_thor.optim.parameters import parameters_of

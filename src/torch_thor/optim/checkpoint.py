@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from torch_thor.capture.patterns import some
+from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.precision import factor_dtype
 from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Plan
@@ -109,7 +109,7 @@ def _misfits(
     expected: list[tuple[str, Any, tuple[int, ...]]] = []
     for layer in layers:
         for key, shape in layer.shapes().items():
-            what = f"split_dim={layer.weight_view.split_dim}: {key} of layer {layer.name!r}"
+            what = f"split_dim={layer.weight_view.options['split_dim']}: {key} of layer {layer.name!r}"
             expected.append((what, layer.state.get(key), shape))
     for p in parameters:
         expected += [(f"{k} of parameter {name(p)!r}", states.get(p, {}).get(k), tuple(p.shape)) for k in MOMENTS]

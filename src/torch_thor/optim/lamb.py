@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
+from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.curvature.factor import local
-from torch_thor.curvature.precision import factor_dtype
 from torch_thor.optim.exclusion import COMMON, ExcludingOptimizer, Found, whole
 from torch_thor.optim.options import Option, real
 from torch_thor.optim.parameters import Group

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_thor.curvature.blocks import factor_dtype, ieee_float32
 from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.kinds.base import Kind
-from torch_thor.curvature.precision import factor_dtype, ieee_float32
 from torch_thor.distributed.divided import collected_turns, is_divided
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.parameters import Group
@@ -126,8 +126,8 @@ def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:
                 pieces.append(_Piece(rows))
                 continue
             (a, g), kind, scales = layer.stored, layer.geometry, None
-            a.prepare()
-            g.prepare()
+            for factor in (a, g):  # looked up once between refreshes, unless steps collect it
+                factor.whole = factor.read(inverse=True) if factor.divided is None else None
             if kind.routed:  # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
                 terms = layer.state[layer.prefix + "group_rows_per_term"]
                 scales = torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from torch_thor.curvature.blocks import ieee_float32
 from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.matrices import PARTS, PlainMatrix
 from torch_thor.curvature.polar import unit_polars
-from torch_thor.curvature.precision import ieee_float32
 from torch_thor.curvature.shards import RowShards, bounds_within
 from torch_thor.distributed.divided import collected_turns, is_divided
 from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
@@ -251,7 +251,7 @@ def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
         layer, rows, kind = share.layer, share.view.local_rows, share.layer.kind
         factor = layer.stored[0] if layer.refreshes else None
         if factor is not None:
-            factor.prepare()
+            factor.whole = factor.read(inverse=True) if factor.divided is None else None  # unless steps collect it
         its_bounds = None if bounds is None else bounds_within(bounds, share.view.rows)
         sizes = PARTS.get(share.view.module)
         if sizes is None or shards is not None or kind.groups > 1:

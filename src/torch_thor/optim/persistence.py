@@ -146,7 +146,7 @@ def _cut_again_(layer: LayerCurvature, factor: Factor, before: int, rows: int, *
     """Cut a factor at the present shards, and invert the blocks that have changed; others keep their bits."""
     view, damping = layer.weight_view, float(layer.weight_view.options["damping"])
     edges = bounds_within(shard_bounds(rows, before), view.rows)
-    split_dim = 1 if factor.side == "A" and layer.kind.diagonal_input else view.split_dim
+    split_dim = 1 if factor.side == "A" and layer.kind.diagonal_input else view.options["split_dim"]
     old, new = Cut.of(factor.cut.rows, split_dim, edges=edges), factor.cut
     own = slice(None)  # the rows of the layer that this process holds
     if view.shards is not None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.precision import factor_dtype
 from torch_thor.split.observe import LARGEST, Losses, LossFn, Observer
 from torch_thor.split.timing import device_name, inverse_seconds
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks
-from torch_thor.curvature.precision import ieee_float32
+from torch_thor.curvature.blocks import Blocks, ieee_float32
 
 # The relative residual at which to stop, far below the 1 % of the choice. It bounds the error, which is most often
 # about its square.

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Cut
-from torch_thor.curvature.precision import ieee_float32
+from torch_thor.curvature.blocks import Cut, ieee_float32
 
 # Each candidate is timed for about this long, and at least and at most this many times.
 SECONDS_EACH = 2.0

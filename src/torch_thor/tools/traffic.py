@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.shards import RowShards, shard_bounds, why_not_by_rows
 from torch_thor.distributed.agreement import HEADER, NUMBERS
 from torch_thor.distributed.divided import owners_of, turns_of

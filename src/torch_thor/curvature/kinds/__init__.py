@@ -7,16 +7,16 @@ from functools import partial
 
 from torch import nn
 
-from torch_thor.curvature.kinds.base import (
-    Kind,
+from torch_thor.curvature.kinds.base import Kind
+from torch_thor.curvature.kinds.embedding import EmbeddingKind, is_scaled, why_not_counted
+from torch_thor.curvature.kinds.matrix import (
+    ConvKind,
     LinearKind,
     MatrixWeight,
     PackedCall,
     ProjectionKind,
     TransposedLinearKind,
 )
-from torch_thor.curvature.kinds.convolution import ConvKind
-from torch_thor.curvature.kinds.embedding import EmbeddingKind, is_scaled, why_not_counted
 from torch_thor.curvature.kinds.registry import (
     KINDS,
     KindRegistration,

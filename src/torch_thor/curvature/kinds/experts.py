@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks
-from torch_thor.curvature.kinds.base import MatrixWeight
+from torch_thor.curvature.kinds.matrix import MatrixWeight
 
 
 class ExpertsKind(MatrixWeight):

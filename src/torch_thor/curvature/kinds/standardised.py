@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks
-from torch_thor.curvature.kinds.convolution import ConvKind
+from torch_thor.curvature.kinds.matrix import ConvKind
 from torch_thor.curvature.kinds.registry import owner_of_forward
 
 

@@ -1,20 +1,18 @@
-"""Convolutions and transposed convolutions in one, two and three dimensions: ``a`` is a patch, ``g`` an output pixel.
+"""Layers whose weight is one matrix, or one for each group: linear layers and convolutions.
 
-A transposed convolution is a convolution of stride 1, with a mirrored kernel, of pixels that are ``stride`` apart.
-Patches are formed in pieces that are small enough to stay in the cache, because they repeat every pixel as often as the
-kernel has taps. In shapes, ``*L`` stands for the spatial sizes.
+The row ``a`` of a convolution is a patch, and ``g`` an output pixel. A transposed convolution is a convolution of
+stride 1, with a mirrored kernel, of pixels that are ``stride`` apart. Patches are formed in pieces that are small
+enough to stay in the cache, because they repeat every pixel as often as the kernel has taps.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_thor.curvature.blocks import Blocks
-from torch_thor.curvature.kinds.base import MatrixWeight, spacing
 
 # Patches are written once and read once; where a piece stays in the last-level cache, reading it costs next to nothing
 # (3x3 layers of ResNet-50 at 56x56, batch 8: 20 ms as a whole, 3 ms in pieces of one image). A GPU is faster with few
@@ -24,6 +22,118 @@ _PIECE_BYTES_DEVICE = 256 * 2**20
 
 # The golden ratio: positions are shifted by it from image to image, so that they are spread evenly over all positions.
 _GOLDEN = (618_034, 1_000_000)
+
+
+class MatrixWeight:
+    """A base class for kinds whose weight has its matrices in their own memory layout, one after the other."""
+
+    groups = 1
+    inputs: int
+    outputs: int
+    diagonal_input = False
+    transposed = False
+    solves_biases = True
+    routed = False
+    batch_first = False
+    taps = 0  # of a transposed convolution, whose weight is (in, out, taps)
+
+    def to_matrix(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the weight's shape as matrices."""
+        if self.taps:
+            by_group = tensor.reshape(self.groups, -1, self.outputs, self.taps)
+            return by_group.transpose(1, 2).reshape(self.groups, self.outputs, self.inputs)
+        if self.transposed:
+            return tensor.reshape(self.groups, self.inputs, self.outputs)
+        return tensor.reshape(self.groups, self.outputs, self.inputs)
+
+    def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
+        """Copy changed matrices back into the tensor that they were made of, unless they are a view of it."""
+        if matrix.data_ptr() != tensor.data_ptr():
+            if self.taps:
+                matrix = matrix.reshape(self.groups, self.outputs, -1, self.taps).transpose(1, 2)
+            tensor.copy_(matrix.reshape(tensor.shape))
+
+
+class LinearKind(MatrixWeight):
+    """``nn.Linear``: every leading index of the input is a row; a base class for layers that differ in the weight."""
+
+    label = "Linear"
+
+    def __init__(self, module: nn.Module) -> None:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        self.outputs, self.inputs = weight.shape
+
+    def loss_terms(self, x: Tensor) -> int:
+        """Return the leading dimension of ``x``, 1 for a single vector."""
+        return x.shape[0] if x.dim() > 1 else 1
+
+    def row_shape(self, x: Tensor) -> torch.Size:
+        """Return the leading dimensions of the input."""
+        return x.shape[:-1]
+
+    def add_inputs_(
+        self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+    ) -> int:
+        """Add the rows of the input."""
+        rows = x.reshape(-1, self.inputs)
+        rows = rows if keep is None else rows[keep.reshape(-1)]
+        rows = rows[:: spacing(len(rows), most, math.prod(x.shape[1:-1]))]
+        if len(rows):
+            a.add_second_moment_(rows.to(a.rows.dtype).mT[None])
+        return len(rows)
+
+    def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+        """Add the rows of the gradient of the output."""
+        rows = grad.reshape(-1, self.outputs)
+        rows = rows if keep is None else rows[keep.reshape(-1)]
+        if len(rows):
+            g.add_second_moment_(rows.to(g.rows.dtype).mT[None])
+
+
+class TransposedLinearKind(LinearKind):
+    """Hugging Face's ``Conv1D``, the linear layer of GPT-2, whose weight is ``(in, out)``."""
+
+    label = "Conv1D"
+    transposed = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.inputs, self.outputs = self.outputs, self.inputs
+
+
+class ProjectionKind(LinearKind):
+    """A linear layer inside a composite module, which receives its inputs batch first, ``(N, ..., in)``.
+
+    The module computes it without calling a module for it: a projection of an attention, a gate matrix of a recurrent
+    layer (:mod:`torch_thor.capture.composites`). Its weight is a parameter, or rows of a fused one.
+
+    Args:
+        weight: the weight, ``(out, in)``, of which only the shape is used.
+        label: the name of the kind in ``optimizer.coverage()``.
+    """
+
+    batch_first = True
+
+    def __init__(self, weight: Tensor, label: str) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.label = label
+
+
+class PackedCall(ProjectionKind):
+    """One call of a projection on packed sequences, whose rows are all their time steps, ``(rows, in)``."""
+
+    def __init__(self, weight: Tensor, label: str, sequences: int) -> None:
+        super().__init__(weight, label)
+        self._sequences = sequences
+
+    def loss_terms(self, x: Tensor) -> int:
+        """Return the number of sequences."""
+        return self._sequences
+
+    def row_shape(self, x: Tensor) -> torch.Size:
+        """Return no dimensions: a mask of padded sequences does not fit packed ones."""
+        return torch.Size()
 
 
 class ConvKind(MatrixWeight):
@@ -66,7 +176,8 @@ class ConvKind(MatrixWeight):
         if step > 1:
             a.add_second_moment_(self._samples(self._few(x, sizes, step).to(a.rows.dtype)))
             return len(range(0, len(x) * pixels, step))
-        for piece in _pieces(x, self.groups * self.inputs * pixels * a.rows.dtype.itemsize):
+        budget, itemsize = _PIECE_BYTES.get(x.device.type, _PIECE_BYTES_DEVICE), a.rows.dtype.itemsize
+        for piece in x.split(max(1, budget // max(1, self.groups * self.inputs * pixels * itemsize))):
             images = piece.to(a.rows.dtype)
             if math.prod(self.kernel) > 1:  # windows of a channels_last image would be copied number by number
                 images = images.contiguous()
@@ -76,7 +187,8 @@ class ConvKind(MatrixWeight):
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the pixels of the gradient of the output, a few images at a time."""
         grad = grad[None] if grad.dim() < len(self.kernel) + 2 else grad
-        for piece in _pieces(grad, grad[:1].numel() * g.rows.dtype.itemsize):
+        budget = _PIECE_BYTES.get(grad.device.type, _PIECE_BYTES_DEVICE)
+        for piece in grad.split(max(1, budget // max(1, grad[:1].numel() * g.rows.dtype.itemsize))):
             g.add_second_moment_(piece.to(g.rows.dtype).transpose(0, 1).reshape(self.groups, self.outputs, -1))
 
     def _samples(self, patches: Tensor) -> Tensor:
@@ -138,6 +250,9 @@ def evenly_spread(images: int, pixels: int, step: int, device: torch.device) -> 
     return image * pixels + (rows + shift) % pixels
 
 
-def _pieces(batch: Tensor, bytes_per_item: int) -> Iterator[Tensor]:
-    budget = _PIECE_BYTES.get(batch.device.type, _PIECE_BYTES_DEVICE)
-    yield from batch.split(max(1, budget // max(1, bytes_per_item)))
+def spacing(rows: int, most: int | None, period: int = 1) -> int:
+    """Return the distance between the rows to take, where some rows are enough for a factor."""
+    step = 1 if most is None else max(1, rows // max(most, 1))
+    while math.gcd(step, period) > 1:
+        step -= 1
+    return step

@@ -5,10 +5,10 @@ from itertools import product as pairs
 import pytest
 import torch
 
-from torch_thor.curvature import precision
-from torch_thor.curvature.precision import add_product_, ieee_float32, product
+from torch_thor.curvature import blocks
+from torch_thor.curvature.blocks import add_product_, ieee_float32, product
 
-find_out = precision._onednn_is_exact.__wrapped__  # not the answer that was kept
+find_out = blocks._onednn_is_exact.__wrapped__  # not the answer that was kept
 
 # count, m, k, n: the first is too small for the faster library
 SHAPES = [(2, 3, 4, 5), (1, 128, 784, 128), (3, 96, 160, 128), (1, 784, 128, 128), (40, 65, 33, 70)]
@@ -27,7 +27,7 @@ def library(request, monkeypatch):
     if request.param == "always" and not find_out():
         pytest.skip("this processor's oneDNN rounds to bfloat16")
     if request.param != "as it is":
-        monkeypatch.setattr(precision, "_onednn_is_exact", lambda: request.param == "always")
+        monkeypatch.setattr(blocks, "_onednn_is_exact", lambda: request.param == "always")
 
 
 @pytest.mark.usefixtures("library")
