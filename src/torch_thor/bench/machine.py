@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,23 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
         "torch_thor": __version__,
+    }
+
+
+def provenance() -> dict[str, Any]:
+    """Describe what a result comes from: the commit, whether its sources were changed, the machine and the versions."""
+    root = Path(__file__).parent
+    built_with = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    return {
+        "commit": _git(root, "rev-parse", "HEAD") or "unknown",
+        "dirty": bool(_git(root, "status", "--porcelain", "--", ":/src", ":/benchmarks/*.py")),
+        "processor": processor_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "blas": built_with[1] if built_with else "unknown",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        **versions(),
     }
 
 

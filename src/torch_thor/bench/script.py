@@ -21,13 +21,18 @@ def parser(about: str | None, *, workers: int | None = None) -> ArgumentParser:
     """
     made = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
     made.add_argument("--table", action="store_true", help="tables and pictures alone, from the raw data")
-    made.add_argument(
+    add_workers(made, workers)
+    return made
+
+
+def add_workers(parser: ArgumentParser, workers: int | None = None) -> None:
+    """Add the option --workers; `None` stands for one process per core."""
+    parser.add_argument(
         "--workers",
         type=_at_least_one,
         default=workers or os.cpu_count() or 1,
         help="processes at a time, one thread each (default: %(default)s)",
     )
-    return made
 
 
 def measure(store: Store, stages: Sequence[Callable[[], Sequence[Job]]], workers: int, *, anew: bool = False) -> None:

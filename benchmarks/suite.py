@@ -1,0 +1,264 @@
+"""ThorMuon with one setting against SGD, AdamW, Muon, SOAP, PSGD-Kron and schedule-free AdamW, tuned for each task.
+
+    python -m torch_thor.bench suite           # runs what is missing in results/suite.jsonl, then tables and pictures
+    python -m torch_thor.bench suite --table   # tables and pictures from the raw data only
+
+The tasks are those of suite_tasks.py, the optimizers and what they are tuned over those of suite_optimizers.py. The
+learning rate grows over the first 5 % of the steps, then falls linearly to 0 (schedule-free AdamW's stays, as it is
+meant). Tuning uses a seed that serves nothing else, and one half of the held-out data: six learning rates a factor of
+two apart, chosen around the best so far, more while the best is at an end; then another momentum with the best learning
+rate and with twice that, and for Muon two learning rates of its AdamW. The best setting runs with three other seeds,
+and the other half of the held-out data gives its figures. ThorMuon has its default setting with a weight decay of 0.01
+for all tasks; it is also tuned, to see what that is worth. Optimizers' names with `one:` have the learning rate that
+serves all tasks best on the whole, chosen with the tuning seed. Everything is trained on one thread.
+
+The time of a step is measured apart, by the optimizers with their chosen settings in turns (jobs named `alone`).
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from suite_optimizers import CONTENDERS, FEWEST_RATES, PEERS, make
+from suite_report import draw, table  # noqa: F401  # parts of a study
+from suite_tasks import TASKS, Task
+from torch_thor.bench import take_turns
+from torch_thor.bench.stores import key_of
+
+TUNING_SEED, SEEDS = 10, (0, 1, 2)
+WARM_UP = 0.05  # of the steps
+EVALUATIONS = 16
+MOST_RATES = 10
+HIGHEST_LOSS = 1e5  # a run whose loss exceeds it, or is no number, has diverged
+ONE = {"optimizer": "thor-muon", "lr": 0.08}
+THOR_TASKS = ("resnet128", "resnet1024", "autoencoder")  # those that THOR is meant to serve
+SPAN = 10  # rounds
+
+Job = dict[str, Any]
+Rows = dict[str, dict[str, Any]]
+
+
+# ---- one run --------------------------------------------------------------------------------------------------------
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train once, or time the steps of a task."""
+    torch.set_num_threads(1)
+    task = TASKS[job["task"]]
+    return time_steps(task, job) if job.get("alone") else train(task, job)
+
+
+def train(task: Task, job: Job) -> dict[str, Any]:
+    """Train; a tuning run is evaluated at its end alone."""
+    tuning = job["seed"] == TUNING_SEED
+    torch.manual_seed(job["seed"])
+    model = task.model().train()
+    optimizer = make(model, job)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_lr(step, task.steps, job))
+    batches, losses, curve, seconds, refreshes = task.batches(task.batch, job["seed"]), [], [], 0.0, 0
+    for step in range(1, task.steps + 1):
+        batch = next(batches)
+        started = time.perf_counter()
+        loss = task.loss(model, batch)
+        loss.backward()
+        task.prepare(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+        seconds += time.perf_counter() - started
+        refreshes += bool(getattr(optimizer, "last_refresh", ()))
+        if not math.isfinite(losses[-1]) or losses[-1] > HIGHEST_LOSS:
+            return {"value": None, "failure": f"loss {losses[-1]} in step {step}"}
+        if step == task.steps or (not tuning and step % max(1, task.steps // EVALUATIONS) == 0):
+            curve.append((step, evaluate(task, model, optimizer, 0 if tuning else 1)))
+    result = {"value": curve[-1][1], "loss": statistics.fmean(losses[-max(1, task.steps // 20) :])}
+    own = {"curve": curve, "seconds": round(seconds, 2), "refreshes": refreshes}
+    return result | ({} if tuning else own)
+
+
+def share_of_lr(step: int, steps: int, job: Job) -> float:
+    """Return the learning rate of a step, from 0, as a share of the highest."""
+    grown = (step + 1) / max(1.0, WARM_UP * steps)
+    return min(1.0, grown, 1.0 if job["optimizer"] == "schedule-free" else (steps - step) / ((1 - WARM_UP) * steps))
+
+
+@torch.no_grad()
+def evaluate(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, half: int) -> float:
+    """Return the task's figure on half of the held-out data."""
+    for part in (model, optimizer):  # schedule-free AdamW evaluates other weights than it trains
+        getattr(part, "eval", lambda: None)()
+    found = torch.cat([task.score(model, batch) for batch in task.held_out(half)]).mean().item()
+    for part in (model, optimizer):
+        getattr(part, "train", lambda: None)()
+    return found
+
+
+def time_steps(task: Task, job: Job) -> dict[str, Any]:
+    """Time the steps of all optimizers in turns: milliseconds of a step, and the bytes of state for each parameter."""
+    batches, now, steps, optimizers, weights = task.batches(task.batch, 0), [], {}, {}, 0
+    for name, setting in job["settings"].items():
+        torch.manual_seed(0)
+        model = task.model().train()
+        optimizers[name] = optimizer = make(model, setting)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-6  # the weights hardly change, so that none diverges
+            if name == "thor-muon":
+                group["update_interval"] = SPAN
+        weights = sum(parameter.numel() for parameter in model.parameters())
+
+        def step(model: torch.nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            task.loss(model, now[-1]).backward()
+            task.prepare(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        steps[name] = step
+
+    def name_of(name: str) -> str:
+        return f"{name} refresh" if getattr(optimizers[name], "last_refresh", ()) else name
+
+    times = take_turns(
+        steps, 3 * SPAN, warm_up=SPAN, prepare=lambda: now.__setitem__(slice(None), [next(batches)]), name_of=name_of
+    )
+    # Means within spans: SOAP computes its bases anew every 10 steps. ThorMuon's two kinds of steps are told apart.
+    spans = {
+        name: statistics.median(statistics.fmean(own[i : i + SPAN]) for i in range(0, len(own), SPAN))
+        for name, own in times.items()
+    }
+    own = {name: sum(_bytes(state) for state in o.state.values()) / weights for name, o in optimizers.items()}
+    return {
+        "milliseconds": {name: round(1000 * value, 3) for name, value in spans.items()},
+        "state_bytes": {name: round(value, 2) for name, value in own.items()},
+    }
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(_bytes(part) for part in parts)
+
+
+# ---- what is run ----------------------------------------------------------------------------------------------------
+
+
+def jobs(rows: Rows) -> list[Job]:
+    """List the jobs that are known: which come next depends on what was best so far."""
+    found, chosen = [], {}
+    for task in TASKS:
+        for name in contenders(task):
+            tried = list(tuning(rows, task, name))
+            found += tried
+            if all(key_of(job) in rows for job in tried):
+                chosen[task, name] = best(rows, tried)
+                found += confirm(chosen[task, name])
+        found += confirm({"task": task, **ONE})
+    if any(key_of(job) not in rows for job in found):
+        return found
+    for name in PEERS:
+        lr = one_rate(rows, name)
+        for task in TASKS:
+            found += [job for job in at_rates(task, name) if lr is None or job["lr"] == lr]
+            found += [] if lr is None else confirm({"task": task, "optimizer": name, "lr": lr})
+    for task in TASKS:
+        settings = {name: chosen[task, name] for name in PEERS} | {"thor-muon": {"task": task, **ONE}}
+        settings |= {name: chosen[task, name] for name in ("thor",) if task in THOR_TASKS}
+        found.append({"task": task, "settings": settings, "alone": True})
+    return found
+
+
+def contenders(task: str) -> list[str]:
+    """List the optimizers that are tuned on a task."""
+    return [*PEERS, "thor-muon", *(["thor", "thor-paper"] if task in THOR_TASKS else [])]
+
+
+def confirm(setting: Job) -> list[Job]:
+    """Return the runs of a setting with the seeds that count."""
+    return [{**setting, "seed": seed} for seed in SEEDS]
+
+
+def tuning(rows: Rows, task: str, name: str) -> Iterator[Job]:
+    """Yield the tuning runs of an optimizer, up to the first ones without which the next are not known."""
+    own, lr = [], CONTENDERS[name].lr
+    rates = [lr / 2, lr, 2 * lr]
+    while True:
+        new = [{"task": task, "optimizer": name, "lr": float(f"{rate:.4g}"), "seed": TUNING_SEED} for rate in rates]
+        yield from new
+        own = sorted([*own, *new], key=lambda job: job["lr"])
+        if any(key_of(job) not in rows for job in new):
+            return
+        at = own.index(best_job(rows, own))
+        if len(own) >= (FEWEST_RATES if 0 < at < len(own) - 1 else MOST_RATES):
+            break
+        # beyond the end that the best rate is nearer to
+        rates = [own[0]["lr"] / 2] if at < len(own) / 2 else [2 * own[-1]["lr"]]
+    found = best_job(rows, own)
+    for other in CONTENDERS[name].others:
+        more = {key: value for key, value in other.items() if key != "factor"}
+        yield {**found, "lr": float(f"{found['lr'] * other.get('factor', 1):.4g}"), **more}
+
+
+def best_job(rows: Rows, tried: list[Job]) -> Job:
+    """Return the run with the best figure."""
+    sign = 1 if TASKS[tried[0]["task"]].higher else -1
+
+    def score(job: Job) -> float:
+        value = rows[key_of(job)]["value"]
+        return -math.inf if value is None or math.isnan(value) else sign * value
+
+    return max(tried, key=score)
+
+
+def best(rows: Rows, tried: list[Job]) -> Job:
+    """Return the setting of the best run."""
+    return {key: value for key, value in best_job(rows, tried).items() if key != "seed"}
+
+
+# ---- one learning rate for all tasks ---------------------------------------------------------------------------------
+
+
+def candidates(name: str) -> list[float]:
+    """Return the learning rates that may serve all tasks: those around the first guess."""
+    return [float(f"{CONTENDERS[name].lr * factor:.4g}") for factor in (0.25, 0.5, 1, 2)]
+
+
+def at_rates(task: str, name: str) -> list[Job]:
+    """Return the tuning runs of an optimizer at these learning rates."""
+    return [{"task": task, "optimizer": name, "lr": lr, "seed": TUNING_SEED} for lr in candidates(name)]
+
+
+def one_rate(rows: Rows, name: str) -> float | None:
+    """Return the learning rate with the smallest mean logarithm of errors over the tasks; None where runs are missing.
+
+    The error is the loss, or 1 - accuracy, and at most ten times the smallest of the optimizer on the task.
+    """
+    total = dict.fromkeys(candidates(name), 0.0)
+    for task in TASKS:
+        errors = {}
+        for job in at_rates(task, name):
+            if key_of(job) not in rows:
+                return None
+            value = rows[key_of(job)]["value"]
+            errors[job["lr"]] = math.inf if value is None else 1 - value if TASKS[task].higher else value
+        for lr, error in errors.items():
+            total[lr] += math.log(min(10.0, error / min(errors.values())))
+    return min(total, key=lambda lr: total[lr])
+
+
+def headlines(rows: Rows) -> list[Job]:
+    """Return one seed of ThorMuon on each task whose row README shows."""
+    return [{"task": task, **ONE, "seed": 0} for task in TASKS if task in README]
+
+
+README = ("resnet1024", "autoencoder", "characters", "bert512", "vit", "unet")
+
+
+def tolerance(rows: Rows, job: Job) -> float:
+    """Return how far a value may differ on another machine: by as much as the seeds do."""
+    values = [rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS]
+    return max(values) - min(values)

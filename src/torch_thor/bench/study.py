@@ -1,0 +1,172 @@
+"""Runs a study: a module of jobs whose results are stored, a line each, in benchmarks/results/STUDY.jsonl.
+
+A study defines ``jobs(rows)``, which lists the jobs that are known from the results so far, ``run(job)``, ``table(rows)``
+and ``draw(rows)``; jobs and results are mappings of JSON values. ``headlines(rows)`` lists a cheap job for each number
+that README shows. A job with the entry ``alone`` runs when no other does, because its time counts.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import json
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch_thor
+from torch_thor.bench import script
+from torch_thor.bench.machine import provenance
+from torch_thor.bench.stores import key_of, write_whole
+from torch_thor.training.errors import require
+
+FOLDER = Path("benchmarks")
+STEP = ("curvature", "capture", "distributed", "optim", "intervals.py", "training/muon.py")  # the sources of a step
+Row = dict[str, Any]
+
+
+class Lines:
+    """A store with a line of JSON for each result.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.folder = path, path.parent
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.rows: dict[str, Row] = {key_of(row["job"]): row for row in map(json.loads, lines)}
+
+    def holds(self, key: str) -> bool:
+        """Return whether there is a result."""
+        return key in self.rows
+
+    def keep(self, key: str, result: Mapping[str, Any]) -> None:
+        """Add a result, or replace the existing one of the job, and write the file."""
+        self.rows[key] = dict(result)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
+
+
+@dataclass(frozen=True)
+class StudyJob:
+    """A job of a study, which its process runs from the file of the study."""
+
+    file: Path
+    words: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """The values of the job."""
+        return key_of(self.words)
+
+    def run(self) -> Row:
+        """Run it, and return the result with what it was measured on."""
+        result = load(self.file).run(dict(self.words))
+        return {"job": dict(self.words), **result, "sources": sources(), **provenance(), "command": command(self.file)}
+
+
+def main() -> None:
+    """Run what is missing of a study, then print its tables and draw its pictures."""
+    made = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, prog="torch_thor.bench")
+    made.add_argument("study", help=f"a study of {FOLDER}/: {', '.join(studies())}")
+    made.add_argument("--table", action="store_true", help="tables and pictures alone, from the raw data")
+    made.add_argument("--verify", action="store_true", help="run one seed of each headline again, and compare")
+    made.add_argument("--only", default="", help="jobs whose key contains this alone, such as 'task unet'")
+    script.add_workers(made)
+    options = made.parse_args()
+    require(
+        options.study in studies(),
+        f"{options.study}: there is no such study in {FOLDER}/; give one of {', '.join(studies())}, from the root of "
+        "the repository",
+    )
+    file = FOLDER / f"{options.study}.py"
+    study, store = load(file), Lines(FOLDER / "results" / f"{options.study}.jsonl")
+    if options.verify:
+        raise SystemExit(verify(file, study, store, options.workers))
+    while not options.table:
+        todo = [job for job in _jobs(file, study.jobs(store.rows)) if not store.holds(job.key)]
+        todo = [job for job in todo if options.only in job.key]
+        together = [job for job in todo if not job.words.get("alone")]
+        if not todo:
+            break
+        script.measure(store, [lambda jobs=together or todo: jobs], options.workers if together else 1)
+    print(study.table(store.rows))
+    study.draw(store.rows)
+    stale = sum(row["sources"] != sources() for row in store.rows.values())
+    if stale:
+        print(f"\nstale: {stale} of {len(store.rows)} rows come from other sources of the step ({sources()} is current)")
+
+
+def verify(file: Path, study: ModuleType, store: Lines, workers: int) -> int:
+    """Run the headlines again in a store of their own, and print each value beside the recorded one."""
+    again = Lines(store.path.with_suffix(".verify"))
+    again.rows.clear()
+    jobs = _jobs(file, study.headlines(store.rows))
+    script.measure(again, [lambda: jobs], workers)
+    again.path.unlink()
+    far = 0
+    for job in jobs:
+        old, new = store.rows[job.key]["value"], again.rows[job.key]["value"]
+        near = abs(old - new) <= study.tolerance(store.rows, job.words)
+        far += not near
+        print(f"{job.key}: recorded {old:.6g}, now {new:.6g}: {'agrees' if near else 'DIFFERS'}")
+    return int(far > 0)
+
+
+def studies() -> list[str]:
+    """List the studies of the folder."""
+    files = sorted(FOLDER.glob("*.py"))
+    return [file.stem for file in files if "\ndef jobs(" in file.read_text(encoding="utf-8")]
+
+
+def load(file: Path) -> ModuleType:
+    """Import a study, whose folder its own modules are found in."""
+    if file.stem in sys.modules:
+        return sys.modules[file.stem]
+    sys.path.insert(0, str(file.parent.absolute()))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def command(file: Path) -> str:
+    """Return the command that runs a study."""
+    return f"python -m torch_thor.bench {file.stem}"
+
+
+@cache
+def sources() -> str:
+    """Return a hash of the sources that compute a step, without comments, docstrings and formatting."""
+    root = Path(torch_thor.__file__).parent
+    files = sorted(file for part in STEP for file in ((root / part).rglob("*.py") if "." not in part else [root / part]))
+    found = hashlib.sha256()
+    for file in files:
+        found.update(repr((file.relative_to(root).as_posix(), _shape(ast.parse(file.read_bytes())))).encode())
+    return found.hexdigest()[:16]
+
+
+def _shape(node: Any) -> Any:
+    """Return a syntax tree as nested tuples, alike in all versions of Python."""
+    if isinstance(node, list):
+        return tuple(_shape(item) for item in node if not _is_text(item))
+    if isinstance(node, ast.AST):
+        parts = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+        return type(node).__name__, tuple((name, _shape(value)) for name, value in parts)
+    return repr(node)
+
+
+def _is_text(node: Any) -> bool:
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant and isinstance(node.value.value, str)
+
+
+def _jobs(file: Path, jobs: Sequence[Mapping[str, Any]]) -> list[StudyJob]:
+    return [StudyJob(file, job) for job in jobs]
