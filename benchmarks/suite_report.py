@@ -1,6 +1,11 @@
 """Tables and pictures of suite.py."""
+
 from typing import Any
+
+
 def table(rows: dict[str, Any]) -> str:
     return f"{len(rows)} rows"
+
+
 def draw(rows: dict[str, Any]) -> None:
     return None

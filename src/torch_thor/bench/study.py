@@ -1,19 +1,25 @@
 """Runs a study: a module of jobs whose results are stored, a line each, in benchmarks/results/STUDY.jsonl.
 
-A study defines ``jobs(rows)``, which lists the jobs that are known from the results so far, ``run(job)``, ``table(rows)``
-and ``draw(rows)``; jobs and results are mappings of JSON values. ``headlines(rows)`` lists a cheap job for each number
-that README shows. A job with the entry ``alone`` runs when no other does, because its time counts.
+A study defines ``jobs(rows)``, which lists the jobs that are known from the results so far, ``run(job)``,
+``table(rows)`` and ``draw(rows)``; jobs and results are mappings of JSON values. ``headlines(rows)`` lists a cheap job
+for each number that README shows, ``tolerance(rows, job)`` how far a job's value may differ on another machine. A job
+with the entry ``alone`` runs when no other does, because its time counts. Results are stored as they come, and a study
+that was cut off goes on.
 """
 
 import ast
 import hashlib
 import importlib.util
 import json
+import multiprocessing
+import os
 import sys
+import threading
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,11 +28,12 @@ import torch_thor
 from torch_thor.bench import script
 from torch_thor.bench.machine import provenance
 from torch_thor.bench.stores import key_of, write_whole
-from torch_thor.training.errors import require
+from torch_thor.training.errors import first_line, require
 
 FOLDER = Path("benchmarks")
 STEP = ("curvature", "capture", "distributed", "optim", "intervals.py", "training/muon.py")  # the sources of a step
 Row = dict[str, Any]
+Job = Mapping[str, Any]
 
 
 class Lines:
@@ -52,24 +59,6 @@ class Lines:
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
 
 
-@dataclass(frozen=True)
-class StudyJob:
-    """A job of a study, which its process runs from the file of the study."""
-
-    file: Path
-    words: Mapping[str, Any]
-
-    @property
-    def key(self) -> str:
-        """The values of the job."""
-        return key_of(self.words)
-
-    def run(self) -> Row:
-        """Run it, and return the result with what it was measured on."""
-        result = load(self.file).run(dict(self.words))
-        return {"job": dict(self.words), **result, "sources": sources(), **provenance(), "command": command(self.file)}
-
-
 def main() -> None:
     """Run what is missing of a study, then print its tables and draw its pictures."""
     made = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, prog="torch_thor.bench")
@@ -89,32 +78,70 @@ def main() -> None:
     if options.verify:
         raise SystemExit(verify(file, study, store, options.workers))
     while not options.table:
-        todo = [job for job in _jobs(file, study.jobs(store.rows)) if not store.holds(job.key)]
-        todo = [job for job in todo if options.only in job.key]
-        together = [job for job in todo if not job.words.get("alone")]
+        todo = [job for job in study.jobs(store.rows) if key_of(job) not in store.rows and options.only in key_of(job)]
+        together = [job for job in todo if not job.get("alone")]
         if not todo:
             break
-        script.measure(store, [lambda jobs=together or todo: jobs], options.workers if together else 1)
+        measure(file, store, together or todo, options.workers if together else 1)
     print(study.table(store.rows))
     study.draw(store.rows)
     stale = sum(row["sources"] != sources() for row in store.rows.values())
     if stale:
-        print(f"\nstale: {stale} of {len(store.rows)} rows come from other sources of the step ({sources()} is current)")
+        print(
+            f"\nstale: {stale} of {len(store.rows)} rows come from other sources of the step ({sources()} is current)"
+        )
+
+
+def measure(file: Path, store: Lines, jobs: Sequence[Job], workers: int) -> None:
+    """Run jobs in processes, and store each result when it is there; after a failure the others go on."""
+    context, failed = multiprocessing.get_context("spawn"), []
+    first = {key_of(job): job for job in jobs}
+    with ProcessPoolExecutor(workers, context, initializer=_end_with_parent) as pool:
+        running = {pool.submit(result_of, file, job): key for key, job in first.items()}
+        for number, future in enumerate(as_completed(running), start=1):
+            key, error = running[future], future.exception()
+            if error is None:
+                store.keep(key, future.result())
+            else:
+                failed.append(f"{key}: {type(error).__name__}: {first_line(error)}")
+            print(
+                f"{number} of {len(first)} {'done: ' + key if error is None else 'failed: ' + failed[-1]}", flush=True
+            )
+    require(not failed, f"{len(failed)} jobs failed, which the same command runs again:\n" + "\n".join(failed))
+
+
+def result_of(file: Path, job: Job) -> Row:
+    """Run a job, and return the result with what it was measured on."""
+    result = load(file).run(dict(job))
+    command = f"python -m torch_thor.bench {file.stem}"
+    return {"job": dict(job), **result, "sources": sources(), **provenance(), "command": command}
+
+
+def _end_with_parent() -> None:
+    """Let this process end when its parent has been killed, because nothing can store the result any more."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def verify(file: Path, study: ModuleType, store: Lines, workers: int) -> int:
     """Run the headlines again in a store of their own, and print each value beside the recorded one."""
-    again = Lines(store.path.with_suffix(".verify"))
+    again, jobs = Lines(store.path.with_suffix(".verify")), study.headlines(store.rows)
     again.rows.clear()
-    jobs = _jobs(file, study.headlines(store.rows))
-    script.measure(again, [lambda: jobs], workers)
+    measure(file, again, jobs, workers)
     again.path.unlink()
     far = 0
     for job in jobs:
-        old, new = store.rows[job.key]["value"], again.rows[job.key]["value"]
-        near = abs(old - new) <= study.tolerance(store.rows, job.words)
+        key = key_of(job)
+        old, new = store.rows[key]["value"], again.rows[key]["value"]
+        near = abs(old - new) <= study.tolerance(store.rows, job)
         far += not near
-        print(f"{job.key}: recorded {old:.6g}, now {new:.6g}: {'agrees' if near else 'DIFFERS'}")
+        print(f"{key}: recorded {old:.6g}, now {new:.6g}: {'agrees' if near else 'DIFFERS'}")
     return int(far > 0)
 
 
@@ -137,16 +164,13 @@ def load(file: Path) -> ModuleType:
     return module
 
 
-def command(file: Path) -> str:
-    """Return the command that runs a study."""
-    return f"python -m torch_thor.bench {file.stem}"
-
-
 @cache
 def sources() -> str:
     """Return a hash of the sources that compute a step, without comments, docstrings and formatting."""
     root = Path(torch_thor.__file__).parent
-    files = sorted(file for part in STEP for file in ((root / part).rglob("*.py") if "." not in part else [root / part]))
+    files = sorted(
+        file for part in STEP for file in ((root / part).rglob("*.py") if "." not in part else [root / part])
+    )
     found = hashlib.sha256()
     for file in files:
         found.update(repr((file.relative_to(root).as_posix(), _shape(ast.parse(file.read_bytes())))).encode())
@@ -166,7 +190,3 @@ def _shape(node: Any) -> Any:
 def _is_text(node: Any) -> bool:
     is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return is_constant and isinstance(node.value.value, str)
-
-
-def _jobs(file: Path, jobs: Sequence[Mapping[str, Any]]) -> list[StudyJob]:
-    return [StudyJob(file, job) for job in jobs]

@@ -58,7 +58,7 @@ class Kind(Protocol):
             output: the shape of its output.
             keep: ``bool``, of shape :meth:`row_shape`, False for rows to leave out; None to take all rows. A kind whose
                 rows are patches takes all.
-            most: a number of evenly spread rows that is enough (:func:`spacing`); None for all.
+            most: a number of evenly spread rows that is enough (see ``spacing`` in matrix.py); None for all.
 
         Returns:
             The number of rows that were added; one number per group if ``routed``.

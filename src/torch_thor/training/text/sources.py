@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,25 +58,27 @@ def find_sources(given: Sequence[str]) -> list[Source]:
     """Find the files that are given, and those in given folders, sorted; refuse what would be read twice or never."""
     require(bool(given), "no source: name a Wikipedia dump, text files or folders, or python")
     found: list[Source] = []
+    # not resolved, because the name of a link says what kind of file it is
+    tops = {place: Path(os.path.normpath(Path(place).absolute())) for place in given if place != PYTHON}
+    distinct = set(tops.values())
+    # as many parts of the given paths belong to the names as tell them apart
+    depth = next(n for n in count(1) if len({top.parts[-n:] for top in distinct}) == len(distinct))
     for place in given:
         if place == PYTHON:
             found.append(Source(PYTHON, PYTHON, 0, 0))
             continue
-        # not resolved, because the name of a link says what kind of file it is
-        top = Path(os.path.normpath(Path(place).absolute()))
+        top = tops[place]
         require(top.exists(), f"{place} does not exist: name a Wikipedia dump, a text file or a folder of text files")
         paths = [path for path in (_inside(top) if top.is_dir() else [top]) if _kind(path)]
         require(bool(paths), f"{place} is and holds no file of a known kind: give {_KINDS}")
         for path in paths:
             require(path.is_file(), f"{path} is not a regular file, or a link to nothing: move it out of the folder")
-            name = str(path.relative_to(top.parent)).encode("utf-8", "backslashreplace").decode()
+            name = str(Path(*path.parts[max(0, len(top.parts) - depth) :])).encode("utf-8", "backslashreplace").decode()
             found.append(Source(str(path), name, path.stat().st_size, path.stat().st_mtime_ns))
     known: dict[str, Source] = {}
     for one in found:
-        for key in (os.path.realpath(one.path), one.name):
-            other = known.setdefault(key, one).path
-            rule = f"{one.path} is given twice, or has the name of {other}: leave one out, or name the folder of both"
-            require(known[key] is one, rule)
+        other = known.setdefault(os.path.realpath(one.path), one)
+        require(other is one, f"{one.path} is given twice, the first time as {other.path}: leave one out")
     return found
 
 
