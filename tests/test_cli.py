@@ -132,6 +132,9 @@ def test_a_target_a_profile_and_averages(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["bogus"], "No such command 'bogus': `torch-thor --help` says what is there"),
+        (["train", "--bogus"], "No such option: --bogus"),
+        (["plan"], "Missing argument 'subject': `torch-thor plan --help` says what is there"),
         (["train", "digit"], "did you mean digits?"),
         (["train", "epoch=3"], "did you mean epochs?"),
         (["train", "digits", "fashion-mnist"], "more than one recipe"),

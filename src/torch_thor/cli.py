@@ -30,7 +30,7 @@ def main() -> None:
     try:
         from torch_thor.commands import app
 
-        app()
+        raise SystemExit(app(prog_name="torch-thor", standalone_mode=False))
     except UserError as error:
         said = "" if isinstance(error, ElsewhereError) else str(error)
     except ModuleNotFoundError as error:  # commands import what they need when they run
@@ -42,13 +42,22 @@ def main() -> None:
         code = getattr(stop, "code", INTERRUPTED)
         if code != INTERRUPTED:
             raise
-        # all processes stop at the same step; typer makes an exit of Ctrl-C
+        # all processes stop at the same step
         said = "" if not is_first_rank() else str(stop) if isinstance(stop, StoppedError) else CTRL_C
     except OSError as error:
         if error.filename is None and error.errno not in OUTSIDE:
             raise
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         said = f"{where}{error.strerror}: check the path, its permissions and its disk"
+    except Exception as error:
+        # typer's errors of usage and of Ctrl-C, whose classes it has moved more than once
+        if type(error).__name__ == "Abort":
+            code, said = INTERRUPTED, CTRL_C if is_first_rank() else ""
+        elif hasattr(error, "format_message"):
+            command = getattr(getattr(error, "ctx", None), "command_path", "torch-thor")
+            said = f"{error.format_message().removesuffix('.')}: `{command} --help` says what is there"
+        else:
+            raise
     print_message(said)
     raise SystemExit(code)
 

@@ -251,13 +251,16 @@ def figures(
 
     - `torch-thor figures all --redraw` draws all figures from the measured values, without training
     """
-    from torch_thor.bench.figures import FIGURES, Options, figure_table, make_figures, numbers
+    from torch_thor.bench.figures import FIGURES, Options, figure_table, make_figures
 
     if list_figures:
         Console().print(figure_table())
         return
     require(name is not None, f"name a figure ({', '.join(FIGURES)}) or all; --list describes them")
-    many = {"seeds": numbers("--seeds", seeds), "batch_sizes": numbers("--batch-sizes", batch_sizes)}
+    many = {
+        "seeds": None if seeds is None else _numbers("--seeds", seeds, 0),
+        "batch_sizes": None if batch_sizes is None else _numbers("--batch-sizes", batch_sizes),
+    }
     options = Options(data=data, epochs=epochs, eval_interval=eval_interval, model=model, pixels=pixels, **many)
     make_figures(str(name), out, Console(), options, device=device, overwrite=overwrite, redraw=redraw)
 
@@ -276,8 +279,8 @@ def list_keys(
         say(f"Further keys: `torch-thor keys PART` for {', '.join(PARTS)}")
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
+def _numbers(option: str, text: str, least: int = 1) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
-    fit = all(word.isdecimal() and int(word) for word in words)
-    require(fit, f"{option} {text}: must be whole numbers of at least 1, separated by commas")
+    fit = all(word.isdecimal() and int(word) >= least for word in words)
+    require(fit, f"{option} {text}: must be whole numbers of at least {least}, separated by commas")
     return tuple(map(int, words))

@@ -103,10 +103,32 @@ def test_equals_a_loop_written_out(fisher):
         wanted = (mean, 0.05 * (1 - step / 8), 0.1, sum(one.duration for one in record.points[: step + 1]))
         assert (point.loss, point.lr, point.damping, point.seconds) == pytest.approx(wanted, rel=1e-6)
         assert point.refresh == (step % 2 == 0) == bool(point.events)
-        assert 0 <= point.waited <= point.duration
     assert min(norms) < 0.45 < max(norms)
     assert_same(dict(run.model.state_dict()), dict(model.state_dict()))
     assert record.scores[-1].seconds == record.points[-1].seconds
+
+
+def test_waiting_for_data_is_not_waiting_for_processes_and_a_batch_without_terms_is_refused(monkeypatch):
+    """Time passes where the task is asked for a batch (1 s), and where processes exchange sums (10 s)."""
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+
+    class Slow(Padded):
+        def batches(self, ranks, start):
+            for batch in super().batches(ranks, start):
+                now[0] += 1
+                batch["truth"][1][:] = batch["truth"][1] if self.read < 5 else False
+                yield batch
+
+    def total(ranks, values, really=Ranks.total):
+        now[0] += 10
+        return really(ranks, values)
+
+    monkeypatch.setattr(Ranks, "total", total)
+    run, record = started(task=Slow()), Record()
+    with pytest.raises(UserError, match="the batch of step 6 has no loss term on a process: .* raise batch_size"):
+        train(run, [record])
+    assert [(point.waited, point.duration) for point in record.points] == [(1, 11)] * 4
 
 
 def noted(calls, name, really, *given, **options):

@@ -79,8 +79,8 @@ def run_of(recipe: Recipe, task: Task, make: Callable[[nn.Module], torch.optim.O
 
 def step_of(run: Run) -> Callable[[], Point]:
     """Return a function that takes a step as the training loop does, which also reads the batch of the next one."""
-    feed = loop._Feed(run, ())
-    return lambda: loop._step(run, feed)
+    feed = loop.Feed(run, ())
+    return lambda: loop.take_step(run, feed)
 
 
 def evaluations_of(run: Run, record: Record) -> list[tuple[int, float]]:

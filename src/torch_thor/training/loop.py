@@ -16,7 +16,7 @@ from torch_thor.optim import THOR
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.torch_internals import tree_flatten, tree_unflatten
 from torch_thor.training import schedules
-from torch_thor.training.errors import DivergedError
+from torch_thor.training.errors import DivergedError, require
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.parallel import Ranks, RankWeight, without_averaging
 from torch_thor.training.precision import Precision
@@ -191,10 +191,10 @@ def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] 
     with ExitStack() as closing:
         for observer in observers:
             closing.callback(observer.close)
-        feed = _Feed(run, stops)
+        feed = Feed(run, stops)
         while not run.done:
             schedules.apply(run.optimizer, run.recipe, run.step, run.task.steps_per_epoch)
-            point = _step(run, feed)
+            point = take_step(run, feed)
             for observer in observers:
                 observer.step(run, point)
             if run.evaluates:
@@ -214,7 +214,7 @@ def _evaluate(run: Run) -> None:
         run.best = run.score
 
 
-class _Feed:
+class Feed:
     """The micro-batches of each step with their loss terms, read one step ahead.
 
     So one all-reduce a step is enough: it sums the loss of the step, and the terms of the next one, whose gradients
@@ -231,6 +231,11 @@ class _Feed:
         parts = split(next(self._batches), self._run.recipe.accumulation_at(step))
         self.parts: list[tuple[Batch, Terms]] = [(part, self._run.task.terms(part)) for part in parts]
         self.terms = sum(terms.number for _, terms in self.parts)
+        require(
+            self.terms > 0,
+            f"the batch of step {step + 1} has no loss term on a process: each process needs one; let the task leave "
+            "such samples out, or raise batch_size",
+        )
 
     def exchange(self, loss: float) -> tuple[float, int]:
         """Read the batch of the next step; return the mean loss of this one over all processes, and its terms."""
@@ -244,7 +249,8 @@ class _Feed:
         return found[0] / everywhere, int(everywhere)
 
 
-def _step(run: Run, feed: _Feed) -> Point:
+def take_step(run: Run, feed: Feed) -> Point:
+    """Take one step of the optimizer on the batch that the feed holds, which then reads the next one."""
     optimizer, task, recipe = run.optimizer, run.task, run.recipe
     thor = optimizer if isinstance(optimizer, CurvatureOptimizer) else None
     refresh = thor is not None and any(layer.due for layer in thor.curvature.values())
@@ -252,7 +258,6 @@ def _step(run: Run, feed: _Feed) -> Point:
     run.weight.value = run.ranks.world * feed.terms / feed.everywhere
     if thor is not None and "G" in thor.sides:  # the factor A does not depend on the number of loss terms
         thor.loss_terms = feed.terms
-    loss = torch.zeros((), device=run.ranks.device)
     for number, (part, terms) in enumerate(feed.parts, 1):
         with nullcontext() if number == len(feed.parts) else without_averaging(run.net):
             if thor is not None:
@@ -261,9 +266,9 @@ def _step(run: Run, feed: _Feed) -> Point:
                 found = task.loss(run.net, part)
                 if isinstance(thor, THOR) and thor.fisher == "sampled":
                     thor.sample_fisher(found.output, found.distribution, dim=found.dim, seed=recipe.seed)
-                share = found.mean * (terms.number / feed.terms)
+                share = found.mean if terms.number == feed.terms else found.mean * (terms.number / feed.terms)
             run.precision.backward(share)
-        loss += share.detach()
+        loss = share.detach() if number == 1 else loss + share.detach()
     if recipe.clip_norm is not None:
         run.precision.clip(optimizer, recipe.clip_norm)
     skips = getattr(optimizer, "skipped_steps", 0)  # THOR with nonfinite="skip" counts its own

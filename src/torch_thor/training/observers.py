@@ -24,7 +24,7 @@ from torch_thor.training.tasks.task import primary
 
 # TensorBoard draws 1000 random points of a curve, and a point for each of very many steps would need hundreds of
 # megabytes. A point therefore summarises `log_interval` steps, or fewer where a curve would have less than this many.
-FULL_CURVE = 2000
+FULL_CURVE = 100
 
 
 def observers_of(run: Run, folder: RunFolder, console: Console, profile: bool, offset: int) -> list[Any]:

@@ -5,7 +5,7 @@ underflow of small gradients.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass, which has no effect for fp32."""
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of the loss, multiplied by the loss scale if there is one."""

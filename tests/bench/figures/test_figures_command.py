@@ -36,10 +36,10 @@ def test_one_command_makes_a_figure(figures, tmp_path):
     [
         ((), "name a figure (curves, fisher-norm, split-dim, batch-sizes, bert) or all"),
         (("curve",), "there is no figure curve (did you mean curves?)"),
-        (("curves", "--seeds", "one"), "--seeds one: give whole numbers"),
+        (("curves", "--seeds", "one"), "--seeds one: must be whole numbers of at least 0"),
         (("curves", "--seeds", "1,1"), "--seeds 1,1: give different whole numbers of 0 or more"),
-        (("curves", "--seeds", "-1"), "--seeds -1: give different whole numbers of 0 or more"),
-        (("batch-sizes", "--batch-sizes", "0,8"), "--batch-sizes 0,8: give different whole numbers of 1 or more"),
+        (("curves", "--seeds", "-1"), "--seeds -1: must be whole numbers of at least 0, separated by commas"),
+        (("batch-sizes", "--batch-sizes", "0,8"), "--batch-sizes 0,8: must be whole numbers of at least 1"),
         (("curves", "--epochs", "0"), "epochs=0 should be greater than or equal to 1"),
         (("curves", "--data", "mnist"), "there is no recipe mnist"),
         (("curves", "--device", "abacus"), "device=abacus cannot be used"),

@@ -6,14 +6,14 @@ from torch_thor.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_thor.bench.figures.catalogue import FIGURES, figure_table, make_figures
-    from torch_thor.bench.figures.figure import Options, numbers
+    from torch_thor.bench.figures.figure import Options
     from torch_thor.bench.figures.raw import RawData, read
 
-__all__ = ["FIGURES", "Options", "RawData", "figure_table", "make_figures", "numbers", "read"]
+__all__ = ["FIGURES", "Options", "RawData", "figure_table", "make_figures", "read"]
 
 _MODULES = {
     "torch_thor.bench.figures.catalogue": ("FIGURES", "figure_table", "make_figures"),
-    "torch_thor.bench.figures.figure": ("Options", "numbers"),
+    "torch_thor.bench.figures.figure": ("Options",),
     "torch_thor.bench.figures.raw": ("RawData", "read"),
 }
 

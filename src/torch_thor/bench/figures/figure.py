@@ -9,7 +9,7 @@ from rich.console import Console
 
 from torch_thor.bench.figures.raw import RawData
 from torch_thor.training import Recipe, load_recipe
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import require
 
 if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure as Picture
@@ -73,16 +73,6 @@ class Figure:
     measure: Callable[[Mapping[str, Any], Mapping[str, Any], Console], dict[str, Any]]
     draw: Callable[[RawData, Path], None]
     table: Callable[[RawData], str]
-
-
-def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    """Read whole numbers from an option."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise UserError(f"{option} {text}: give whole numbers separated by commas, such as 1,2,4") from error
 
 
 def recipe_of(options: Options, optimizers: Sequence[str], default: str = DEFAULT_DATA) -> Recipe:

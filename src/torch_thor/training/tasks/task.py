@@ -37,7 +37,8 @@ class Loss:
     """The training loss of a batch, and the predictions of the network.
 
     Args:
-        mean: The mean over the loss terms of the batch, a tensor without dimensions, which can be differentiated.
+        mean: The mean over the loss terms of the batch, a tensor without dimensions, which can be differentiated; 0
+            where a part of a batch has no term.
         output: The output of the network, not detached.
         distribution: The distribution of the labels given the output, as for `THOR.sample_fisher`.
         dim: The class dimension of categorical logits; None stands for the last of two dimensions.
