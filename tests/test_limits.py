@@ -10,6 +10,7 @@ LINES, LONGEST = 9_000, 300  # of all files of the optimizers together, and of o
 LINES_OF_TESTS = 11_000  # of the tests beside them
 APPLICATION = ("training", "tools")
 LINES_OF_THE_APPLICATION = 7_500  # with the command line, without torch_thor.bench
+LINES_OF_ITS_TESTS = 6_500
 
 
 def lengths(root, packages=OPTIMIZERS):
@@ -29,3 +30,5 @@ def test_the_application_stays_small():
     files |= {name: len((SOURCE / name).read_text().splitlines()) for name in ("cli.py", "commands.py", "files.py")}
     assert sum(files.values()) <= LINES_OF_THE_APPLICATION
     assert not {name: length for name, length in files.items() if length > LONGEST}
+    tests = lengths(TESTS, APPLICATION)
+    assert sum(tests.values()) + len((TESTS / "test_cli.py").read_text().splitlines()) <= LINES_OF_ITS_TESTS

@@ -7,7 +7,7 @@ import torch
 
 from image_tree import write_tree
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
-from torch_thor.training.loop import train
+from torch_thor.training.loop import Record, train
 from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipes import load_recipe, override, recipe_names
@@ -26,32 +26,16 @@ MODELS = {
 }
 
 
-class Points(list):
-    """Remembers the steps of a run."""
-
-    def step(self, run, point):
-        self.append(point)
-
-    def evaluation(self, run, score):
-        assert all(map(math.isfinite, score.metrics.values()))
-
-    def end_of_step(self, run):
-        pass
-
-    def close(self):
-        pass
-
-
 def trains(recipe, steps):
     said = []
     task = open_task(recipe, torch.device("cpu"), said.append)
     for name in recipe.optimizer:
-        run, points = build(recipe, name, task, Ranks()), Points()
-        train(run, [points])
+        run, record = build(recipe, name, task, Ranks()), Record()
+        train(run, [record])
         assert type(run.optimizer) is KINDS[name]
-        assert len(points) == steps
-        assert all(0 < point.loss < 10 and not point.skipped for point in points)
-        assert run.score is not None
+        assert len(record.points) == steps
+        assert all(0 < point.loss < 10 and not point.skipped for point in record.points)
+        assert all(math.isfinite(value) for score in record.scores for value in score.metrics.values())
     return run.score.metrics, said
 
 
@@ -60,7 +44,6 @@ def test_every_recipe_of_bert_trains(tmp_path, monkeypatch):
     for size in bert.BERTS:
         monkeypatch.setitem(bert.BERTS, size, (1, 32, 2, 64))
     names = [name for name in recipe_names() if name.startswith("bert-")]
-    assert len(names) == 7
     for name in names:
         recipe = load_recipe(name)
         phases = [

@@ -43,6 +43,8 @@ def test_transformers_reads_what_was_trained(run, tmp_path, averaged):
         assert logits.equal(model(**batch).prediction_logits)
         hidden = AutoModel.from_pretrained(out)(**batch).last_hidden_state
         assert hidden.equal(model.bert(**batch).last_hidden_state)
+    assert (tokenizer.model_max_length, batch["token_type_ids"][0, [0, -1]].tolist()) == (32, [0, 1])
+    assert tokenizer.mask_token_id in tokenizer("It is not a [MASK].")["input_ids"]
     assert tokenizer.decode(batch["input_ids"][0]).startswith("[CLS] the sequence of statements. [SEP] an object")
 
 

@@ -126,7 +126,7 @@ def test_waiting_for_data_is_not_waiting_for_processes_and_a_batch_without_terms
 
     monkeypatch.setattr(Ranks, "total", total)
     run, record = started(task=Slow()), Record()
-    with pytest.raises(UserError, match="the batch of step 6 has no loss term on a process: .* raise batch_size"):
+    with pytest.raises(UserError, match=r"the batch of step 6 has no loss term on a process: .* raise batch_size"):
         train(run, [record])
     assert [(point.waited, point.duration) for point in record.points] == [(1, 11)] * 4
 

@@ -12,7 +12,9 @@ from torch_thor.training import precision
 from torch_thor.training.errors import DivergedError, UserError
 from torch_thor.training.loop import Observer, train
 from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
+from torch_thor.training.tasks import open_task
 
 
 class Spoiled(noisy.Noisy):
@@ -124,3 +126,17 @@ def test_the_average_is_the_recurrence_and_leaves_the_training_alone(name):
     assert not any(module._forward_hooks for module in run.average.module.modules())  # THOR's stay on the network
     for left, right in zip(kept.states, trained(name, kind=noisy.Net, ema_decay=None)[1].states, strict=True):
         assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_sampled_labels_with_a_loss_scale():
+    """The scale of the loss is not that of the sampled pass: the factors are those of float32, but for rounding."""
+    words = ["optimizer=thor", "epochs=1", "batch_size=1024", "device=cpu", "fisher=sampled", "split_dim=null"]
+    found = {}
+    for kind in ("fp32", "bf16", "fp16"):
+        recipe = load_recipe("digits", [*words, f"precision={kind}"])
+        run = build(recipe, "thor", open_task(recipe, torch.device("cpu"), print), Ranks())
+        train(run)
+        found[kind] = {name: layer.factors()[1] for name, layer in run.optimizer.curvature.items()}
+    for name, G in found["fp32"].items():
+        for kind in ("bf16", "fp16"):
+            assert 0 < (found[kind][name] - G).norm() < 0.05 * G.norm(), (kind, name)

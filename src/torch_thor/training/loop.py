@@ -96,7 +96,7 @@ class Observer(Protocol):
         return
 
 
-class Record:
+class Record(Observer):
     """Keeps what a short training measures, for scripts: an observer whose memory grows with the steps."""
 
     def __init__(self) -> None:
@@ -110,12 +110,6 @@ class Record:
     def evaluation(self, run: "Run", score: Score) -> None:
         """Keep the metrics of an evaluation."""
         self.scores.append(score)
-
-    def end_of_step(self, run: "Run") -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 @dataclass
@@ -258,6 +252,7 @@ def take_step(run: Run, feed: Feed) -> Point:
     run.weight.value = run.ranks.world * feed.terms / feed.everywhere
     if thor is not None and "G" in thor.sides:  # the factor A does not depend on the number of loss terms
         thor.loss_terms = feed.terms
+    loss: torch.Tensor | float = 0.0
     for number, (part, terms) in enumerate(feed.parts, 1):
         with nullcontext() if number == len(feed.parts) else without_averaging(run.net):
             if thor is not None:
@@ -268,7 +263,7 @@ def take_step(run: Run, feed: Feed) -> Point:
                     thor.sample_fisher(found.output, found.distribution, dim=found.dim, seed=recipe.seed)
                 share = found.mean if terms.number == feed.terms else found.mean * (terms.number / feed.terms)
             run.precision.backward(share)
-        loss = share.detach() if number == 1 else loss + share.detach()
+        loss = loss + share.detach()
     if recipe.clip_norm is not None:
         run.precision.clip(optimizer, recipe.clip_norm)
     skips = getattr(optimizer, "skipped_steps", 0)  # THOR with nonfinite="skip" counts its own
@@ -278,7 +273,7 @@ def take_step(run: Run, feed: Feed) -> Point:
         raise DivergedError(f"step {run.step + 1}: {error}") from error
     taken = taken and getattr(optimizer, "skipped_steps", 0) == skips
     optimizer.zero_grad()
-    value = loss.item()  # a host-device synchronisation, because the step is timed and its loss recorded
+    value = float(loss)  # a host-device synchronisation, because the step is timed and its loss recorded
     mean, count = feed.exchange(value)
     lr = float(optimizer.param_groups[0]["lr"])
     if not math.isfinite(mean) and taken:

@@ -161,6 +161,12 @@ def test_settings_that_the_tasks_cannot_use():
             "model=deep-autoencoder is not a network of task=char-lm: use char-transformer",
             "data is set, but task=char-lm always uses the language reference of Python: leave data out",
         ),
+        (
+            {"task": "masked-lm", "model": "resnet18", "data": {"name": "digits"}, "classes": 3},
+            "model=resnet18 is not a network of task=masked-lm",
+            "data.name=digits cannot be used for task=masked-lm: use python-text, corpus",
+            "classes=3: task=masked-lm has no classes",
+        ),
     ]:
         faults = check_task(Recipe.model_validate(options))
         assert len(faults) == len(said), faults

@@ -242,19 +242,6 @@ def test_other_networks_by_their_config_file(words, tmp_path, kind, monkeypatch)
         task.model()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("model=resnet18", "model=resnet18 is not a network of task=masked-lm"),
-        ("data.name=digits", "data.name=digits cannot be used for task=masked-lm: use python-text, corpus"),
-        ("classes=3", "classes=3: task=masked-lm has no classes"),
-    ],
-)
-def test_recipes_that_cannot_be_right_are_refused(words, change, message):
-    with pytest.raises(UserError, match=message):
-        load_recipe("bert-tiny", [*words, change])
-
-
 def test_what_is_no_corpus_or_no_configuration_is_refused(words, task, tmp_path):
     with pytest.raises(UserError, match=r"data\.root is not set: give the folder that torch-thor prepare has written"):
         opened(words, "data.name=corpus", "data.root=null")
@@ -279,16 +266,6 @@ def test_a_damaged_corpus_is_refused_by_what_reads_it(tmp_path):
     opened(words, train=False)  # it reads only the held-out part
     with pytest.raises(UserError, match=r"train\.arrow was cut short or changed"):
         opened(words)
-
-
-def test_the_tokenizer_is_that_of_transformers(task, tmp_path):
-    task.tokenizer().save_pretrained(tmp_path)
-    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    encoded = loaded("The class of a method.", "It is not a [MASK].")
-    assert encoded["token_type_ids"][0] == 0
-    assert encoded["token_type_ids"][-1] == 1
-    assert loaded.mask_token_id in encoded["input_ids"]
-    assert loaded.model_max_length == LONG
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The character model: its windows and metrics, against loops written out."""
+"""The autoencoder and the character model: their data and metrics, against arithmetic and loops written out."""
 
 import itertools
 import math
@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from tiny import assert_same
-from torch_thor.training.data.small import load_characters
+from torch_thor.training.data.small import load_characters, load_images
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipe import Data, Recipe
 from torch_thor.training.tasks import open_task
 from torch_thor.training.tasks.char_lm import CONTEXT
 
@@ -24,6 +24,11 @@ def opened(**options):
 @pytest.fixture(scope="module")
 def task():
     return opened()
+
+
+@pytest.fixture(scope="module")
+def autoencoder():
+    return open_task(Recipe(task="autoencoder", model="deep-autoencoder"), torch.device("cpu"), pytest.fail)
 
 
 def first(batches, count):
@@ -70,3 +75,25 @@ def test_loss_and_metrics_by_hand(task):
     x, y = next(task.batches(Ranks(), 0))
     assert task.terms((x, y)).number == 6 * CONTEXT
     assert task.loss(model, (x, y)).mean.item() == pytest.approx(-logs[x, y].mean().item(), rel=1e-5)
+
+
+def test_pixels_lie_between_0_and_1(autoencoder):
+    (images, _), (test, _) = load_images(Data())
+    low, high = images.min(), images.max()
+    assert torch.equal(autoencoder.train, (images.flatten(1) - low) / (high - low))
+    assert (autoencoder.train.min(), autoencoder.train.max()) == (0, 1)
+    assert autoencoder.test.shape == (len(test), 64)  # fewer than 2000
+
+
+def test_loss_and_metrics_of_the_autoencoder_by_hand(autoencoder):
+    model = autoencoder.model()
+    some = next(autoencoder.batches(Ranks(), 0))[:7]
+    found = autoencoder.loss(model, some)
+    pixels, target = torch.sigmoid(model(some).double()), some.double()
+    cross = -(target * pixels.log() + (1 - target) * (1 - pixels).log())
+    assert found.mean.item() == pytest.approx(cross.sum().item() / 7, rel=1e-5)
+    assert (found.distribution, autoencoder.terms(some).number) == ("bernoulli", 7)
+    by_hand = (torch.sigmoid(model(autoencoder.test).double()) - autoencoder.test.double()).square().sum() / len(
+        autoencoder.test
+    )
+    assert evaluate(autoencoder, model, Ranks())["squared_error"] == pytest.approx(by_hand.item(), rel=1e-5)
