@@ -9,14 +9,14 @@ that was cut off goes on.
 
 import ast
 import hashlib
-import importlib.util
+import importlib
 import json
 import multiprocessing
 import os
 import sys
 import threading
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from multiprocessing.connection import wait
@@ -73,16 +73,12 @@ def main() -> None:
         f"{options.study}: there is no such study in {FOLDER}/; give one of {', '.join(studies())}, from the root of "
         "the repository",
     )
-    file = FOLDER / f"{options.study}.py"
-    study, store = load(file), Lines(FOLDER / "results" / f"{options.study}.jsonl")
+    name = str(FOLDER / f"{options.study}.py")
+    study, store = load(name), Lines(FOLDER / "results" / f"{options.study}.jsonl")
     if options.verify:
-        raise SystemExit(verify(file, study, store, options.workers))
-    while not options.table:
-        todo = [job for job in study.jobs(store.rows) if key_of(job) not in store.rows and options.only in key_of(job)]
-        together = [job for job in todo if not job.get("alone")]
-        if not todo:
-            break
-        measure(file, store, together or todo, options.workers if together else 1)
+        raise SystemExit(verify(name, store, options.workers))
+    if not options.table:
+        complete(name, study.jobs, store, workers=options.workers, only=options.only)
     print(study.table(store.rows))
     study.draw(store.rows)
     stale = sum(row["sources"] != sources() for row in store.rows.values())
@@ -92,29 +88,66 @@ def main() -> None:
         )
 
 
-def measure(file: Path, store: Lines, jobs: Sequence[Job], workers: int) -> None:
+def complete(
+    name: str,
+    jobs: Callable[[Mapping[str, Row]], Sequence[Job]],
+    store: Lines,
+    *,
+    workers: int = 1,
+    only: str = "",
+    say: Callable[[str], None] = print,
+) -> None:
+    """Run the jobs of a study whose results are missing, until no result leads to another job."""
+    while True:
+        todo = [job for job in jobs(store.rows) if key_of(job) not in store.rows and only in key_of(job)]
+        together = [job for job in todo if not job.get("alone")]
+        if not todo:
+            return
+        measure(name, store, together or todo, workers if together else 1, say)
+
+
+def verify(name: str, store: Lines, workers: int) -> int:
+    """Run the headlines again in a store of their own, and print each value beside the recorded one."""
+    study = load(name)
+    again, jobs = Lines(store.path.with_suffix(".verify")), study.headlines(store.rows)
+    again.rows.clear()
+    measure(name, again, jobs, workers)
+    again.path.unlink()
+    far = 0
+    for job in jobs:
+        key = key_of(job)
+        old, new = store.rows[key]["value"], again.rows[key]["value"]
+        near = abs(old - new) <= study.tolerance(store.rows, job)
+        far += not near
+        print(f"{key}: recorded {old:.6g}, now {new:.6g}: {'agrees' if near else 'DIFFERS'}")
+    return int(far > 0)
+
+
+def measure(name: str, store: Lines, jobs: Sequence[Job], workers: int, say: Callable[[str], None] = print) -> None:
     """Run jobs in processes, and store each result when it is there; after a failure the others go on."""
     context, failed = multiprocessing.get_context("spawn"), []
     first = {key_of(job): job for job in jobs}
     with ProcessPoolExecutor(workers, context, initializer=_end_with_parent) as pool:
-        running = {pool.submit(result_of, file, job): key for key, job in first.items()}
+        running = {pool.submit(result_of, name, job): key for key, job in first.items()}
         for number, future in enumerate(as_completed(running), start=1):
             key, error = running[future], future.exception()
             if error is None:
                 store.keep(key, future.result())
             else:
                 failed.append(f"{key}: {type(error).__name__}: {first_line(error)}")
-            print(
-                f"{number} of {len(first)} {'done: ' + key if error is None else 'failed: ' + failed[-1]}", flush=True
-            )
+            say(f"{number} of {len(first)} {'done: ' + key if error is None else 'failed: ' + failed[-1]}")
     require(not failed, f"{len(failed)} jobs failed, which the same command runs again:\n" + "\n".join(failed))
 
 
-def result_of(file: Path, job: Job) -> Row:
+def result_of(name: str, job: Job) -> Row:
     """Run a job, and return the result with what it was measured on."""
-    result = load(file).run(dict(job))
-    command = f"python -m torch_thor.bench {file.stem}"
-    return {"job": dict(job), **result, "sources": sources(), **provenance(), "command": command}
+    return {
+        "job": dict(job),
+        **load(name).run(dict(job)),
+        "sources": sources(),
+        **provenance(),
+        "command": f"python -m torch_thor.bench {Path(name).stem}",
+    }
 
 
 def _end_with_parent() -> None:
@@ -129,39 +162,20 @@ def _end_with_parent() -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
-def verify(file: Path, study: ModuleType, store: Lines, workers: int) -> int:
-    """Run the headlines again in a store of their own, and print each value beside the recorded one."""
-    again, jobs = Lines(store.path.with_suffix(".verify")), study.headlines(store.rows)
-    again.rows.clear()
-    measure(file, again, jobs, workers)
-    again.path.unlink()
-    far = 0
-    for job in jobs:
-        key = key_of(job)
-        old, new = store.rows[key]["value"], again.rows[key]["value"]
-        near = abs(old - new) <= study.tolerance(store.rows, job)
-        far += not near
-        print(f"{key}: recorded {old:.6g}, now {new:.6g}: {'agrees' if near else 'DIFFERS'}")
-    return int(far > 0)
-
-
 def studies() -> list[str]:
     """List the studies of the folder."""
     files = sorted(FOLDER.glob("*.py"))
     return [file.stem for file in files if "\ndef jobs(" in file.read_text(encoding="utf-8")]
 
 
-def load(file: Path) -> ModuleType:
-    """Import a study, whose folder its own modules are found in."""
-    if file.stem in sys.modules:
-        return sys.modules[file.stem]
-    sys.path.insert(0, str(file.parent.absolute()))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load(name: str) -> ModuleType:
+    """Import a study: a module by its dotted name, or a file, whose folder its own modules are found in."""
+    file = Path(name)
+    if file.suffix != ".py":
+        return importlib.import_module(name)
+    if file.stem not in sys.modules:
+        sys.path.insert(0, str(file.parent.absolute()))
+    return importlib.import_module(file.stem)
 
 
 @cache
