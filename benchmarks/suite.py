@@ -23,18 +23,17 @@ from typing import Any
 
 import torch
 
-from suite_optimizers import CONTENDERS, FEWEST_RATES, PEERS, make
-from suite_report import draw, table  # noqa: F401  # parts of a study
+from suite_optimizers import CONTENDERS, FEWEST_RATES, ONE, PEERS, make
+from suite_report import README, Contest, contests, picture, tables
 from suite_tasks import TASKS, Task
 from torch_thor.bench import take_turns
 from torch_thor.bench.stores import key_of
 
-TUNING_SEED, SEEDS = 10, (0, 1, 2)
+TUNING_SEED, SEEDS, MORE_SEEDS = 10, (0, 1, 2), tuple(range(3, 10))
 WARM_UP = 0.05  # of the steps
 EVALUATIONS = 16
 MOST_RATES = 10
 HIGHEST_LOSS = 1e5  # a run whose loss exceeds it, or is no number, has diverged
-ONE = {"optimizer": "thor-muon", "lr": 0.08}
 THOR_TASKS = ("resnet128", "resnet1024", "autoencoder")  # those that THOR is meant to serve
 SPAN = 10  # rounds
 
@@ -149,27 +148,55 @@ def _bytes(value: Any) -> int:
 
 def jobs(rows: Rows) -> list[Job]:
     """List the jobs that are known: which come next depends on what was best so far."""
-    found, chosen = [], {}
+    found = [job for task in TASKS for name in contenders(task) for job in tuning(rows, task, name)]
+    best_ones = chosen(rows)
+    found += [job for setting in best_ones.values() for job in confirm(setting)]
+    found += [job for task in TASKS for job in confirm({"task": task, **ONE})]
+    if any(key_of(job) not in rows for job in found):
+        return found
+    rates = one_rates(rows)
+    for name in PEERS:
+        found += [job for task in TASKS for job in at_rates(task, name)]
+        found += [
+            job for task in TASKS if rates for job in confirm({"task": task, "optimizer": name, "lr": rates[name]})
+        ]
+    for task in TASKS:
+        settings = {name: best_ones[task, name] for name in PEERS} | {"thor-muon": {"task": task, **ONE}}
+        settings |= {name: best_ones[task, name] for name in ("thor",) if task in THOR_TASKS}
+        found.append({"task": task, "settings": settings, "alone": True})
+    for one in contests(rows, best_ones, rates):
+        rival = one.chosen[one.rival]
+        if is_close(one, rival):
+            found += confirm(rival, MORE_SEEDS) + confirm({"task": one.task, **ONE}, MORE_SEEDS)
+    return found
+
+
+def is_close(one: Contest, rival: Job) -> bool:
+    """Return whether the figures of three seeds differ by less than two standard errors of the difference."""
+    own, other = one.values(ONE)[: len(SEEDS)], one.values(rival)[: len(SEEDS)]
+    error = math.sqrt(sum(statistics.variance(values) / len(values) for values in (own, other)))
+    return abs(statistics.fmean(own) - statistics.fmean(other)) < 2 * error
+
+
+def chosen(rows: Rows) -> dict[tuple[str, str], Job]:
+    """Return the best setting of each optimizer that has been tuned on a task."""
+    found = {}
     for task in TASKS:
         for name in contenders(task):
             tried = list(tuning(rows, task, name))
-            found += tried
             if all(key_of(job) in rows for job in tried):
-                chosen[task, name] = best(rows, tried)
-                found += confirm(chosen[task, name])
-        found += confirm({"task": task, **ONE})
-    if any(key_of(job) not in rows for job in found):
-        return found
-    for name in PEERS:
-        lr = one_rate(rows, name)
-        for task in TASKS:
-            found += [job for job in at_rates(task, name) if lr is None or job["lr"] == lr]
-            found += [] if lr is None else confirm({"task": task, "optimizer": name, "lr": lr})
-    for task in TASKS:
-        settings = {name: chosen[task, name] for name in PEERS} | {"thor-muon": {"task": task, **ONE}}
-        settings |= {name: chosen[task, name] for name in ("thor",) if task in THOR_TASKS}
-        found.append({"task": task, "settings": settings, "alone": True})
+                found[task, name] = best(rows, tried)
     return found
+
+
+def table(rows: Rows) -> str:
+    """Return the tables of the tasks that are complete."""
+    return tables(contests(rows, chosen(rows), one_rates(rows)))
+
+
+def draw(rows: Rows) -> None:
+    """Draw the picture of README."""
+    picture(contests(rows, chosen(rows), one_rates(rows)))
 
 
 def contenders(task: str) -> list[str]:
@@ -177,9 +204,9 @@ def contenders(task: str) -> list[str]:
     return [*PEERS, "thor-muon", *(["thor", "thor-paper"] if task in THOR_TASKS else [])]
 
 
-def confirm(setting: Job) -> list[Job]:
+def confirm(setting: Job, seeds: tuple[int, ...] = SEEDS) -> list[Job]:
     """Return the runs of a setting with the seeds that count."""
-    return [{**setting, "seed": seed} for seed in SEEDS]
+    return [{**setting, "seed": seed} for seed in seeds]
 
 
 def tuning(rows: Rows, task: str, name: str) -> Iterator[Job]:
@@ -232,6 +259,12 @@ def at_rates(task: str, name: str) -> list[Job]:
     return [{"task": task, "optimizer": name, "lr": lr, "seed": TUNING_SEED} for lr in candidates(name)]
 
 
+def one_rates(rows: Rows) -> dict[str, float]:
+    """Return the one learning rate of each peer for all tasks; nothing while runs are missing."""
+    found = {name: one_rate(rows, name) for name in PEERS}
+    return {} if None in found.values() else {name: lr for name, lr in found.items() if lr is not None}
+
+
 def one_rate(rows: Rows, name: str) -> float | None:
     """Return the learning rate with the smallest mean logarithm of errors over the tasks; None where runs are missing.
 
@@ -253,9 +286,6 @@ def one_rate(rows: Rows, name: str) -> float | None:
 def headlines(rows: Rows) -> list[Job]:
     """Return one seed of ThorMuon on each task whose row README shows."""
     return [{"task": task, **ONE, "seed": 0} for task in TASKS if task in README]
-
-
-README = ("resnet1024", "autoencoder", "characters", "bert512", "vit", "unet")
 
 
 def tolerance(rows: Rows, job: Job) -> float:

@@ -86,6 +86,7 @@ OURS = {
     "thor-paper": Contender(0.05, ({"damping": 0.1}, {"damping": 0.3}), _paper),
 }
 CONTENDERS = {**PEERS, **OURS}
+ONE = {"optimizer": "thor-muon", "lr": 0.08}  # ThorMuon's setting for all tasks
 
 
 def make(model: nn.Module, job: dict[str, Any]) -> torch.optim.Optimizer:

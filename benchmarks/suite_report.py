@@ -1,12 +1,275 @@
-"""Tables and pictures of suite.py."""
+"""Tables and pictures of suite.py, from its raw data."""
 
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from matplotlib import pyplot
+from matplotlib.axes import Axes
 
-def table(rows: dict[str, Any]) -> str:
-    """Return the tables."""
-    return f"{len(rows)} rows"
+from suite_optimizers import ONE, PEERS
+from suite_tasks import TASKS
+from torch_thor.bench.markdown import table as markdown
+from torch_thor.bench.numbers import steps_to
+from torch_thor.bench.stores import key_of
+from torch_thor.files import whole_file
+
+PICTURES = Path("docs/images")
+NAMES = {
+    "sgd": "SGD", "adamw": "AdamW", "muon": "Muon", "soap": "SOAP", "kron": "PSGD-Kron",
+    "schedule-free": "schedule-free AdamW", "thor-muon": "ThorMuon", "thor": "THOR", "thor-paper": "THOR, unbounded",
+}  # fmt: skip
+# distinguishable with colour vision deficiency (Okabe and Ito); ours are blue and green
+COLOURS = {
+    "sgd": "#666666", "adamw": "#e69f00", "muon": "#d55e00", "soap": "#cc79a7", "kron": "#56b4e9",
+    "schedule-free": "#f0e442", "thor-muon": "#0072b2", "thor": "#009e73",
+}  # fmt: skip
+PANELS = ("autoencoder", "characters", "resnet1024", "bert512")
+README = ("autoencoder", "characters", "resnet1024", "bert512", "vit", "unet")
+RATIOS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)  # of the performance profile
+Row = dict[str, Any]
 
 
-def draw(rows: dict[str, Any]) -> None:
-    """Draw the pictures."""
+@dataclass
+class Contest:
+    """The results on one task.
+
+    Args:
+        task: Its name.
+        rows: All results, by key.
+        chosen: The best tuned setting of each optimizer, by name, as far as its runs are there.
+        rates: The one learning rate of each peer for all tasks; empty while runs are missing.
+    """
+
+    task: str
+    rows: Mapping[str, Row]
+    chosen: Mapping[str, Row]
+    rates: Mapping[str, float]
+
+    def runs(self, setting: Mapping[str, Any]) -> list[Row]:
+        """Return the runs of a setting with the seeds that count, without those of diverged ones."""
+        own = {"task": self.task, **setting}
+        found = [self.rows.get(key_of({**own, "seed": seed})) for seed in range(10)]
+        return [row for row in found if row is not None and row["value"] is not None]
+
+    def values(self, setting: Mapping[str, Any]) -> list[float]:
+        """Return the final figures of a setting; empty if it diverged with a seed, or was not run."""
+        found = [row["value"] for row in self.runs(setting)]
+        return found if len(found) >= 3 else []
+
+    def error(self, setting: Mapping[str, Any]) -> float:
+        """Return the mean figure as something that is better when it is lower: a loss, or 1 - accuracy."""
+        found = self.values(setting)
+        if not found:
+            return float("inf")
+        return 1 - statistics.fmean(found) if TASKS[self.task].higher else statistics.fmean(found)
+
+    @cached_property
+    def rival(self) -> str:
+        """The peer with the best figure, tuned."""
+        return min((name for name in PEERS if name in self.chosen), key=lambda name: self.error(self.chosen[name]))
+
+    @cached_property
+    def times(self) -> Row:
+        """Milliseconds of the steps, and bytes of state a parameter; empty if they were not measured."""
+        mine = [row for row in self.rows.values() if row["job"].get("alone") and row["job"]["task"] == self.task]
+        return mine[-1] if mine else {}
+
+    def milliseconds(self, name: str) -> float | None:
+        """Return the mean time of a step in a run, with its share of refreshes."""
+        if not self.times or name not in (known := self.times["milliseconds"]):
+            return None
+        refresh = known.get(f"{name} refresh", known[name])
+        runs = self.runs(self.setting(name))
+        share = statistics.fmean(run["refreshes"] for run in runs) / TASKS[self.task].steps if runs else 0.0
+        return float(known[name] + share * (refresh - known[name]))
+
+    def setting(self, name: str) -> Mapping[str, Any]:
+        """Return the setting that is shown: ThorMuon's only one, the tuned one of others."""
+        return ONE if name == "thor-muon" else self.chosen[name]
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """Return steps and mean held-out figures."""
+        runs = [row["curve"] for row in self.runs(self.setting(name))]
+        return [(points[0][0], statistics.fmean(value for _, value in points)) for points in zip(*runs, strict=True)]
+
+    def steps(self) -> float | None:
+        """Return the share of the steps after which ThorMuon is where the rival ends; None if it never is."""
+        higher = TASKS[self.task].higher
+        goal = statistics.fmean(self.values(self.chosen[self.rival]))
+        needed = steps_to(self.curve("thor-muon"), goal, higher=higher)
+        return None if needed is None else needed / TASKS[self.task].steps
+
+    def relative(self, name: str) -> float | None:
+        """Return the time of ThorMuon's step over that of another."""
+        own, other = self.milliseconds("thor-muon"), self.milliseconds(name)
+        return None if own is None or other is None else own / other
+
+    def seconds(self) -> float | None:
+        """Return the share of the rival's time after which ThorMuon is where the rival ends."""
+        share, ratio = self.steps(), self.relative(self.rival)
+        return None if share is None or ratio is None else share * ratio
+
+
+def contests(
+    rows: Mapping[str, Row], chosen: Mapping[tuple[str, str], Row], rates: Mapping[str, float]
+) -> list[Contest]:
+    """Return the tasks whose runs are there."""
+    found = []
+    for task in TASKS:
+        own = {name: setting for (its, name), setting in chosen.items() if its == task}
+        one = Contest(task, rows, own, rates)
+        if set(PEERS) <= set(own) and one.values(ONE) and all(one.runs(own[name]) for name in PEERS):
+            found.append(one)
+    return found
+
+
+def tables(found: list[Contest]) -> str:
+    """Return the tables: tuned peers, one setting for all tasks, the profile, batch sizes, costs."""
+    parts = ["### Each other optimizer tuned for each task, ThorMuon with one setting", tuned(found)]
+    if all(one.rates for one in found) and found:
+        parts += ["### One setting for all tasks", one_setting(found), "### Performance profile", profile(found)]
+    parts += ["### All tuned optimizers", every(found), "### What a step costs", costs(found)]
+    return "\n\n".join(parts)
+
+
+def front(found: list[Contest]) -> str:
+    """Return the table of README."""
+    rows = [
+        [TASKS[one.task].title, f"{NAMES[one.rival]} {shown(one, one.chosen[one.rival])}", f"**{shown(one, ONE)}**",
+         ratio(one.steps()), ratio(one.seconds()), ratio(one.relative("sgd"))]
+        for one in found if one.task in README
+    ]  # fmt: skip
+    heads = [
+        "task",
+        "best of six others, tuned",
+        "ThorMuon, one setting",
+        "steps to the other's end",
+        "seconds",
+        "step / SGD's",
+    ]
+    return markdown(heads, sorted(rows, key=lambda row: row[0]))
+
+
+def tuned(found: list[Contest]) -> str:
+    """Return the contests with the best tuned peer."""
+    heads = ["task", "figure", "best tuned", "its", "ThorMuon", "steps", "seconds", "tuned ThorMuon"]
+    rows = []
+    for one in found:
+        best = one.chosen.get("thor-muon")
+        rows.append([
+            TASKS[one.task].title, TASKS[one.task].metric, NAMES[one.rival], shown(one, one.chosen[one.rival]), shown(one, ONE),
+            ratio(one.steps()), ratio(one.seconds()), shown(one, best) if best else "",
+        ])  # fmt: skip
+    return markdown(heads, rows)
+
+
+def every(found: list[Contest]) -> str:
+    """Return the figures of all tuned optimizers."""
+    names = [*PEERS, "thor-muon", "thor", "thor-paper"]
+    return markdown(
+        ["task", *(NAMES[name] for name in names)],
+        [[one.task, *(shown(one, one.chosen[name]) if name in one.chosen else "" for name in names)] for one in found],
+    )
+
+
+def one_setting(found: list[Contest]) -> str:
+    """Return the figures with the learning rate of each optimizer that serves all tasks best."""
+    settings = {name: {"optimizer": name, "lr": lr} for name, lr in found[0].rates.items()} | {"thor-muon": ONE}
+    heads = ["task", *(f"{NAMES[name]} ({setting['lr']:g})" for name, setting in settings.items())]
+    rows = []
+    for one in found:
+        best = min(settings, key=lambda name: one.error(settings[name]))
+        cells = {name: shown(one, setting) or "diverged" for name, setting in settings.items()}
+        rows.append([one.task, *(f"**{cell}**" if name == best else cell for name, cell in cells.items())])
+    return markdown(heads, rows)
+
+
+def profile(found: list[Contest]) -> str:
+    """Return the share of the tasks on which the error of an optimizer is within a ratio of the best."""
+    shares = profiles(found)
+    heads = ["optimizer", *(f"≤ {ratio:g}" for ratio in RATIOS)]
+    return markdown(heads, [[label, *(f"{share:.0%}" for share in own)] for label, own in shares.items()])
+
+
+def profiles(found: list[Contest]) -> dict[str, list[float]]:
+    """Return the lines of the performance profile (Dolan and Moré 2002)."""
+    lines: dict[str, list[float]] = {}
+    errors: dict[str, list[float]] = {}
+    for one in found:
+        settings = {f"{NAMES[name]}, one setting": {"optimizer": name, "lr": lr} for name, lr in one.rates.items()}
+        settings |= {f"{NAMES[name]}, tuned": one.chosen[name] for name in PEERS}
+        settings["ThorMuon, one setting"] = ONE
+        own = {label: one.error(setting) for label, setting in settings.items()}
+        least = min(own.values())
+        for label, error in own.items():
+            errors.setdefault(label, []).append(error / least)
+    for label, values in errors.items():
+        lines[label] = [sum(value <= most for value in values) / len(values) for most in RATIOS]
+    return dict(sorted(lines.items(), key=lambda item: -sum(item[1])))
+
+
+def costs(found: list[Contest]) -> str:
+    """Return milliseconds of a step over SGD's, and bytes of state a parameter."""
+    names = [name for name in [*PEERS, "thor-muon"] if name != "sgd"]
+    rows = []
+    for one in (one for one in found if one.times):
+        sgd, state = one.milliseconds("sgd") or 1.0, one.times["state_bytes"]
+        cells = [f"{(one.milliseconds(name) or 0) / sgd:.2f} ({state[name]:.0f})" for name in names]
+        rows.append([one.task, f"{sgd:.1f} ms", *cells])
+    return markdown(["task", "SGD", *(NAMES[name] for name in names)], rows)
+
+
+def shown(one: Contest, setting: Mapping[str, Any]) -> str:
+    """Format the mean and the standard error of a setting."""
+    values = one.values(setting)
+    if not values:
+        return ""
+    mean, error = statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5
+    digits = max(0, 1 - math.floor(math.log10(error))) if error else 4  # two of the error
+    return f"{mean:.2g} ± {error:.1g}" if mean < 1e-3 else f"{mean:.{digits}f} ± {error:.{digits}f}"
+
+
+def ratio(value: float | None) -> str:
+    """Format a ratio."""
+    return "not reached" if value is None else f"{value:.2f}"
+
+
+def picture(found: list[Contest]) -> None:
+    """Draw held-out figures against seconds."""
+    by_name = {one.task: one for one in found}
+    tasks = [by_name[name] for name in PANELS if name in by_name and by_name[name].times]
+    if not tasks:
+        return
+    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.4), squeeze=False, layout="constrained")
+    for one, panel in zip(tasks, axes[0], strict=True):
+        curves(panel, one)
+    handles = {label: line for panel in axes[0] for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+    with whole_file(PICTURES / "suite.png") as temporary:
+        figure.savefig(temporary, dpi=110)
+    pyplot.close(figure)
+
+
+def curves(panel: Axes, one: Contest) -> None:
+    """Draw one task: mean over seeds, on the time of the steps alone."""
+    task = TASKS[one.task]
+    for name in [*PEERS, *(["thor"] if one.task.startswith("resnet") else []), "thor-muon"]:
+        cost = one.milliseconds(name)
+        if name in COLOURS and cost is not None:
+            steps, values = zip(*one.curve(name), strict=True)
+            label = f"{NAMES[name]}, {'one setting' if name == 'thor-muon' else 'tuned'}"
+            wide = 2.4 if name == "thor-muon" else 1.2
+            panel.plot([step * cost / 1000 for step in steps], values, color=COLOURS[name], label=label, linewidth=wide)
+    panel.set_title(task.title.split(" on ")[0].split(" that ")[0] + f", batch {task.batch}", fontsize=10)
+    panel.set_xlabel("seconds")
+    panel.set_ylabel(task.metric)
+    ends = sorted(value for name in [*PEERS, "thor-muon"] for _, value in one.curve(name)[4:])
+    low, high = ends[0], ends[-1]
+    panel.set_ylim(low - 0.05 * (high - low), ends[int(0.9 * len(ends))]) if not task.higher else panel.set_ylim(
+        ends[int(0.1 * len(ends))], high + 0.05 * (high - low)
+    )
