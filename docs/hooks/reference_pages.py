@@ -1,8 +1,8 @@
-"""Writes the reference pages that describe the program from the program, each time the site is built.
+"""Writes the reference page that describes the program from the program, each time the site is built.
 
-MkDocs calls `on_files` (see `hooks` in mkdocs.yml). The pages are generated in memory, so they cannot be out of date:
+MkDocs calls `on_files` (see `hooks` in mkdocs.yml). The page is generated in memory, so it cannot be out of date:
 keys, defaults and meanings come from the models of a recipe, commands and options from the command line itself.
-`python docs/hooks/reference_pages.py` prints them.
+`python docs/hooks/reference_pages.py` prints it.
 """
 
 import inspect
@@ -40,27 +40,21 @@ def pages() -> dict[str, str]:
     Returns:
         Their text in Markdown, by their path inside docs/.
     """
-    return {
-        "reference/recipe-keys.md": "\n".join(recipe_keys()),
-        "reference/recipes.md": "\n".join(recipes()),
-        "reference/command-line.md": "\n".join(command_line()),
-    }
+    return {"reference/command-line.md": "\n".join([*command_line(), *recipes(), *recipe_keys()])}
 
 
 # ---- recipes ----------------------------------------------------------------------------------------------------
 
 
 def recipe_keys() -> Iterator[str]:
-    """Write the page of all keys of a recipe.
+    """Write the part about all keys of a recipe.
 
     Yields:
         Lines.
     """
-    yield """# Recipe keys
+    yield """## Recipe keys
 
-This page is generated from the code. `torch-thor keys` and `torch-thor keys PART` print the same in a terminal.
-
-A recipe is a YAML file with these keys. On the command line `KEY=VALUE` overrides a key, with dots between the levels:
+`torch-thor keys` and `torch-thor keys PART` print the same in a terminal. A recipe is a YAML file with these keys. On the command line `KEY=VALUE` overrides a key, with dots between the levels:
 
 ```bash
 torch-thor train digits epochs=3 schedule.kind=linear optimizers.thor.damping=0.1
@@ -70,17 +64,17 @@ A setting of an optimizer can be written without its prefix. `lr=0.01` then sets
 that the recipe trains with and that has this setting.
 
 "On resume" says whether `torch-thor train --resume` accepts another value than the one the run was started with.
-[Resume, evaluate and inspect runs](../how-to/runs.md) describes the conditions for `epochs`.
+[Resume and lengthen](../how-to/command-line.md#resume-and-lengthen) describes the conditions for `epochs`.
 """
-    yield from _section("Keys of a recipe", "", [*keys(), *keys("training")])
+    yield from _section("All recipes", "", [*keys(), *keys("training")])
     for part in PARTS:
         if part != "training":
-            title = "schedule and damping_schedule" if part == "schedule" else part
+            title = "schedule and damping_schedule" if part == "schedule" else part.removeprefix("optimizers.")
             yield from _section(title, f"{part}.", keys(part))
 
 
 def _section(title: str, prefix: str, rows: list[tuple[str, str, str, str]]) -> Iterator[str]:
-    yield f"## {title}\n"
+    yield f"### {title}\n"
     yield "| key | type | default | meaning | on resume |"
     yield "|---|---|---|---|---|"
     for name, kind, default, meaning in rows:
@@ -92,42 +86,44 @@ def _section(title: str, prefix: str, rows: list[tuple[str, str, str, str]]) -> 
 
 
 def recipes() -> Iterator[str]:
-    """Write the page that lists the recipes.
+    """Write the part that lists the recipes.
 
     Yields:
         Lines.
     """
-    yield """# Recipes
+    yield """## Recipes
 
-This page is generated from the recipe files. Train one with `torch-thor train NAME`, or give the path of a YAML file of
-your own. The column "should reach" repeats what the recipe file states, with its source.
+Train one with `torch-thor train NAME`, or give the path of a YAML file of your own. The column "should reach" repeats what the recipe file states, with its source.
 
 | recipe | what it is | should reach |
 |---|---|---|"""
     for name in recipe_names():
         recipe = load_recipe(name)
         yield f"| `{name}` | {_text(recipe.about)} | {_text(recipe.reaches)} |"
+    yield ""
 
 
 # ---- the command line -------------------------------------------------------------------------------------------
 
 
 def command_line() -> Iterator[str]:
-    """Write the page of all commands and options.
+    """Write the beginning of the page, with all commands and options.
 
     Yields:
         Lines.
     """
-    yield """# Command line
+    yield """# Commands, recipes and keys
 
-This page is generated from the program. `torch-thor COMMAND --help` prints the same text. `python -m torch_thor` is
+This page is generated from the program and the recipe files. `torch-thor COMMAND --help` prints the same text. `python -m torch_thor` is
 another way to call `torch-thor`.
 
 Exit codes: 0 for success; 2 for a mistake that the user can correct, described in one line on stderr; 130 after Ctrl-C
 or another signal that stopped the training.
+
+## Commands
 """
     for name, command in get_command(app).commands.items():
-        yield f"## torch-thor {name}\n"
+        yield f"### torch-thor {name}\n"
         yield f"{inspect.cleandoc(command.help or '')}\n"
         arguments = [one for one in command.params if one.param_type_name == "argument"]
         options = [one for one in command.params if one.param_type_name == "option"]
