@@ -2,7 +2,7 @@
 
 A schedule is a callable from the step of a refresh, counted from 0, to the number of steps until the next refresh. The
 schedules here depend on the step alone, so a resumed run continues the schedule. Their repr describes them completely:
-it is stored in the state dict, from which :meth:`torch_thor.THOR.load_state_dict` makes the schedule again. Any other
+it is stored in the state dict, from which ``torch_thor.THOR.load_state_dict`` makes the schedule again. Any other
 callable can be passed too, but state dicts do not contain it.
 
 Each parameter group counts its own steps, and stores the counts in the group itself, so that every checkpoint contains

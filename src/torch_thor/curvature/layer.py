@@ -1,7 +1,7 @@
 """The curvature of one layer: its factors, their inverses and its counters.
 
 They are stored in the optimizer's state of the weight, as tensors and numbers only, so a checkpoint of the optimizer
-contains them. New statistics (:class:`torch_thor.curvature.layer.Statistics`) exist until the end of the step. If
+contains them. New statistics (``torch_thor.curvature.layer.Statistics``) exist until the end of the step. If
 several layers are rows of one parameter, the keys of each have a prefix.
 """
 
@@ -85,7 +85,7 @@ class Statistics:
         """Return the factors of the rows of this step, and drop the rows; None if there are none.
 
         They are means. Of groups with their own rows they are ``√T_e A_e`` and ``√T_e G_e``
-        (:mod:`torch_thor.curvature.kinds.experts`); without G, plain means.
+        (``torch_thor.curvature.kinds.experts``); without G, plain means.
         """
         sums, rows, group_rows = self._sums if self.rows else None, self.rows, self.group_rows
         self.forget()
@@ -195,7 +195,7 @@ class LayerCurvature:
         For ThorMuon they are ``(A + λ tr(A)/d_in I)⁻¹`` and None.
 
         Returns:
-            Two matrices or lists, in the shapes of :meth:`factors`.
+            Two matrices or lists, in the shapes of ``factors``.
 
         Raises:
             RuntimeError: the layer has no factors yet.

@@ -57,7 +57,7 @@ def split_rows(module: nn.Module, sizes: Sequence[int]) -> None:
     """Declare that a layer computes several projections at once, which ThorMuon then orthogonalises apart.
 
     ``split_rows(block.attn.c_attn, (768, 768, 768))`` for the query, key and value of a fused linear layer. Those of
-    :class:`torch.nn.MultiheadAttention` are known. It holds for optimizers that are made afterwards.
+    ``torch.nn.MultiheadAttention`` are known. It holds for optimizers that are made afterwards.
 
     Args:
         module: a layer whose weight is one matrix.

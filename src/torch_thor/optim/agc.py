@@ -1,8 +1,8 @@
-"""Adaptive gradient clipping, AGC (Brock et al., ICML 2021, section 4.1), as :class:`torch_thor.AGCSGD` states it.
+"""Adaptive gradient clipping, AGC (Brock et al., ICML 2021, section 4.1), as ``torch_thor.AGCSGD`` states it.
 
 A unit is what computes one output: an index of dim 0 of a parameter of two or more dimensions (a token of an embedding;
 a gain of shape ``(C, 1, 1, 1)`` has C units), of dim 1 where the inputs come first, or a row of the matrix that a kind
-makes of its weight (:func:`torch_thor.register_kind`). A parameter of one dimension or none (biases, gains) is one
+makes of its weight (``torch_thor.register_kind``). A parameter of one dimension or none (biases, gains) is one
 unit, as in the code of the authors: if every element were one, an element that starts at zero could hardly move.
 """
 
@@ -60,7 +60,7 @@ def adaptive_clip_grad_(
 ) -> ClipStatistics:
     """Clip gradients in place, unit by unit, against the norms of the weights (Brock et al. 2021, section 4.1).
 
-    Call it in the place of :func:`torch.nn.utils.clip_grad_norm_`, between ``backward`` and ``step``, with any
+    Call it in the place of ``torch.nn.utils.clip_grad_norm_``, between ``backward`` and ``step``, with any
     optimizer. With a GradScaler, call it after ``scaler.unscale_(optimizer)``: λ does not apply to scaled gradients.
 
     Args:
@@ -69,7 +69,7 @@ def adaptive_clip_grad_(
             ``Conv1D``). Parameters without a gradient are ignored.
         clip_factor: λ, the largest ratio of a unit's gradient norm to its weight norm; inf clips nothing.
         eps: ε, a lower bound on the weight norm of a unit, so that units at zero can move.
-        exclude: the parameters of the model that are not clipped: names or patterns of :mod:`fnmatch`, for parameters
+        exclude: the parameters of the model that are not clipped: names or patterns of ``fnmatch``, for parameters
             or for the modules that hold them, where a leading minus keeps what matches; or a callable
             ``(name, parameter) -> bool``. None excludes the last ``nn.Linear`` of the model, ``()`` nothing.
         foreach: whether small tensors are measured in batches. None means True; False handles one tensor at a time.

@@ -27,12 +27,12 @@ class AGCSGD(ExcludingOptimizer):
     A unit i of a weight W is one output: a row of the weight of a linear layer, a filter of a convolution; a bias or a
     gain is one unit. With its gradient G_i and Frobenius norms, if ``‖G_i‖ / max(‖W_i‖, ε) > λ``, then
     ``G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i``. Weight decay (``+ weight_decay · W``, not clipped) and momentum follow
-    as in :class:`torch.optim.SGD`, dampening and Nesterov included. With ``clip_factor=float("inf")`` the whole step
-    is that of :class:`torch.optim.SGD`, bit for bit. ``p.grad`` is not changed.
+    as in ``torch.optim.SGD``, dampening and Nesterov included. With ``clip_factor=float("inf")`` the whole step
+    is that of ``torch.optim.SGD``, bit for bit. ``p.grad`` is not changed.
 
     The last fully connected layer is not clipped (section 4.1). It is looked up in the model, so the optimizer needs
     the model, or ``exclude=()``. A GradScaler passes unscaled gradients to ``step``, so it needs no special treatment.
-    State dicts of :class:`torch.optim.SGD` can be loaded; ``exclude`` is not part of state dicts.
+    State dicts of ``torch.optim.SGD`` can be loaded; ``exclude`` is not part of state dicts.
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``; or, with ``exclude=()``,
@@ -47,7 +47,7 @@ class AGCSGD(ExcludingOptimizer):
         clip_factor: λ. The paper's grid at batch size 4096 ends at 0.01; smaller batches use larger values.
         eps: ε, a lower bound on the weight norm of a unit, so that units at zero can move.
         model: the model, if ``params`` are parameters.
-        exclude: the parameters that are not clipped: names or patterns of :mod:`fnmatch`, for parameters or for the
+        exclude: the parameters that are not clipped: names or patterns of ``fnmatch``, for parameters or for the
             modules that hold them, where a leading minus keeps what matches; or a callable
             ``(name, parameter) -> bool``. None excludes the ``nn.Linear`` that was registered last, ``()`` nothing.
         maximize: maximise the objective instead of minimising it.

@@ -168,7 +168,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Reset the gradients, and drop their statistics; those of a backward pass that is still to come stay.
 
         Args:
-            set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
+            set_to_none: as in ``torch.optim.Optimizer.zero_grad``.
         """
         sampler = self._capture.sampler
         if self._capture.awaited and (sampler is None or sampler.trained):
@@ -186,7 +186,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Add parameters of the model, with options of their own.
 
         Args:
-            param_group: as for :meth:`torch.optim.Optimizer.add_param_group`.
+            param_group: as for ``torch.optim.Optimizer.add_param_group``.
 
         Raises:
             ValueError: an option is out of range, or a parameter is not in the model.
@@ -209,12 +209,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Return state and options, as tensors, numbers and strings.
 
         Returns:
-            As :meth:`torch.optim.Optimizer.state_dict`; a schedule of :mod:`torch_thor.intervals` is stored as text.
+            As ``torch.optim.Optimizer.state_dict``; a schedule of ``torch_thor.intervals`` is stored as text.
             Under FSDP2, tensors whose rows are divided are DTensors, as the parameters are.
 
         Raises:
             RuntimeError: the curvature is divided among processes (``divide_curvature=True``), and has not been
-                collected by :meth:`consolidate_state_dict` since the last step.
+                collected by ``consolidate_state_dict`` since the last step.
         """
         with persistence.whole_state(self):
             state_dict = super().state_dict()
@@ -226,9 +226,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Load a state dict; if it raises an error, nothing has changed.
 
         Args:
-            state_dict: a result of :meth:`state_dict`. ``update_interval`` keeps its value if it is a function here or
+            state_dict: a result of ``state_dict``. ``update_interval`` keeps its value if it is a function here or
                 in the run that was saved, because state dicts contain no functions; schedules of
-                :mod:`torch_thor.intervals` are loaded like any other option.
+                ``torch_thor.intervals`` are loaded like any other option.
 
         Raises:
             ValueError: it is the state dict of another optimizer; it has other groups or parameters, or tensors of
@@ -238,7 +238,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         persistence.load(self, super().load_state_dict, state_dict)
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Collect the curvature that is divided among the processes, for the next :meth:`state_dict`.
+        """Collect the curvature that is divided among the processes, for the next ``state_dict``.
 
         All processes must call it, after the last step. It does nothing unless ``divide_curvature=True``.
 
@@ -282,7 +282,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     @property
     def last_refresh(self) -> tuple[RefreshEvent, ...]:
-        """The decisions of the latest :meth:`step`, one per refreshed layer; empty if none. Not part of checkpoints."""
+        """The decisions of the latest ``step``, one per refreshed layer; empty if none. Not part of checkpoints."""
         return self._last_refresh
 
     def coverage(self) -> list[Covered]:

@@ -26,9 +26,9 @@ class LAMB(ExcludingOptimizer):
 
     φ of the paper is the identity; if one of the norms is 0, the trust ratio is 1. Norms are taken over the whole
     parameter. Excluded parameters have neither weight decay nor a trust ratio: ``x ← x − lr · r``. Gradients are not
-    clipped: for recipes with a limit (BERT's: global norm 1), call :func:`torch.nn.utils.clip_grad_norm_` before it.
+    clipped: for recipes with a limit (BERT's: global norm 1), call ``torch.nn.utils.clip_grad_norm_`` before it.
 
-    The state has the entries of :class:`torch.optim.AdamW`; moments of parameters of lower precision are float32. Of a
+    The state has the entries of ``torch.optim.AdamW``; moments of parameters of lower precision are float32. Of a
     state dict of AdamW, moments and betas are loaded, and ``lr``, ``eps`` and ``weight_decay``, which mean something
     else there, keep their values. ``exclude`` is not part of state dicts.
 
@@ -39,7 +39,7 @@ class LAMB(ExcludingOptimizer):
         eps: ε > 0, added to the root of the second moment.
         weight_decay: λ, added to the update as λ x, before the trust ratio is computed.
         model: the model, if ``params`` are parameters and ``exclude`` contains names.
-        exclude: the parameters without weight decay and trust ratio: names or patterns of :mod:`fnmatch`, for
+        exclude: the parameters without weight decay and trust ratio: names or patterns of ``fnmatch``, for
             parameters or for the modules that hold them, where a leading minus keeps what matches; or a callable
             ``(name, parameter) -> bool``. None excludes all of at most one dimension (biases, gains of normalisation
             layers), as the authors' code does; ``()`` excludes nothing.

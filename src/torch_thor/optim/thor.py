@@ -31,14 +31,14 @@ class THOR(CurvatureOptimizer):
     For linear layers, convolutions (1d to 3d, transposed, grouped), embeddings, attention, recurrent layers and
     experts: ``ΔW = (1/T) · (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` with the empirical Fisher's factors A (input) and G
     (output gradient of one loss term); biases are solved with G alone. Then weight decay (``+ weight_decay · W``), the
-    bound on the step, and momentum as in :class:`torch.optim.SGD` are applied. All other parameters, including those of
-    normalisation layers, are trained by SGD with momentum under the same bound; :meth:`coverage` lists the treatment of
+    bound on the step, and momentum as in ``torch.optim.SGD`` are applied. All other parameters, including those of
+    normalisation layers, are trained by SGD with momentum under the same bound; ``coverage`` lists the treatment of
     each parameter. Neither the model nor the training loop has to be changed.
 
     Create the optimizer after ``fully_shard`` (FSDP2, HSDP), which replaces the parameters, and before
     ``DistributedDataParallel``. ``torch.compile`` may come before or after; steps that gather statistics run eagerly,
     all others compiled. The attributes ``loss_terms``, ``row_mask``, ``nonfinite`` and ``grad_scaler`` may be set any
-    time before :meth:`step`.
+    time before ``step``.
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
@@ -49,8 +49,8 @@ class THOR(CurvatureOptimizer):
         momentum: μ in [0, 1).
         nesterov: step along ``d + μ v`` instead of ``v``.
         weight_decay: added to the natural gradient as ``weight_decay · W`` (so it is not preconditioned). For some
-            parameters alone: :func:`torch_thor.param_groups`.
-        update_interval: steps between refreshes; or a schedule of :mod:`torch_thor.intervals` or any callable, from
+            parameters alone: ``torch_thor.param_groups``.
+        update_interval: steps between refreshes; or a schedule of ``torch_thor.intervals`` or any callable, from
             the step of a refresh (counted from 0) to the number of steps until the next. The first step refreshes. The
             option may be changed in each parameter group and is read at the next refresh.
         trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh, a layer whose trace changed by more
@@ -65,13 +65,13 @@ class THOR(CurvatureOptimizer):
         kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` (Ba et al. 2017), in
             the place of ``max_update_ratio``, which is then not applied. None: not used.
         model: the model, where ``params`` are parameters.
-        layers: the layers to precondition; SGD with momentum trains all others. Names or patterns of :mod:`fnmatch`,
+        layers: the layers to precondition; SGD with momentum trains all others. Names or patterns of ``fnmatch``,
             where the name of a module stands for every layer inside it and a leading minus excludes (``"-head"``), or a
             callable ``(name, module) -> bool``. None: all.
         loss_reduction: ``"mean"`` if the loss is the mean over the loss terms of the mini-batch, ``"sum"`` if it is
             their sum.
         fisher: the labels that the statistics use. ``"empirical"``: those of the training loss. ``"sampled"``: labels
-            drawn from the model's own predictions, which :meth:`sample_fisher` needs after each forward pass.
+            drawn from the model's own predictions, which ``sample_fisher`` needs after each forward pass.
         distributed: how to train with other processes; None: with those of the default group, if there is one.
 
     Raises:
@@ -158,7 +158,7 @@ class THOR(CurvatureOptimizer):
             distribution: the distribution of the labels given the output: ``"categorical"`` (of logits, for
                 ``cross_entropy``), ``"bernoulli"`` (of logits, for ``binary_cross_entropy_with_logits``), ``"normal"``
                 (of means, with variance 1, for half of ``mse_loss``), or a callable from the output to a
-                :class:`torch.distributions.Distribution`, which is called on refresh steps only. Each element of its
+                ``torch.distributions.Distribution``, which is called on refresh steps only. Each element of its
                 ``batch_shape`` is a loss term; N is their number, unless ``loss_terms`` is set.
             dim: the dimension of categorical logits that holds the classes. None means the last one, and is allowed for
                 logits of at most two dimensions.

@@ -26,11 +26,11 @@ class ThorMuon(CurvatureOptimizer):
     ``W ← (1 − lr · weight_decay) W − lr · √min(1, 10 / L) · d`` for L trained matrices (η ∝ 1/√depth, HyperP,
     arXiv 2603.28743). The step does not depend on the scale of the loss or the width of the layer, so one lr serves all
     layers and tasks. ``orth`` returns polar factors of blocks of ``split_dim`` rows
-    (:mod:`torch_thor.curvature.polar`). A matrix without factors, as of a layer that is not known, takes the same step
+    (``torch_thor.curvature.polar``). A matrix without factors, as of a layer that is not known, takes the same step
     with the identity in the place of A. What is no matrix (biases, parameters of normalisation layers, embeddings) and
-    layers that ``layers`` leaves out are trained with AdamW at ``0.2 lr`` and betas (0.9, 0.95). :meth:`coverage` lists
-    the treatment of each parameter. Where it is created and what may be set before :meth:`step`: as for
-    :class:`torch_thor.THOR`.
+    layers that ``layers`` leaves out are trained with AdamW at ``0.2 lr`` and betas (0.9, 0.95). ``coverage`` lists
+    the treatment of each parameter. Where it is created and what may be set before ``step``: as for
+    ``torch_thor.THOR``.
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
@@ -39,14 +39,14 @@ class ThorMuon(CurvatureOptimizer):
         momentum: μ in [0, 1).
         nesterov: ``u = ∇W + μ v`` instead of ``u = v``.
         weight_decay: decoupled: ``W ← (1 − lr · weight_decay) W``. For some parameters alone:
-            :func:`torch_thor.param_groups`.
-        update_interval: as for :class:`torch_thor.THOR`; by default every step at first and every 50th from step 98 on.
+            ``torch_thor.param_groups``.
+        update_interval: as for ``torch_thor.THOR``; by default every step at first and every 50th from step 98 on.
         split_dim: block size of A, and the number of rows that are orthogonalised together; None for whole matrices.
         factor_decay: weight of the old A in a running average.
         max_update_ratio: r; the step of each matrix is at most ``r · max(‖W‖_F, 0.03 √d_out)`` long, of each group of a
             convolution and each expert on its own. None: no bound. Weights that are small on purpose (SIREN): 0.05.
         model: the model, where ``params`` are parameters.
-        layers: the layers whose A is used, as for :class:`torch_thor.THOR`; all other matrices of known layers are
+        layers: the layers whose A is used, as for ``torch_thor.THOR``; all other matrices of known layers are
             trained with AdamW. None: all.
         distributed: how to train with other processes; None: with those of the default group, if there is one.
 

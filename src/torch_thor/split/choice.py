@@ -56,7 +56,7 @@ def choose_split_dim(
 ) -> SplitChoice:
     """Choose THOR's split dimension for a model on a device (Chen et al. 2021, section 3.3).
 
-    For each candidate :class:`SplitChoice` has the share of factors that blocks of this size preserve, which increases
+    For each candidate ``SplitChoice`` has the share of factors that blocks of this size preserve, which increases
     with the size, and the performance, which decreases. The choice is the candidate nearest to the crossing of the two
     curves, on the logarithmic axis on which candidates are evenly spaced.
 

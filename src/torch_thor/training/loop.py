@@ -114,7 +114,7 @@ class Record(Observer):
 
 @dataclass
 class Run:
-    """A training in progress, as :func:`torch_thor.training.run.build` makes it.
+    """A training in progress, as ``torch_thor.training.run.build`` makes it.
 
     Args:
         recipe: Its settings.

@@ -1,7 +1,7 @@
 """The interface of all kinds of layers.
 
 A kind turns the input of a layer into the rows ``a`` of the paper, and the gradient of its output into the rows ``g``.
-Samples are ``(groups, features, rows)``, features first (see :mod:`torch_thor.curvature.blocks`).
+Samples are ``(groups, features, rows)``, features first (see ``torch_thor.curvature.blocks``).
 """
 
 from typing import Protocol
@@ -26,7 +26,7 @@ class Kind(Protocol):
     diagonal_input: bool
     """Whether A is diagonal, so that no split applies to it."""
     transposed: bool
-    """Whether the weight has the inputs first, so that :meth:`to_matrix` returns ``(groups, inputs, outputs)``."""
+    """Whether the weight has the inputs first, so that ``to_matrix`` returns ``(groups, inputs, outputs)``."""
     solves_biases: bool
     """Whether biases are preconditioned with G: it is the second moment of the gradient of the output itself."""
     routed: bool
@@ -56,7 +56,7 @@ class Kind(Protocol):
             a: the sum of the input factor, changed in place.
             x: the input of the layer.
             output: the shape of its output.
-            keep: ``bool``, of shape :meth:`row_shape`, False for rows to leave out; None to take all rows. A kind whose
+            keep: ``bool``, of shape ``row_shape``, False for rows to leave out; None to take all rows. A kind whose
                 rows are patches takes all.
             most: a number of evenly spread rows that is enough (see ``spacing`` in matrix.py); None for all.
 
@@ -72,7 +72,7 @@ class Kind(Protocol):
             g: the sum of the output factor, changed in place.
             x: the input of the layer.
             grad: the gradient of the loss with respect to its output, in the shape of the output.
-            keep: as for :meth:`add_inputs_`.
+            keep: as for ``add_inputs_``.
         """
         ...
 
@@ -81,5 +81,5 @@ class Kind(Protocol):
         ...
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy a changed result of :meth:`to_matrix` back into its tensor; nothing to do where it is a view."""
+        """Copy a changed result of ``to_matrix`` back into its tensor; nothing to do where it is a view."""
         ...

@@ -1,4 +1,4 @@
-"""Which kind of layer a module is: :func:`register_kind`, through which the built-in kinds are known too."""
+"""Which kind of layer a module is: ``register_kind``, through which the built-in kinds are known too."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -102,7 +102,7 @@ def register_kind(
 
     Args:
         module_type: the class of the layers.
-        kind: called with such a module, returns its kind (:class:`torch_thor.curvature.Kind`); as a rule a class.
+        kind: called with such a module, returns its kind (``torch_thor.curvature.Kind``); as a rule a class.
         weight: the name of the parameter that is preconditioned.
         bias: the name of the parameter that is added to the output; modules may lack it.
 
