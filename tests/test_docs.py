@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import torch_thor
 
@@ -81,3 +82,9 @@ def test_the_coverage_table_is_that_of_the_program(capsys):
     table = capsys.readouterr().out.partition("\n)\n")[2].strip()
     assert "0.weight" in table
     assert table in page
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["title"], citation["version"]) == ("torch-thor", torch_thor.__version__)
+    assert citation["references"][0]["doi"] in (ROOT / "README.md").read_text()

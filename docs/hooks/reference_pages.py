@@ -54,7 +54,8 @@ def recipe_keys() -> Iterator[str]:
     """
     yield """## Recipe keys
 
-`torch-thor keys` and `torch-thor keys PART` print the same in a terminal. A recipe is a YAML file with these keys. On the command line `KEY=VALUE` overrides a key, with dots between the levels:
+`torch-thor keys` and `torch-thor keys PART` print the same in a terminal.
+A recipe is a YAML file with these keys. On the command line `KEY=VALUE` overrides a key, with dots between the levels:
 
 ```bash
 torch-thor train digits epochs=3 schedule.kind=linear optimizers.thor.damping=0.1
@@ -93,7 +94,8 @@ def recipes() -> Iterator[str]:
     """
     yield """## Recipes
 
-Train one with `torch-thor train NAME`, or give the path of a YAML file of your own. The column "should reach" repeats what the recipe file states, with its source.
+Train one with `torch-thor train NAME`, or give the path of a YAML file of your own.
+The column "should reach" repeats what the recipe file states, with its source.
 
 | recipe | what it is | should reach |
 |---|---|---|"""
@@ -114,7 +116,8 @@ def command_line() -> Iterator[str]:
     """
     yield """# Commands, recipes and keys
 
-This page is generated from the program and the recipe files. `torch-thor COMMAND --help` prints the same text. `python -m torch_thor` is
+This page is generated from the program and the recipe files.
+`torch-thor COMMAND --help` prints the same text. `python -m torch_thor` is
 another way to call `torch-thor`.
 
 Exit codes: 0 for success; 2 for a mistake that the user can correct, described in one line on stderr; 130 after Ctrl-C

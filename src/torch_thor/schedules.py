@@ -11,7 +11,7 @@
 
 The formulas depend on the step alone, which is the number of steps already taken: 0 before the first one. So a resumed
 run goes on with the same schedule. Warm-up, cosine and the like are torch's own ``lr_scheduler``, whose formulas
-:class:`LambdaDamping` takes too. ``OneCycleLR`` overwrites momentum unless it gets ``cycle_momentum=False``.
+``LambdaDamping`` takes too. ``OneCycleLR`` overwrites momentum unless it gets ``cycle_momentum=False``.
 """
 
 import math
@@ -82,7 +82,7 @@ def polynomial(step: int, total_steps: int, *, start: float, end: float, power: 
 
 
 class LambdaDamping:
-    """Drives ``damping`` in every parameter group as :class:`torch.optim.lr_scheduler.LambdaLR` drives ``lr``.
+    """Drives ``damping`` in every parameter group as ``torch.optim.lr_scheduler.LambdaLR`` drives ``lr``.
 
     Args:
         optimizer: THOR or ThorMuon.
@@ -125,7 +125,7 @@ class LambdaDamping:
         """Return the damping of each group.
 
         Returns:
-            The values that the latest :meth:`step` has set.
+            The values that the latest ``step`` has set.
         """
         return [float(group["damping"]) for group in self.optimizer.param_groups]
 
@@ -141,6 +141,6 @@ class LambdaDamping:
         """Continue where a state dict was saved; the groups' damping is that of their own state dict.
 
         Args:
-            state_dict: a result of :meth:`state_dict`.
+            state_dict: a result of ``state_dict``.
         """
         self.last_epoch, self.base_dampings = int(state_dict["last_epoch"]), list(state_dict["base_dampings"])

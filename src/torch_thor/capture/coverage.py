@@ -1,4 +1,4 @@
-"""What :meth:`torch_thor.THOR.coverage` lists: for each parameter how it is trained, and why not otherwise."""
+"""What ``torch_thor.THOR.coverage`` lists: for each parameter how it is trained, and why not otherwise."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class Covered:
             ``"AdamW"`` and, for a matrix, ``"orthogonalised momentum"``.
         matrices: with ThorMuon, (rows, columns) of each matrix that is orthogonalised by itself: of the whole
             parameter, or of its parts (groups, experts, the projections of a fused weight or those of
-            :func:`torch_thor.split_rows`, rows that ``layers`` leaves out). Empty for what AdamW trains.
+            ``torch_thor.split_rows``, rows that ``layers`` leaves out). Empty for what AdamW trains.
     """
 
     name: str

@@ -36,7 +36,7 @@ class Report(Protocol):
 class CompositeHook:
     """Reports the inputs and outputs of the layers that one composite module computes.
 
-    A subclass overrides :meth:`mode`.
+    A subclass overrides ``mode``.
 
     Args:
         module: the composite module.

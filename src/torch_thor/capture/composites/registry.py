@@ -1,8 +1,8 @@
-"""Which modules are composite: :func:`register_composite`, through which the built-in composite modules are known too.
+"""Which modules are composite: ``register_composite``, through which the built-in composite modules are known too.
 
 A composite module computes several layers in its own forward, without calling a module for any of them: an attention
 with its projections, a recurrent layer, fused experts. A layer that is one matrix is registered with
-:func:`torch_thor.register_kind` instead.
+``torch_thor.register_kind`` instead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ class InnerLayer:
     Args:
         name: its name inside the module; with the module's name before it, it is the layer's name in
             ``optimizer.curvature``, and the module's hook reports calls under it.
-        kind: its kind, :class:`torch_thor.curvature.ProjectionKind` for a linear layer.
+        kind: its kind, ``torch_thor.curvature.ProjectionKind`` for a linear layer.
         weight: its weight: a parameter, or rows of one.
         biases: its biases, none or one. A bias that other modules share, or that is not trained, is left out later.
         prefix: put before the names of its state, where several layers are rows of one parameter; such layers need
@@ -89,13 +89,13 @@ def register_composite(
         module_type: the class of the modules.
         layers: called with such a module, returns its layers.
         hook: called with such a module, returns the hook that reports the calls of its layers; as a rule a subclass
-            of :class:`CompositeHook`.
+            of ``CompositeHook``.
         with_children: whether weights of the layers belong to child modules, which the forward does not call. No
             child of such a module is then preconditioned by itself.
 
     Raises:
         TypeError: ``module_type`` is not a class of modules, or ``layers`` or ``hook`` cannot be called.
-        ValueError: the class is already registered, here or with :func:`torch_thor.register_kind`. An optimizer raises
+        ValueError: the class is already registered, here or with ``torch_thor.register_kind``. An optimizer raises
             it when it is made, where a layer does not fit its weight.
     """
     for registry in (COMPOSITES, KINDS):
