@@ -97,10 +97,10 @@ class Contest:
         runs = [row["curve"] for row in self.runs(self.setting(name))]
         return [(points[0][0], statistics.fmean(value for _, value in points)) for points in zip(*runs, strict=True)]
 
-    def steps(self) -> float | None:
-        """Return the share of the steps after which ThorMuon is where the rival ends; None if it never is."""
+    def steps(self, name: str | None = None) -> float | None:
+        """Return the share of the steps after which ThorMuon is where the rival, or another, ends; None if never."""
         higher = TASKS[self.task].higher
-        goal = statistics.fmean(self.values(self.chosen[self.rival]))
+        goal = statistics.fmean(self.values(self.chosen[name or self.rival]))
         needed = steps_to(self.curve("thor-muon"), goal, higher=higher)
         return None if needed is None else needed / TASKS[self.task].steps
 
@@ -133,6 +133,7 @@ def tables(found: list[Contest]) -> str:
     parts = ["### Each other optimizer tuned for each task, ThorMuon with one setting", tuned(found)]
     if all(one.rates for one in found) and found:
         parts += ["### One setting for all tasks", one_setting(found), "### Performance profile", profile(found)]
+    parts += ["### Steps of ThorMuon to where each tuned one ends, of its own", shares(found)]
     parts += ["### All tuned optimizers", every(found), "### What a step costs", costs(found)]
     return "\n\n".join(parts)
 
@@ -161,10 +162,9 @@ def tuned(found: list[Contest]) -> str:
     rows = []
     for one in found:
         best = one.chosen.get("thor-muon")
-        rows.append([
-            TASKS[one.task].title, TASKS[one.task].metric, NAMES[one.rival], shown(one, one.chosen[one.rival]), shown(one, ONE),
-            ratio(one.steps()), ratio(one.seconds()), shown(one, best) if best else "",
-        ])  # fmt: skip
+        cells = [TASKS[one.task].title, TASKS[one.task].metric, NAMES[one.rival], shown(one, one.chosen[one.rival])]
+        cells += [shown(one, ONE), ratio(one.steps()), ratio(one.seconds()), shown(one, best) if best else ""]
+        rows.append(cells)
     return markdown(heads, rows)
 
 
@@ -174,6 +174,17 @@ def every(found: list[Contest]) -> str:
     return markdown(
         ["task", *(NAMES[name] for name in names)],
         [[one.task, *(shown(one, one.chosen[name]) if name in one.chosen else "" for name in names)] for one in found],
+    )
+
+
+def shares(found: list[Contest]) -> str:
+    """Return the share of the steps that ThorMuon needs to where each other ends; from batch to batch it falls."""
+    return markdown(
+        ["task", *(NAMES[name] for name in PEERS)],
+        [
+            [one.task, *(ratio(one.steps(name)) if one.values(one.chosen[name]) else "" for name in PEERS)]
+            for one in found
+        ],
     )
 
 

@@ -92,8 +92,8 @@ def test_a_task_is_the_same_for_the_same_seed_and_its_halves_differ(suite, task,
         assert one.score(model, tuple(part[:3] for part in reported)).shape == (3,)
 
 
-def test_readme_shows_the_raw_data(suite):
+def test_readme_and_docs_show_the_raw_data(suite):
     rows = Lines(ROOT / "benchmarks" / "results" / "suite.jsonl").rows
     found = suite.contests(rows, suite.chosen(rows), suite.one_rates(rows))
-    text = (ROOT / "README.md").read_text()
-    assert load("suite_report").front(found) in text
+    assert load("suite_report").front(found) in (ROOT / "README.md").read_text()
+    assert suite.table(rows) in (ROOT / "docs" / "measurements" / "suite.md").read_text()
