@@ -84,6 +84,12 @@ def test_the_coverage_table_is_that_of_the_program(capsys):
     assert table in page
 
 
+def test_the_navigation_lists_every_page():
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    listed = re.findall(r"^ +- .*: (\S+\.md)(?:  # (generated))?$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert {page for page, generated in listed if not generated} == pages
+
+
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["title"], citation["version"]) == ("torch-thor", torch_thor.__version__)
