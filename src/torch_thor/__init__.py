@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch_thor.optim.agc_sgd import AGCSGD
     from torch_thor.optim.groups import coverage, param_groups
     from torch_thor.optim.lamb import LAMB
+    from torch_thor.optim.parameters import model_is
     from torch_thor.optim.thor import THOR
     from torch_thor.optim.thor_muon import ThorMuon
     from torch_thor.split.choice import SplitChoice, choose_split_dim
@@ -30,6 +31,7 @@ __all__ = [
     "choose_split_dim",
     "coverage",
     "intervals",
+    "model_is",
     "param_groups",
     "register_kind",
     "schedules",
@@ -45,6 +47,7 @@ _MODULES = {
     "torch_thor.distributed.processes": ("Distributed",),
     "torch_thor.optim.groups": ("coverage", "param_groups"),
     "torch_thor.optim.lamb": ("LAMB",),
+    "torch_thor.optim.parameters": ("model_is",),
     "torch_thor.curvature.matrices": ("split_rows",),
     "torch_thor.optim.thor": ("THOR",),
     "torch_thor.optim.thor_muon": ("ThorMuon",),

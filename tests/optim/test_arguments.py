@@ -12,7 +12,7 @@ from torch import nn
 
 from comparing import having
 from tiny import assert_same, backward, batches, mlp, weights
-from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, model_is
 
 BOTH = pytest.mark.parametrize("make", [THOR, ThorMuon])
 NAN, INF = float("nan"), float("inf")
@@ -123,6 +123,21 @@ def test_model_and_parameters(make):
             make(params, **options)
     assert set(functools.partial(make, model=model)(model.parameters(), lr=0.1).curvature) == {"0", "2", "4"}
     assert set(make(model, model=model).curvature) == {"0", "2", "4"}
+    with model_is(stranger_model := mlp()):
+        with model_is(model):  # decay groups that a trainer makes are kept
+            groups = [{"params": [model[0].weight], "weight_decay": 0.1}, {"params": [model[2].weight]}]
+            optimizer = make(groups, weight_decay=0.0)
+        assert make(model).model is model  # its own counts more
+        assert make(stranger_model.parameters()).model is stranger_model
+        with pytest.raises(ValueError, match="are not in the model"):
+            make(model.parameters())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert (optimizer.model, set(optimizer.curvature)) == (model, {"0", "2"})
+    for given in ({}, {"model": None}):
+        with pytest.raises(TypeError, match=r"let it run inside `with torch_thor\.model_is\(model\):`"):
+            make(model.parameters(), **given)
+    with pytest.raises(TypeError, match=r"model_is\(list\): must be the nn\.Module"), model_is([model]):
+        pass
     optimizer = make(model)
     with pytest.raises(ValueError, match=r"shape \(3,\) are not in the model"):
         optimizer.add_param_group({"params": [stranger]})

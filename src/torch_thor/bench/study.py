@@ -31,7 +31,14 @@ from torch_thor.bench.stores import key_of, write_whole
 from torch_thor.training.errors import first_line, require
 
 FOLDER = Path("benchmarks")
-STEP = ("curvature", "capture", "distributed", "optim", "intervals.py", "training/muon.py")  # the sources of a step
+# what computes a step; arguments, reports, state dicts and other optimizers do not
+STEP = (
+    *("curvature", "capture", "distributed", "intervals.py", "training/muon.py"),
+    *(
+        f"optim/{name}.py"
+        for name in ("base", "natural", "orthogonal", "plan", "refresh_step", "step", "thor", "thor_muon")
+    ),
+)
 Row = dict[str, Any]
 Job = Mapping[str, Any]
 

@@ -1,6 +1,8 @@
 """The arguments ``params`` and ``model`` of the optimizers, and the gradients of a step."""
 
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +12,35 @@ from torch_thor.curvature.factor import local
 
 Group = dict[str, Any]
 States = MutableMapping[Tensor, dict[str, Any]]  # the state of an optimizer: entries by parameter
+
+_MODEL: ContextVar[nn.Module | None] = ContextVar("model", default=None)
+
+
+@contextmanager
+def model_is(model: nn.Module) -> Iterator[None]:
+    """Name the model of the optimizers that are made inside, for code that passes them parameters alone.
+
+    Trainers make optimizers from a class and a model's parameters, in groups of their own. THOR and ThorMuon read the
+    inputs of layers, so they must know the model too:
+
+    >>> with model_is(model):  # doctest: +SKIP
+    ...     trainer.train()
+
+    A model that an optimizer is given itself, first or as ``model=``, counts more.
+
+    Args:
+        model: the model whose parameters the optimizers are given; not wrapped by DDP or torch.compile.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model_is({type(model).__name__}): must be the nn.Module whose parameters are trained")
+    token = _MODEL.set(model)
+    try:
+        yield
+    finally:
+        _MODEL.reset(token)
 
 
 def parameters_of(
@@ -32,11 +63,12 @@ def parameters_of_model(
 ) -> tuple[Iterable[Any], nn.Module]:
     """Do the same for an optimizer that must know the model."""
     params, model = parameters_of(params, model, optimizer)
+    model = _MODEL.get() if model is None else model
     if model is None:
         raise TypeError(
             f"model=None: {optimizer} reads the inputs of layers, so it must know the model; pass {optimizer}(model, "
-            f"...), {optimizer}(parameters, model=model, ...) or, to a factory, functools.partial({optimizer}, "
-            f"model=model)"
+            f"...) or {optimizer}(parameters, model=model, ...); where a trainer makes the optimizer, give it "
+            f"functools.partial({optimizer}, model=model), or let it run inside `with torch_thor.model_is(model):`"
         )
     return params, model
 
