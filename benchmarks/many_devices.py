@@ -1,290 +1,268 @@
-"""What THOR sends on many processes beside Shampoo and Muon, and weak scaling on local processes beside SGD and AdamW.
+"""What THOR and ThorMuon send on many processes, how steps scale, and what bfloat16 and divided matrices cost.
 
-    python benchmarks/many_devices.py                  # both parts, a few minutes
-    python benchmarks/many_devices.py --part bytes     # computed, nothing is trained
-    python benchmarks/many_devices.py --table          # tables and figure alone, from the raw data
+    python -m torch_thor.bench many_devices           # runs what is missing (about half an hour on two cores)
+    python -m torch_thor.bench many_devices --table
 
-The bytes are those that one process sends, with rings: THOR's on a refresh in which all layers take new factors, those
-of Shampoo and Muon in every step, in addition to the gradients (docs/measurements/many-devices.md has the formulas).
+- `bytes`: what one process sends, with rings: THOR's on a refresh in which all layers take new factors, those of
+  Shampoo and Muon in every step, in addition to the gradients (docs/measurements/many-devices.md has the formulas).
+- `scaling`: BERT-mini (64 tokens, 8 samples for each process) on 1, 2 and 4 processes of one thread. In each round a
+  session with each number is started, in which SGD and THOR with DDP, AdamW and THOR with FSDP2 take turns. The result
+  is the time of a step over that on one process in the same round. On a machine with fewer cores than processes the
+  times are longer by that.
+- `bfloat16`: the character transformer of the suite on 2 processes with DDP, sending float32 or bfloat16; its held-out
+  loss, and the error of the first update, ‖d − d'‖ / ‖d'‖ over all preconditioned weights.
+- `rows`: the same under FSDP2 on 1, 2 and 4 processes with ThorMuon, which orthogonalises the rows of each process, or
+  whole matrices.
 
-Weak scaling: BERT-mini (64 tokens, 8 samples for each process) on 1, 2 and 4 processes with one thread each (gloo).
-In each of several rounds a session with each number of processes is started in turn, in which four trainings take
-turns: SGD and THOR with DDP, AdamW and THOR with FSDP2. The result is the time of a step over that on one process in
-the same round. Times are those that pass, so on a machine with fewer cores than processes they are longer by that.
+In the last two each process has its own part of each batch, and the learning rate falls linearly to 0.
 """
 
-import argparse
-import json
 import statistics
 import time
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
-from local_ranks import loss, made, on_ranks, parallel, thor
-from torch_thor import THOR
-from torch_thor.bench import describe, write_json
-from torch_thor.bench.drawing import note, save
-from torch_thor.bench.markdown import table
-from torch_thor.curvature import LayerCurvature
-from torch_thor.distributed.ownership import deal_out, pads
-from torch_thor.tools.traffic import Collective, blocks_of, collectives_of_refresh, collectives_of_training, laid_out
+from local_ranks import on_ranks, parallel
+from suite_tasks import TASKS
+from torch_thor import THOR, Distributed, ThorMuon
+from torch_thor.bench.markdown import table as markdown
+from torch_thor.split.observe import loss_of
+from torch_thor.tools.plan import subject_of
+from torch_thor.tools.split_dim import Subject
+from torch_thor.tools.traffic import Collective, collectives_of_refresh, collectives_of_training, laid_out
+from torch_thor.training.models import bert
+from torch_thor.training.recipe import Data, Recipe, Text, Transform
 
-ROOT = Path(__file__).parent
-FOLDER, FIGURE = ROOT / "results" / "plan", ROOT.parent / "docs" / "images" / "many_devices.png"
-MODELS, COUNTS, WORLDS = ("resnet50", "bert-large"), (8, 64, 256), (1, 2, 4)
-SPLIT, INTERVAL, CPU = 128, 100, torch.device("cpu")
-SCALED, LENGTH, LOCAL = "bert-mini", 64, 8
+COUNTS, WORLDS, SEEDS = (8, 64, 256), (1, 2, 4), (0, 1, 2)
+INTERVAL, ROUNDS, STEPS = 100, 4, 5
 FORMS = {"sgd ddp": "SGD, DDP", "thor ddp": "THOR, DDP", "adamw fsdp": "AdamW, FSDP2", "thor fsdp": "THOR, FSDP2"}
+OURS = {"thor": THOR, "thor-muon": ThorMuon}
+SENT = {
+    "thor": "THOR, a refresh", "thor sharded": "THOR, FSDP2, a refresh", "gradients": "gradients", "shampoo": "Shampoo",
+    "muon": "Muon", "muon sharded": "Muon, FSDP2",
+}  # fmt: skip
+Job = dict[str, Any]
 
 
-def unpacked_bytes(layers: list[LayerCurvature], processes: int) -> int:
-    """Count what a refresh would send with whole blocks in the place of lower triangles.
+def jobs(rows: dict[str, Any]) -> list[Job]:
+    """List all jobs."""
+    found: list[Job] = [{"part": "bytes", "model": model} for model in ("resnet50", "bert-large")]
+    found += [{"part": "bfloat16", "form": form, "seed": seed, "alone": True} for form, seed in product(OURS, SEEDS)]
+    found += [
+        {"part": "rows", "processes": world, "whole": whole, "seed": seed, "alone": True}
+        for world, whole, seed in product(WORLDS, (False, True), SEEDS)
+    ]
+    return found + [{"part": "scaling", "round": number, "alone": True} for number in range(ROUNDS)]
 
-    Args:
-        layers: The layers.
-        processes: Number of processes.
 
-    Returns:
-        Bytes that one process sends.
-    """
-    blocks = blocks_of(layers)
-    bounds = deal_out(tuple(one.shape for one in blocks), processes)
-    sizes = [0] * processes
-    for one, of_ranks in zip(blocks, bounds, strict=True):
-        for rank in range(processes):
-            sizes[rank] += (of_ranks[rank + 1] - of_ranks[rank]) * one.shape[1] ** 2
-    once = processes * max(sizes) if pads(sizes) else 2 * sum(sizes)
-    return 3 * 4 * once * (processes - 1) // processes  # sums; then factors and inverses; float32
+def run(job: Job) -> dict[str, Any]:
+    """Compute or measure one of the parts."""
+    match job["part"]:
+        case "bytes":
+            return {"sent": {str(n): dict(sent_by(job["model"], n)) for n in COUNTS}}
+        case "bfloat16":
+            found = {
+                dtype: on_ranks(2, in_bfloat16, job["form"], dtype, job["seed"])[0] for dtype in (None, "bfloat16")
+            }
+            (exact, first), (rounded, other) = found[None], found["bfloat16"]
+            return {"float32": exact, "bfloat16": rounded, "error": ((other - first).norm() / first.norm()).item()}
+        case "rows":
+            return {"loss": on_ranks(job["processes"], in_rows, job["whole"], job["seed"])[0]}
+    order = WORLDS if job["round"] % 2 == 0 else WORLDS[::-1]
+    return {"seconds": {str(world): on_ranks(world, session)[0] for world in order}}
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+def subject(word: str, count: int, pixels: int, length: int) -> Subject:
+    """Build a model with a batch of random samples."""
+    if bert.is_known(word):
+        recipe = Recipe(task="masked-lm", model=word, data=Data(name="corpus", text=Text(length=length)))
+    else:
+        recipe = Recipe(model=word, data=Data(name="image-folder", transform=Transform(size=pixels, resize=pixels)))
+    return subject_of(word, recipe, count)
 
 
 def matrix_elements(model: nn.Module) -> int:
-    """Count the elements that Muon trains: weights of two and more dimensions but embeddings and classifiers.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Their number.
-    """
+    """Count the elements that Muon trains: weights of two and more dimensions but embeddings and classifiers."""
     left_out = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]  # of classes, or of pairs
     left_out.add(id(last.weight))
     return sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in left_out)
 
 
-def bytes_of(word: str) -> dict[str, Any]:
-    """Count the bytes of all forms for a model.
+def sent_by(word: str, n: int) -> Iterator[tuple[str, int]]:
+    """Yield the bytes that one of n processes sends, by form."""
 
-    Args:
-        word: The model.
+    def total(collectives: list[Collective]) -> int:
+        return sum(one.sent for one in collectives)
 
-    Returns:
-        Its numbers of elements, and for each number of processes the bytes by form.
-    """
     with torch.device("meta"):
-        model = made(word, 1, 224, 128).model
-    split, whole = (list(THOR(model, split_dim=size).curvature.values()) for size in (SPLIT, None))
+        model = subject(word, 1, 224, 128).model
+    layers = list(THOR(model).curvature.values())
     elements, matrices = sum(p.numel() for p in model.parameters()), matrix_elements(model)
-    found: dict[str, Any] = {"elements": elements, "matrix_elements": matrices, "processes": {}}
-    for n in COUNTS:
-        with laid_out(split, n, shards=n) as sharded:
-            sent_sharded = _sent(collectives_of_refresh(sharded, n))
-        found["processes"][str(n)] = {
-            "gradients": _sent(collectives_of_training(model, n)),
-            "thor": _sent(collectives_of_refresh(split, n)),
-            "thor unpacked": unpacked_bytes(split, n),
-            "thor unsplit": _sent(collectives_of_refresh(whole, n)),
-            "shampoo": 4 * elements * (n - 1) // n,
-            "muon": 4 * matrices * (n - 1) // n,
-            "thor sharded": sent_sharded,
-            "muon sharded": 2 * 2 * matrices * (n - 1) // n**2,
-        }
-    return found
+    yield "gradients", total(collectives_of_training(model, n))
+    yield "thor", total(collectives_of_refresh(layers, n))
+    with laid_out(layers, n, shards=n) as sharded:
+        yield "thor sharded", total(collectives_of_refresh(sharded, n))
+    yield "shampoo", 4 * elements * (n - 1) // n
+    yield "muon", 4 * matrices * (n - 1) // n
+    yield "muon sharded", 2 * 2 * matrices * (n - 1) // n**2
 
 
-def _sent(collectives: list[Collective]) -> int:
-    """Return the bytes that one process sends."""
-    return sum(one.sent for one in collectives)
+# ---- weak scaling ---------------------------------------------------------------------------------------------------
 
 
-def scaled(rank: int, world: int, rounds: int) -> dict[str, list[float]]:
-    """Time steps in one session.
-
-    Args:
-        rank: Rank of this process.
-        world: Number of processes.
-        rounds: Number of steps that count, with and without refresh each.
-
-    Returns:
-        Seconds by training; THOR's refreshes under their own name.
-    """
+def session(rank: int, world: int) -> dict[str, list[float]]:
+    """Time steps in one session: seconds by training, those of THOR's refreshes under their own name."""
     warnings.simplefilter("ignore")
-    steps: dict[str, Any] = {}
+    steps, seconds = {}, {}
     for name in FORMS:
-        sample = made(SCALED, LOCAL, 0, LENGTH)
+        sample = subject("bert-mini", 8, 0, 64)
         model = parallel(sample.model, world, sharded=name.endswith("fsdp"))
-        parameters = sample.model.parameters()
         if name.startswith("thor"):
-            optimizer: torch.optim.Optimizer = thor(sample.model)
-        elif name.startswith("sgd"):
-            optimizer = torch.optim.SGD(parameters, lr=1e-6, momentum=0.9)
+            every_second = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
+            optimizer: torch.optim.Optimizer = THOR(sample.model, lr=1e-6, **every_second)
         else:
-            optimizer = torch.optim.AdamW(parameters, lr=1e-6)
+            kind = torch.optim.SGD if name.startswith("sgd") else torch.optim.AdamW
+            optimizer = kind(sample.model.parameters(), lr=1e-6)
         steps[name] = (sample, model, optimizer)
-    seconds: dict[str, list[float]] = {}
-    for turn in range(2 * (rounds + 1)):
+    for turn in range(2 * (STEPS + 1)):
         for name, (sample, model, optimizer) in steps.items():
             dist.barrier()
             started = time.perf_counter()
-            loss(model, sample).backward()
+            loss_of(model, sample.batch, sample.loss_fn, torch.device("cpu")).backward()
             optimizer.step()
             dist.barrier()
             ended = time.perf_counter()
             optimizer.zero_grad()
             if turn >= 2:
-                refreshed = name.startswith("thor") and turn % 2 == 0
-                seconds.setdefault(f"{name} refresh" if refreshed else name, []).append(ended - started)
+                own = f"{name} refresh" if name.startswith("thor") and turn % 2 == 0 else name
+                seconds.setdefault(own, []).append(round(ended - started, 5))
     return seconds
 
 
-def scaling_ratios(raw: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Compare the time of a step with that on one process.
-
-    Args:
-        raw: The raw data.
-
-    Returns:
-        By training and number of processes, one ratio for each round.
-    """
+def scaling(rounds: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Return the time of a step, a refresh in every 100th, over that on one process, by form, processes and round."""
     found: dict[str, dict[str, list[float]]] = {}
-    for sessions in raw["rounds"]:
-        middle = {
-            world: {name: statistics.median(times) for name, times in seconds.items()}
-            for world, seconds in sessions.items()
-        }
-        for name in FORMS:
-            for world in sessions:
-                taken = [_step(middle[at], name) for at in (world, "1")]
-                found.setdefault(name, {}).setdefault(world, []).append(taken[0] / taken[1])
+    for one in rounds:
+        for name, world in product(FORMS, [str(n) for n in WORLDS]):
+            taken = []
+            for seconds in (one[world], one["1"]):
+                own = statistics.median(seconds[name])
+                refresh = statistics.median(seconds.get(f"{name} refresh", seconds[name]))
+                taken.append(own + (refresh - own) / INTERVAL)
+            found.setdefault(name, {}).setdefault(world, []).append(taken[0] / taken[1])
     return found
 
 
-def _step(seconds: dict[str, float], name: str) -> float:
-    """Return the mean time of a step with a refresh in every 100th."""
-    own = seconds[name]
-    return own + (seconds.get(f"{name} refresh", own) - own) / INTERVAL
+# ---- quality --------------------------------------------------------------------------------------------------------
 
 
-def bytes_table(raw: dict[str, Any]) -> str:
-    """Make the table of bytes.
-
-    Args:
-        raw: The raw data.
-
-    Returns:
-        Markdown, in MB.
-    """
-    columns = ("thor", "thor unpacked", "thor unsplit", "thor sharded", "gradients", "shampoo", "muon", "muon sharded")
-    heads = ("THOR", "unpacked", "unsplit", "THOR, FSDP2", "gradients", "Shampoo", "Muon", "Muon, FSDP2")
-    rows = []
-    for word, found in raw["models"].items():
-        for n, sent in found["processes"].items():
-            rows.append([word, n, *(f"{sent[name] / 1e6:,.1f}" for name in columns)])
-    return table(["model", "processes", *heads], rows)
+def trained(
+    model: nn.Module, net: nn.Module, optimizer: torch.optim.Optimizer, ranks: tuple[int, int], seed: int
+) -> Iterator[int]:
+    """Train the character transformer of the suite, each process on its part of each batch; yield after each step."""
+    task, (rank, world) = TASKS["characters"], ranks
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / task.steps)
+    for step, (windows,) in zip(range(task.steps), task.batches(task.batch, seed), strict=False):
+        optimizer.zero_grad()
+        task.loss(net, (windows[rank::world],)).backward()
+        optimizer.step()
+        schedule.step()
+        yield step
 
 
-def scaling_table(raw: dict[str, Any]) -> str:
-    """Make the table of weak scaling.
+def held_out(net: nn.Module) -> float:
+    """Return the held-out loss; under FSDP2 all processes compute it, because each forward pass needs all."""
+    task = TASKS["characters"]
+    with torch.no_grad():
+        return torch.cat([task.score(net, batch) for batch in task.held_out(1)]).mean().item()
 
-    Args:
-        raw: The raw data.
 
-    Returns:
-        Markdown.
-    """
-    rows = []
-    for name, worlds in scaling_ratios(raw).items():
-        cells = [
-            f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
-            for world, values in worlds.items()
-            if world != "1"
+def in_bfloat16(rank: int, world: int, form: str, dtype: str | None, seed: int) -> tuple[float, torch.Tensor]:
+    """Return the held-out loss, and the first update."""
+    torch.manual_seed(seed)
+    model = TASKS["characters"].model()
+    optimizer = OURS[form](model, distributed=Distributed(communication_dtype=dtype and getattr(torch, dtype)))
+    weights = [layer.weight for layer in optimizer.curvature.values()]
+    start = torch.cat([weight.detach().flatten() for weight in weights])
+    first = start
+    for step in trained(model, parallel(model, world, sharded=False), optimizer, (rank, world), seed):
+        if step == 0:
+            first = torch.cat([weight.detach().flatten() for weight in weights]) - start
+    return held_out(model), first
+
+
+def in_rows(rank: int, world: int, whole: bool, seed: int) -> float:
+    """Return the held-out loss under FSDP2."""
+    torch.manual_seed(seed)
+    model = TASKS["characters"].model()
+    net = parallel(model, world, sharded=True)
+    optimizer = ThorMuon(model, distributed=Distributed(whole_matrices=whole))
+    for _ in trained(model, net, optimizer, (rank, world), seed):
+        pass
+    return held_out(net)
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def table(rows: dict[str, Any]) -> str:
+    """Return a table for each part."""
+    parts: dict[str, list[Any]] = {}
+    for row in rows.values():
+        parts.setdefault(row["job"]["part"], []).append(row)
+    sent = [
+        [row["job"]["model"], n, *(f"{found[name] / 1e6:,.1f}" for name in SENT)]
+        for row in parts.get("bytes", [])
+        for n, found in row["sent"].items()
+    ]
+    ratios = scaling([row["seconds"] for row in parts.get("scaling", [])])
+    scaled = [
+        [
+            FORMS[name],
+            *(f"{statistics.median(found[n]):.2f} ({min(found[n]):.2f}-{max(found[n]):.2f})" for n in ("2", "4")),
         ]
-        rows.append([FORMS[name], *cells])
-    return table(["training", *(f"{world} processes" for world in raw["rounds"][0] if world != "1")], rows)
-
-
-def draw(counted: dict[str, Any], timed: dict[str, Any], path: Path) -> None:
-    """Draw bytes for each step, and weak scaling.
-
-    Args:
-        counted: Raw data of the bytes.
-        timed: Raw data of the scaling.
-        path: The file.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    found = counted["models"]["bert-large"]["processes"]["64"]
-    bars = {
-        "gradients": found["gradients"],
-        "Shampoo": found["shampoo"],
-        "Muon": found["muon"],
-        "THOR unsplit": found["thor unsplit"] / INTERVAL,
-        "THOR unpacked": found["thor unpacked"] / INTERVAL,
-        "THOR": found["thor"] / INTERVAL,
-        "Muon, FSDP2": found["muon sharded"],
-        "THOR, FSDP2": found["thor sharded"] / INTERVAL,
+        for name, found in ratios.items()
+    ]
+    rounded = []
+    for form in OURS:
+        own = [row for row in parts.get("bfloat16", []) if row["job"]["form"] == form]
+        if len(own) > 1:
+            losses = [[row[dtype] for row in own] for dtype in ("float32", "bfloat16")]
+            change = statistics.fmean(losses[1]) / statistics.fmean(losses[0]) - 1
+            error = statistics.fmean(row["error"] for row in own)
+            rounded.append([form, *map(spread, losses), f"{change:+.2%}", f"{error:.2%}"])
+    in_parts = []
+    for world in WORLDS:
+        losses = [
+            [
+                row["loss"]
+                for row in parts.get("rows", [])
+                if (row["job"]["processes"], row["job"]["whole"]) == (world, whole)
+            ]
+            for whole in (False, True)
+        ]
+        if all(len(own) > 1 for own in losses):
+            change = statistics.fmean(losses[0]) / statistics.fmean(losses[1]) - 1
+            in_parts.append([str(world), *map(spread, losses), f"{change:+.1%}"])
+    tables = {
+        ("model", "processes", *SENT.values()): sent,
+        ("training", "2 processes", "4 processes"): scaled,
+        ("optimizer", "float32", "bfloat16", "difference", "error of the first update"): rounded,
+        ("processes", "rows of each process", "whole matrices", "difference"): in_parts,
     }
-    left.barh(list(bars), [size / 1e6 for size in bars.values()], color="#0072b2")
-    left.set(xscale="log", xlabel="MB that a process sends for each step", title="BERT-large on 64 processes")
-    left.invert_yaxis()
-    for name, worlds in scaling_ratios(timed).items():
-        style = "--" if name.endswith("fsdp") else "-"
-        colour = "#009e73" if name.startswith("thor") else "#666666"
-        middle = [statistics.median(values) for values in worlds.values()]
-        right.plot([int(world) for world in worlds], middle, ls=style, color=colour, marker="o", label=FORMS[name])
-    right.set(xlabel="processes, one thread each", ylabel="time of a step over that on one process")
-    right.set(title="Weak scaling of BERT-mini on two cores", xticks=WORLDS)
-    right.legend()
-    note(figure, f"THOR refreshes every {INTERVAL} steps")
-    save(figure, path)
+    return "\n\n".join(markdown(heads, lines) for heads, lines in tables.items() if lines)
 
 
-def main() -> None:
-    """Count, measure, write the raw data, print the tables and draw the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("bytes", "scaling"), help="one part alone")
-    parser.add_argument("--table", action="store_true", help="tables and figure alone, from the raw data")
-    parser.add_argument("--rounds", type=int, default=4, help="sessions with each number of processes")
-    parser.add_argument("--steps", type=int, default=5, help="steps of each kind in a session")
-    options = parser.parse_args()
-    counted, timed = FOLDER / "bytes.json", FOLDER / "scaling.json"
-    if not options.table and options.part != "scaling":
-        settings = {"split_dim": SPLIT, "dtype": "float32", "interval": INTERVAL}
-        raw = {"machine": describe(), "settings": settings, "models": {word: bytes_of(word) for word in MODELS}}
-        write_json(counted, raw, indent=1)
-    if not options.table and options.part != "bytes":
-        settings = {"model": SCALED, "length": LENGTH, "local_batch": LOCAL, "steps": options.steps, "seed": 0}
-        machine, rounds = {**describe(), "threads": 1}, []
-        for i in range(options.rounds):
-            order = WORLDS if i % 2 == 0 else WORLDS[::-1]
-            sessions = {str(world): on_ranks(world, scaled, options.steps)[0] for world in order}
-            rounds.append({str(world): sessions[str(world)] for world in WORLDS})
-            write_json(timed, {"machine": machine, "settings": settings, "rounds": rounds}, indent=1)
-            print(f"round {i + 1}: done", flush=True)
-    if counted.exists():
-        print(bytes_table(json.loads(counted.read_text())))
-    if timed.exists():
-        print(scaling_table(json.loads(timed.read_text())))
-    if counted.exists() and timed.exists():
-        draw(json.loads(counted.read_text()), json.loads(timed.read_text()), FIGURE)
-
-
-if __name__ == "__main__":
-    main()
+def spread(values: list[float]) -> str:
+    """Format mean and standard deviation."""
+    return f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"

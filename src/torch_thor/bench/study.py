@@ -1,10 +1,11 @@
 """Runs a study: a module of jobs whose results are stored, a line each, in benchmarks/results/STUDY.jsonl.
 
-A study defines ``jobs(rows)``, which lists the jobs that are known from the results so far, ``run(job)``,
-``table(rows)`` and ``draw(rows)``; jobs and results are mappings of JSON values. ``headlines(rows)`` lists a cheap job
-for each number that README shows, ``tolerance(rows, job)`` how far a job's value may differ on another machine. A job
-with the entry ``alone`` runs when no other does, because its time counts. Results are stored as they come, and a study
-that was cut off goes on.
+A study defines ``jobs(rows)``, which lists the jobs that are known from the results so far, ``run(job)`` and
+``table(rows)``, perhaps ``draw(rows)``; jobs and results are mappings of JSON values. ``headlines(rows)`` lists a cheap
+job for each number that README shows, ``tolerance(rows, job)`` how far a job's value may differ on another machine. A
+job with the entry ``alone`` runs when no other does, because its time counts.
+
+Results are stored as they come, and a study that was cut off goes on.
 """
 
 import ast
@@ -87,7 +88,8 @@ def main() -> None:
     if not options.table:
         complete(name, study.jobs, store, workers=options.workers, only=options.only)
     print(study.table(store.rows))
-    study.draw(store.rows)
+    if hasattr(study, "draw"):
+        study.draw(store.rows)
     stale = sum(row["sources"] != sources() for row in store.rows.values())
     if stale:
         print(
