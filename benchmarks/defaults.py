@@ -1,7 +1,7 @@
 """ThorMuon's defaults beyond the contests: SIREN, DQN, PPO, a GAN; special weights; one lr over depths and widths.
 
-    python benchmarks/defaults.py                # runs what is missing in results/defaults, then the tables
-    python benchmarks/defaults.py --table        # writes the tables from the raw data only, also into docs/
+    python -m torch_thor.bench defaults          # runs what is missing (about half an hour of one core)
+    python -m torch_thor.bench defaults --table
 
 Cases. Each is trained with AdamW(1e-3), ``ThorMuon(model)``, and the same with a tighter bound of the
 step (``max_update_ratio=0.05``) and without one (``None``), from the same weights, with three seeds. None of these
@@ -22,9 +22,7 @@ import math
 import statistics
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,14 +30,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_thor import ThorMuon
-from torch_thor.bench import Folder, describe, markdown, missing, script, write_tables
-from torch_thor.files import write_text
+from torch_thor.bench import markdown
+from torch_thor.bench.stores import key_of
 from torch_thor.training.data.small import load_characters, load_images
 from torch_thor.training.models.small import BasicBlock
 from torch_thor.training.recipe import Data
 
-STORE = Folder(Path(__file__).parent / "results" / "defaults")
-PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "defaults.md"
 SEEDS = (0, 1, 2)
 STEPS, CONTEXT, SYMBOLS = 120, 64, 128
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -47,7 +43,7 @@ Result = dict[str, Any]
 
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-    "spectral": lambda model: ThorMuon(model),
+    "thor-muon": lambda model: ThorMuon(model),
     "bound0.05": lambda model: ThorMuon(model, max_update_ratio=0.05),
     "unbounded": lambda model: ThorMuon(model, max_update_ratio=None),
 }
@@ -57,7 +53,7 @@ OPTIMIZERS |= {
     "adamw3e-3": lambda model: torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3),
     "adamw1e-2": lambda model: torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2),
 }
-SPECIAL = ("adamw", "adamw3e-3", "adamw1e-2", "spectral", "apart")
+SPECIAL = ("adamw", "adamw3e-3", "adamw1e-2", "thor-muon", "apart")
 LRS = (0.04, 0.08, 0.16)
 OPTIMIZERS |= {f"lr{lr:g}": partial(ThorMuon, lr=lr) for lr in LRS}
 
@@ -350,83 +346,63 @@ SIZES = [
 CASES |= {f"{n}-{b}x{w}": partial(NETWORKS[n][0], blocks=b, width=w) for n, b, w in SIZES}
 
 
-@dataclass(frozen=True)
-class Training:
-    """The trainings of a case with an optimizer: all seeds, of the sizes the first only."""
-
-    case: str
-    optimizer: str
-
-    @property
-    def key(self) -> str:
-        """Name of its raw data."""
-        return f"{self.case}-{self.optimizer}"
-
-    def run(self) -> Result:
-        """Train with each seed; THOR raises FloatingPointError where gradients are not finite."""
-        runs: list[Result] = []
-        for seed in SEEDS[:1] if self.optimizer.startswith("lr") else SEEDS:
-            torch.manual_seed(seed)
-            try:
-                runs.append(CASES[self.case](OPTIMIZERS[self.optimizer]))
-            except FloatingPointError as error:
-                runs.append({"failure": str(error)})
-        return {"runs": runs, "machine": describe()}
+Job = dict[str, Any]
+Rows = dict[str, Result]
 
 
-def jobs() -> list[Training]:
+def trainings(case: str, name: str) -> list[Job]:
+    """Return the trainings of a case with an optimizer: all seeds, of the sizes the first only."""
+    return [{"case": case, "optimizer": name, "seed": seed} for seed in (SEEDS[:1] if name.startswith("lr") else SEEDS)]
+
+
+def jobs(rows: Rows) -> list[Job]:
     """Return all trainings."""
-    cases = [Training(case, name) for _, case, entry, *_ in LINES if entry == "value" for name in COMPARED]
-    cases += [Training(case, name) for case in ("depthwise", "lora") for name in SPECIAL]
-    return cases + [Training(f"{n}-{b}x{w}", f"lr{lr:g}") for n, b, w in SIZES for lr in LRS]
+    pairs = [(case, name) for _, case, entry, *_ in LINES if entry == "value" for name in COMPARED]
+    pairs += [(case, name) for case in ("depthwise", "lora") for name in SPECIAL]
+    pairs += [(f"{n}-{b}x{w}", f"lr{lr:g}") for n, b, w in SIZES for lr in LRS]
+    return [job for case, name in pairs for job in trainings(case, name)]
 
 
-def _cell(case: str, optimizer: str, entry: str, form: str, higher: bool) -> str:
-    """Return the median and each seed's figure; one that is missing is the worst."""
-    worst = -math.inf if higher else math.inf
-    values = [run.get(entry, worst) for run in STORE.read(f"{case}-{optimizer}")["runs"]]
-    return markdown.middle(values, form).replace("never", "stopped")
+def run(job: Job) -> Result:
+    """Train once; THOR raises FloatingPointError where gradients are not finite."""
+    torch.set_num_threads(1)
+    torch.manual_seed(job["seed"])
+    try:
+        return CASES[job["case"]](OPTIMIZERS[job["optimizer"]])
+    except FloatingPointError as error:
+        return {"failure": str(error)}
 
 
-def tables() -> str:
-    """Return the results as Markdown; what was not measured is left out."""
-    there = {job.case for job in jobs()} - {job.case for job in missing(jobs(), STORE)}
-    rows = []
-    for title, case, entry, form, higher in [line for line in LINES if line[1] in there]:
-        cells = [_cell(case, name, entry, form, higher) for name in COMPARED]
-        first = statistics.median(run["first"] for run in STORE.read(f"{case}-adamw")["runs"])
-        rows.append([title, format(first, form) if entry == "value" else "", *cells])
+def table(rows: Rows) -> str:
+    """Return the tables; what was not measured is left out."""
+
+    def values(case: str, name: str, entry: str, otherwise: float) -> list[float]:
+        found = [rows.get(key_of(job), {}) for job in trainings(case, name)]
+        return [row.get(entry, otherwise) for row in found] if all(found) else []
+
+    def cell(case: str, name: str, entry: str, form: str, higher: bool) -> str:
+        """Return the median and each seed's figure; one that is missing is the worst."""
+        own = values(case, name, entry, -math.inf if higher else math.inf)
+        return markdown.middle(own, form).replace("never", "stopped") if own else ""
+
+    lines = []
+    for title, case, entry, form, higher in LINES:
+        first = values(case, "adamw", "first", math.inf)
+        at_first = format(statistics.median(first), form) if first and entry == "value" else ""
+        lines.append([title, at_first, *(cell(case, name, entry, form, higher) for name in COMPARED)])
     heads = ("case", "at first", "AdamW(1e-3)", "ThorMuon, defaults", "… bound 0.05", "… without a bound")
-    first = markdown.table(heads, rows)
-    rows = []
-    for name, blocks, width in [(n, b, w) for n, b, w in SIZES if f"{n}-{b}x{w}" in there]:
-        losses = [STORE.read(f"{name}-{blocks}x{width}-lr{lr:g}")["runs"][0].get("value", math.inf) for lr in LRS]
+    parts, lines = [markdown.table(heads, lines)], []
+    for title, case in (("depthwise separable network: loss", "depthwise"), ("LoRA, rank 4: loss", "lora")):
+        lines.append([title, *(cell(case, name, "value", ".4f", False) for name in SPECIAL)])
+    heads = ("case", "AdamW(1e-3)", "AdamW(3e-3)", "AdamW(1e-2)", "ThorMuon, defaults", "… these weights by AdamW")
+    parts, lines = [*parts, markdown.table(heads, lines)], []
+    for name, blocks, width in SIZES:
+        losses = [loss for lr in LRS for loss in values(f"{name}-{blocks}x{width}", f"lr{lr:g}", "value", math.inf)]
         title, matrices = f"transformer, {blocks} blocks", 6 * blocks + 1
         if name == "resnet":
             title, matrices = f"ResNet, {6 * blocks + 2} layers", 6 * blocks + 4
-        cells = [title, f"{width}", f"{matrices}", *(markdown.number(loss, ".4f") for loss in losses)]
-        rows.append([*cells, f"{losses[1] / min(losses):.3f}"])
+        if len(losses) == len(LRS):
+            cells = [title, f"{width}", f"{matrices}", *(markdown.number(loss, ".4f") for loss in losses)]
+            lines.append([*cells, f"{losses[1] / min(losses):.3f}"])
     heads = ("network", "width", "matrices", *(f"lr {lr:g}" for lr in LRS), "lr 0.08 over the best")
-    sizes, rows = markdown.table(heads, rows), []
-    for title, case in (("depthwise separable network: loss", "depthwise"), ("LoRA, rank 4: loss", "lora")):
-        if case in there:
-            rows.append([title, *(_cell(case, name, "value", ".4f", False) for name in SPECIAL)])
-    heads = ("case", "AdamW(1e-3)", "AdamW(3e-3)", "AdamW(1e-2)", "ThorMuon, defaults", "… these weights by AdamW")
-    return f"{first}\n\n{markdown.table(heads, rows)}\n\n{sizes}"
-
-
-def main() -> None:
-    """Run what is missing, print the tables and put them into the documentation."""
-    options = script.parser(__doc__).parse_args()
-    if not options.table:
-        script.measure(STORE, [jobs], options.workers)
-    text = tables()
-    write_tables(STORE.folder, text)
-    before, mark, rest = PAGE.read_text().partition("<!-- tables -->\n")
-    end = "<!-- end of tables -->\n"
-    write_text(PAGE, f"{before}{mark}\n{text}\n\n{end}{rest.partition(end)[2]}")
-    print(text)
-
-
-if __name__ == "__main__":
-    main()
+    return "\n\n".join([*parts, markdown.table(heads, lines)])

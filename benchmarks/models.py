@@ -1,8 +1,8 @@
 """THOR's defaults on sixteen models of other projects: coverage, loss after twelve steps, time per step.
 
-    python benchmarks/models.py                    # all models, then the table
-    python benchmarks/models.py --models vae bert  # some of them; the results of the others are kept
-    python benchmarks/models.py --table            # writes the table from the raw data only, also into docs/
+    python -m torch_thor.bench models                    # about ten minutes
+    python -m torch_thor.bench models --only 'model vae'
+    python -m torch_thor.bench models --table
 
 Models and data are those of tests/models/zoo.py; one thread is used. Losses: twelve steps with AdamW(1e-3),
 ``THOR(model)`` and ``ThorMuon(model)``, from the same weights, on one batch and on a fresh batch in
@@ -18,213 +18,111 @@ the loop of the application, which tells THOR the number of loss terms and the p
 determines both by itself.
 """
 
-import importlib.util
+import importlib
 import math
 import statistics
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench import Folder, describe, markdown, median_ratio, script, take_turns, training_step, write_tables
-from torch_thor.files import write_text
+from torch_thor.bench import median_ratio, take_turns, training_step
+from torch_thor.bench.markdown import table as markdown
 
-ROOT = Path(__file__).parents[1]
-STORE = Folder(ROOT / "benchmarks" / "results" / "models")
-PAGE = ROOT / "docs" / "measurements" / "models.md"
-MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
-SEEDS = (0, 1, 2, 3, 4)
-STEPS = 12
-NEVER = 10**9
-SETTINGS: dict[str, type[THOR] | type[ThorMuon]] = {"plain": THOR, "spectral": ThorMuon}  # names in the raw data
-LENGTHS = {"ordinary": NEVER, "refresh": 1}  # update_interval
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "models"))
+zoo = importlib.import_module("zoo")
+
+SEEDS, STEPS, ROUNDS = (0, 1, 2, 3, 4), 12, 7
+OURS: dict[str, type[THOR] | type[ThorMuon]] = {"thor": THOR, "thor-muon": ThorMuon}
+LENGTHS = {"ordinary": 10**9, "refresh": 1}  # update_interval
 
 
-def load_zoo() -> ModuleType:
-    """Return tests/models/zoo.py, which stands in no package."""
-    spec = importlib.util.spec_from_file_location("zoo", ROOT / "tests" / "models" / "zoo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["zoo"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def jobs(rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """List all models."""
+    return [{"model": name, "alone": True} for name in zoo.SUBJECTS]
 
 
-zoo = load_zoo()
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure all of a model."""
+    torch.set_num_threads(1)
+    name = job["model"]
+    with warnings.catch_warnings(action="ignore"):  # tests/models/test_defaults.py has which there are
+        return {
+            "coverage": coverage(name),
+            "losses": losses(name, fresh=False),
+            "fresh": losses(name, fresh=True),
+            "ratios": ratios(name),
+        }
 
 
 def coverage(name: str) -> dict[str, Any]:
-    """Return what share of a model is preconditioned.
-
-    Args:
-        name: key of the zoo.
-
-    Returns:
-        The number of parameters that are trained, and the share, with THOR (`plain`) and ThorMuon (`spectral`).
-    """
+    """Return the number of parameters that are trained, and the share that is preconditioned."""
     result: dict[str, Any] = {}
-    for setting, kind in SETTINGS.items():
+    for key, kind in OURS.items():
         entries = [e for e in kind(zoo.build(name).model).coverage() if e.trained]
         result["parameters"] = sum(math.prod(e.shape) for e in entries)
-        result[setting] = sum(math.prod(e.shape) for e in entries if e.preconditioned) / result["parameters"]
+        result[key] = sum(math.prod(e.shape) for e in entries if e.preconditioned) / result["parameters"]
     return result
 
 
 def losses(name: str, *, fresh: bool) -> dict[str, list[list[float]]]:
-    """Train from the same weights with each optimizer.
-
-    Args:
-        name: key of the zoo.
-        fresh: whether each step has a batch of its own.
-
-    Returns:
-        By optimizer, the losses of each seed: before the first step, …, after the last.
-    """
-    result: dict[str, list[list[float]]] = {"adamw": [], **{setting: [] for setting in SETTINGS}}
+    """Train from the same weights; return by optimizer the first loss of each seed, and the mean of the last three."""
+    result: dict[str, list[list[float]]] = {key: [] for key in ("adamw", *OURS)}
     for seed in SEEDS:
         for key, runs in result.items():
             subject = zoo.build(name, seed)
             if key == "adamw":
                 optimizer: torch.optim.Optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-3)
             else:
-                optimizer = SETTINGS[key](subject.model)
-            runs.append(zoo.train(subject, optimizer, STEPS, seed, fresh=fresh))
+                optimizer = OURS[key](subject.model)
+            found = zoo.train(subject, optimizer, STEPS, seed, fresh=fresh)
+            runs.append([found[0], statistics.fmean(found[-3:])])
     return result
 
 
-def seconds(name: str, rounds: int) -> dict[str, list[float]]:
-    """Time whole steps, in turns.
-
-    Args:
-        name: key of the zoo.
-        rounds: how many, after one that is not counted.
-
-    Returns:
-        Seconds a step, by training.
-    """
+def ratios(name: str) -> dict[str, float]:
+    """Time whole steps, in turns, over those of SGD."""
     steps, optimizers = {}, {}
-    for key in ("sgd", *(f"{setting} {length}" for length in LENGTHS for setting in SETTINGS)):
+    for key in ("sgd", *(f"{ours} {length}" for length in LENGTHS for ours in OURS)):
         subject = zoo.build(name)
         if key == "sgd":
             optimizers[key] = torch.optim.SGD(subject.model.parameters(), lr=1e-5, momentum=0.9)
         else:
-            setting, _, length = key.partition(" ")
-            optimizers[key] = SETTINGS[setting](subject.model, lr=1e-5, update_interval=LENGTHS[length])
+            ours, _, length = key.partition(" ")
+            optimizers[key] = OURS[ours](subject.model, lr=1e-5, update_interval=LENGTHS[length])
             for group in optimizers[key].param_groups:  # every refresh takes new factors
                 group["trace_thresholds"] = (0.0, 0.0)
         steps[key] = training_step(subject.loss, optimizers[key])
-    result = take_turns(steps, rounds)
+    times = take_turns(steps, ROUNDS)
     for key, optimizer in optimizers.items():
         if isinstance(optimizer, THOR | ThorMuon):
             done = max(layer.refreshes for layer in optimizer.curvature.values())
-            assert done == (1 if key.endswith("ordinary") else rounds + 1), (key, done)
-    return result
+            assert done == (1 if key.endswith("ordinary") else ROUNDS + 1), (key, done)
+    return {key: round(median_ratio(own, times["sgd"]), 3) for key, own in times.items() if key != "sgd"}
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """All that is measured of a model.
-
-    Args:
-        model: key of the zoo.
-        rounds: of the timing.
-    """
-
-    model: str
-    rounds: int
-
-    @property
-    def key(self) -> str:
-        """Name of its raw data."""
-        return self.model
-
-    def run(self) -> dict[str, Any]:
-        """Measure.
-
-        Returns:
-            The raw data.
-        """
-        with warnings.catch_warnings(action="ignore"):  # tests/models/test_defaults.py has which there are
-            return {
-                "machine": describe(),
-                "coverage": coverage(self.model),
-                "losses": losses(self.model, fresh=False),
-                "fresh": losses(self.model, fresh=True),
-                "seconds": seconds(self.model, self.rounds),
-            }
-
-
-def row(name: str) -> list[str]:
-    """Return a line of the table.
-
-    Args:
-        name: key of the zoo.
-
-    Returns:
-        Its cells.
-    """
-    result = STORE.read(name)
-    covered = result["coverage"]
-    cells = [name, f"{covered['parameters']:,}", *(f"{covered[setting]:.1%}" for setting in SETTINGS)]
-    cells.append(_number(statistics.median(run[0] for run in result["losses"]["adamw"])))
-    for kind in ("losses", "fresh"):
-        cells += [_number(statistics.median(sum(run[-3:]) / 3 for run in runs)) for runs in result[kind].values()]
-    times = result["seconds"]
-    for setting in SETTINGS:
-        ratios = (median_ratio(times[f"{setting} {length}"], times["sgd"]) for length in LENGTHS)
-        cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
-    return cells
+def table(rows: dict[str, Any]) -> str:
+    """Return a line for each model, in the zoo's order."""
+    heads = (
+        "model", "parameters", "preconditioned by THOR, ThorMuon", "loss, first", "one batch, AdamW(1e-3)", "… THOR",
+        "… ThorMuon", "fresh batches, AdamW(1e-3)", "… THOR", "… ThorMuon", "THOR's step over SGD's: ordinary, refresh",
+        "… ThorMuon's",
+    )  # fmt: skip
+    lines = []
+    for row in rows.values():
+        covered, times = row["coverage"], row["ratios"]
+        cells = [row["job"]["model"], f"{covered['parameters']:,}", ", ".join(f"{covered[key]:.1%}" for key in OURS)]
+        cells.append(_number(statistics.median(first for first, _ in row["losses"]["adamw"])))
+        for kind in ("losses", "fresh"):
+            cells += [_number(statistics.median(last for _, last in runs)) for runs in row[kind].values()]
+        cells += [", ".join(f"{times[f'{key} {length}']:.2f}" for length in LENGTHS) for key in OURS]
+        lines.append(cells)
+    order = list(zoo.SUBJECTS)
+    return markdown(heads, sorted(lines, key=lambda cells: order.index(cells[0])))
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
-
-
-def table() -> str:
-    """Return the result as Markdown, models in the zoo's order; those that were not measured are left out.
-
-    Returns:
-        The table.
-    """
-    columns = (
-        "model", "parameters", "preconditioned", "… scale-free", "loss, first", "one batch, AdamW(1e-3)",
-        "… THOR", "… scale-free", "fresh batches, AdamW(1e-3)", "… THOR", "… scale-free",
-        "step over SGD's: ordinary, refresh", "… scale-free",
-    )  # fmt: skip
-    return markdown.table(columns, [row(name) for name in zoo.SUBJECTS if STORE.holds(name)])
-
-
-def fill_page(text: str) -> None:
-    """Put the table into its page.
-
-    Args:
-        text: the table.
-    """
-    before, _, rest = PAGE.read_text().partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    write_text(PAGE, f"{before}{MARKS[0]}\n{text}\n\n{MARKS[1]}{after}")
-
-
-def main() -> None:
-    """Measure, print the table and put it into the documentation."""
-    parser = script.parser(__doc__, workers=1)  # step times
-    parser.add_argument("--models", nargs="+", choices=list(zoo.SUBJECTS), default=list(zoo.SUBJECTS))
-    parser.add_argument("--rounds", type=int, default=7, help="of the timing, after one that is not counted")
-    options = parser.parse_args()
-    if not options.table:
-        jobs = [Measurement(name, options.rounds) for name in options.models]
-        script.measure(STORE, [lambda: jobs], options.workers, anew=True)
-    text = table()
-    write_tables(STORE.folder, text)
-    fill_page(text)
-    print(f"{text}\n")
-
-
-if __name__ == "__main__":
-    main()

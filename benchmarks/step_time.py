@@ -1,86 +1,96 @@
-"""Time per step of THOR divided by that of SGD: ordinary steps, and steps that refresh every layer.
+"""The time of a step over that of SGD or AdamW, and the state that each keeps, on networks of usual size.
 
-    python benchmarks/step_time.py                    # ResNet-50, 224 pixels, batch 8
-    python benchmarks/step_time.py --model small-resnet --pixels 28 --batch 128    # the network of fashion_mnist.py
+    python -m torch_thor.bench step_time           # ten minutes on two quiet cores
+    python -m torch_thor.bench step_time --table
 
-Three trainings (SGD; THOR between refreshes; THOR with a refresh of all layers in every step) take turns step by step,
-so a change in the speed of the machine affects all of them alike. The result is the median of the ratios within a
-round. The steps are not taken by the loop of the application, because it finishes one training before it starts the
-next.
+A step is forward pass, backward pass and optimizer. All optimizers take turns step by step, in an order that is drawn
+anew, so a change in the speed of the machine affects all of them alike; the result is the median of the ratios within a
+round. Ours are there twice: between refreshes, and with a refresh of all layers in every step. The steps are a user's,
+not those of the application's loop.
 """
 
-import argparse
-import statistics
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_thor import THOR
-from torch_thor.bench import describe, median_ratio, take_turns, training_step, write_json
-from torch_thor.training.models.library import build_model
+from torch_thor import THOR, ThorMuon
+from torch_thor.bench import median_ratio, take_turns, training_step
+from torch_thor.bench.markdown import table as markdown
+from torch_thor.training.muon import MuonAdamW
 
-RESULTS = Path(__file__).parent / "results"
-SMALL = "small-resnet"
-NEVER = 10**9
-
-
-def optimizers(split_dim: int | None) -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
-    """Return the trainings that take turns."""
-    return {
-        "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9, weight_decay=5e-4),
-        "thor ordinary": lambda model: THOR(
-            model, lr=1e-5, weight_decay=5e-4, split_dim=split_dim, update_interval=NEVER
-        ),
-        "thor refresh": lambda model: THOR(
-            model, lr=1e-5, weight_decay=5e-4, split_dim=split_dim, update_interval=1, trace_thresholds=(0.0, 0.0)
-        ),
-    }
+NEVER, SMALL = 10**9, 1e-6
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=SMALL, momentum=0.9, weight_decay=5e-4),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=SMALL),
+    "Muon": lambda model: MuonAdamW(model, lr=SMALL, adamw_embeddings=True),
+    "THOR": lambda model: THOR(model, lr=SMALL, weight_decay=5e-4, update_interval=NEVER),
+    "ThorMuon": lambda model: ThorMuon(model, lr=SMALL, weight_decay=0.01, update_interval=NEVER),
+    "THOR, refresh": lambda model: THOR(
+        model, lr=SMALL, weight_decay=5e-4, update_interval=1, trace_thresholds=(0.0, 0.0)
+    ),
+    "ThorMuon, refresh": lambda model: ThorMuon(model, lr=SMALL, weight_decay=0.01, update_interval=1),
+}
+ROUNDS = 9
 
 
-def main() -> None:
-    """Time the steps, print a table and write the raw seconds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="resnet50", help=f"any torchvision model, or {SMALL}")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--pixels", type=int, default=224)
-    parser.add_argument("--split-dim", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, help="default: results/step_time_MODEL.json")
-    options = parser.parse_args()
-    out = options.out or RESULTS / f"step_time_{options.model}.json"
+def jobs(rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """List the networks."""
+    return [{"model": name, "alone": True} for name in ("resnet50", "bert-base")]
 
+
+def loss_of(name: str, model: nn.Module) -> Callable[[], Tensor]:
+    """Return the loss of a random batch: 8 images of 224 pixels, or 8 texts of 128 tokens."""
+    if name == "bert-base":
+        tokens = torch.randint(1000, 30_000, (8, 128))
+        return lambda: model(input_ids=tokens, labels=tokens).loss
+    images, labels = torch.randn(8, 3, 224, 224), torch.randint(1000, (8,))
+    return lambda: functional.cross_entropy(model(images), labels)
+
+
+def build(name: str) -> nn.Module:
+    """Build a network with random weights."""
     torch.manual_seed(0)
-    channels, classes = (1, 10) if options.model == SMALL else (3, 1000)
-    images = torch.randn(options.batch, channels, options.pixels, options.pixels)
-    labels = torch.randint(0, classes, (options.batch,))
-    steps, built = {}, {}
-    for name, build in optimizers(options.split_dim).items():
-        if options.model == SMALL:
-            model = build_model(SMALL, channels, classes).to(memory_format=torch.channels_last)  # as the recipe has it
-        else:
-            model = torchvision.models.get_model(options.model)
-        built[name] = build(model)
-        steps[name] = training_step(lambda model=model: functional.cross_entropy(model(images), labels), built[name])
-    seconds = take_turns(steps, options.rounds)  # the warm-up is a refresh for both trainings with THOR
-    refreshes = {name: min(c.refreshes for c in o.curvature.values()) for name, o in built.items() if name != "sgd"}
-    assert refreshes == {"thor ordinary": 1, "thor refresh": options.rounds + 1}, refreshes
+    if name == "bert-base":
+        from transformers import BertConfig, BertForMaskedLM
 
-    ratios = {name: median_ratio(times, seconds["sgd"]) for name, times in seconds.items()}
-    print(f"{options.model}, {options.pixels} pixels, batch {options.batch}, {options.rounds} rounds")
-    for name, times in seconds.items():
-        print(f"  {name:<14} median {statistics.median(times):7.3f} s   {ratios[name]:5.3f} x SGD's step")
-    result = {
-        "machine": describe(),
-        "settings": {key: value for key, value in vars(options).items() if key != "out"},
-        "ratio_to_sgd": ratios,
-        "seconds": seconds,
+        return BertForMaskedLM(BertConfig())
+    return torchvision.models.get_model(name)
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Time the steps: ratios to SGD's, its seconds, and the bytes of state for each parameter."""
+    steps, optimizers, elements = {}, {}, 0
+    for name, make in OPTIMIZERS.items():
+        model = build(job["model"])
+        optimizers[name] = make(model)
+        steps[name] = training_step(loss_of(job["model"], model), optimizers[name])
+        elements = sum(parameter.numel() for parameter in model.parameters())
+    times = take_turns(steps, ROUNDS)  # the warm-up is a refresh for all of ours
+    state = {name: sum(map(_bytes, optimizer.state.values())) / elements for name, optimizer in optimizers.items()}
+    return {
+        "parameters": elements,
+        "seconds": {name: [round(value, 4) for value in own] for name, own in times.items()},
+        "state_bytes": {name: round(value, 2) for name, value in state.items()},
     }
-    write_json(out, result, indent=1)
 
 
-if __name__ == "__main__":
-    main()
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_bytes, parts))
+
+
+def table(rows: dict[str, Any]) -> str:
+    """Return ratios and bytes."""
+    lines = []
+    for row in rows.values():
+        seconds, state = row["seconds"], row["state_bytes"]
+        ratios = {name: f"{median_ratio(own, seconds['SGD']):.2f}" for name, own in seconds.items()}
+        lines.append([row["job"]["model"], "step over SGD's", *ratios.values()])
+        lines.append(["", "bytes of state a parameter", *(f"{value:.1f}" for value in state.values())])
+    return markdown(["network", "", *OPTIMIZERS], lines)
