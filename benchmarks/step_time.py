@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench import median_ratio, take_turns, training_step
+from torch_thor.bench import median_ratio, state_bytes, take_turns, training_step
 from torch_thor.bench.markdown import table as markdown
 from torch_thor.training.muon import MuonAdamW
 
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     ),
     "ThorMuon, refresh": lambda model: ThorMuon(model, lr=SMALL, weight_decay=0.01, update_interval=1),
 }
-ROUNDS = 9
+ROUNDS = 7
 
 
 def jobs(rows: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,19 +70,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         steps[name] = training_step(loss_of(job["model"], model), optimizers[name])
         elements = sum(parameter.numel() for parameter in model.parameters())
     times = take_turns(steps, ROUNDS)  # the warm-up is a refresh for all of ours
-    state = {name: sum(map(_bytes, optimizer.state.values())) / elements for name, optimizer in optimizers.items()}
+    state = {name: state_bytes(optimizer) / elements for name, optimizer in optimizers.items()}
     return {
         "parameters": elements,
         "seconds": {name: [round(value, 4) for value in own] for name, own in times.items()},
         "state_bytes": {name: round(value, 2) for name, value in state.items()},
     }
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(_bytes, parts))
 
 
 def table(rows: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ import torch
 from suite_optimizers import CONTENDERS, FEWEST_RATES, ONE, PEERS, make
 from suite_report import README, Contest, contests, picture, tables
 from suite_tasks import TASKS, Task
-from torch_thor.bench import take_turns
+from torch_thor.bench import state_bytes, take_turns
 from torch_thor.bench.stores import key_of
 
 TUNING_SEED, SEEDS, MORE_SEEDS = 10, (0, 1, 2), tuple(range(3, 10))
@@ -129,18 +129,11 @@ def time_steps(task: Task, job: Job) -> dict[str, Any]:
         name: statistics.median(statistics.fmean(own[i : i + SPAN]) for i in range(0, len(own), SPAN))
         for name, own in times.items()
     }
-    own = {name: sum(_bytes(state) for state in o.state.values()) / weights for name, o in optimizers.items()}
+    own = {name: state_bytes(o) / weights for name, o in optimizers.items()}
     return {
         "milliseconds": {name: round(1000 * value, 3) for name, value in spans.items()},
         "state_bytes": {name: round(value, 2) for name, value in own.items()},
     }
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(_bytes(part) for part in parts)
 
 
 # ---- what is run ----------------------------------------------------------------------------------------------------

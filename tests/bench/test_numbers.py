@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_thor.bench import final_accuracy, running_mean, steps_to
+from torch_thor.bench import running_mean, steps_to
 
 RISING = [(10, 0.5), (20, 0.7), (30, 0.6), (40, 0.9)]
 FALLING = [(10, 8.0), (20, 4.0), (30, 4.0)]
@@ -28,9 +28,3 @@ def test_lower_may_be_better():
 def test_a_running_mean_takes_in_what_there_is():
     assert running_mean([1.0, 2.0, 3.0, 8.0], 0) == [1.0, 2.0, 3.0, 8.0]
     assert running_mean([1.0, 2.0, 3.0, 8.0], 2) == [1.0, 1.5, 2.0, 13 / 3]
-
-
-def test_the_score_of_a_run_is_its_last_accuracy_and_0_for_a_failed_one():
-    run = {"failure": None, "evaluations": RISING[:3]}
-    assert final_accuracy(run) == 0.6
-    assert final_accuracy(run | {"failure": "the loss is nan"}) == 0.0

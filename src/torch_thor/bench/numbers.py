@@ -1,8 +1,7 @@
 """Statistics of training runs: running means, and the number of steps to a target."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 
 def steps_to(
@@ -18,11 +17,6 @@ def steps_to(
             return before[0] + (step - before[0]) * (target - before[1]) / (value - before[1])
         before = (step, value)
     return None
-
-
-def final_accuracy(run: Mapping[str, Any]) -> float:
-    """Return the accuracy at the end of a run, as the score of a search."""
-    return 0.0 if run["failure"] else float(run["evaluations"][-1][1])
 
 
 def running_mean(values: Sequence[float], before: int) -> list[float]:

@@ -11,7 +11,6 @@ Results are stored as they come, and a study that was cut off goes on.
 import ast
 import hashlib
 import importlib
-import json
 import multiprocessing
 import os
 import sys
@@ -26,9 +25,8 @@ from types import ModuleType
 from typing import Any
 
 import torch_thor
-from torch_thor.bench import script
 from torch_thor.bench.machine import provenance
-from torch_thor.bench.stores import key_of, write_whole
+from torch_thor.bench.stores import Lines, key_of
 from torch_thor.training.errors import first_line, require
 
 FOLDER = Path("benchmarks")
@@ -44,29 +42,6 @@ Row = dict[str, Any]
 Job = Mapping[str, Any]
 
 
-class Lines:
-    """A store with a line of JSON for each result.
-
-    Args:
-        path: The file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.folder = path, path.parent
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self.rows: dict[str, Row] = {key_of(row["job"]): row for row in map(json.loads, lines)}
-
-    def holds(self, key: str) -> bool:
-        """Return whether there is a result."""
-        return key in self.rows
-
-    def keep(self, key: str, result: Mapping[str, Any]) -> None:
-        """Add a result, or replace the existing one of the job, and write the file."""
-        self.rows[key] = dict(result)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
-
-
 def main() -> None:
     """Run what is missing of a study, then print its tables and draw its pictures."""
     made = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, prog="torch_thor.bench")
@@ -74,8 +49,11 @@ def main() -> None:
     made.add_argument("--table", action="store_true", help="tables and pictures alone, from the raw data")
     made.add_argument("--verify", action="store_true", help="run one seed of each headline again, and compare")
     made.add_argument("--only", default="", help="jobs whose key contains this alone, such as 'task unet'")
-    script.add_workers(made)
+    made.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="processes at a time (default: %(default)s)"
+    )
     options = made.parse_args()
+    require(options.workers > 0, f"--workers {options.workers}: give a whole number of 1 or more")
     require(
         options.study in studies(),
         f"{options.study}: there is no such study in {FOLDER}/; give one of {', '.join(studies())}, from the root of "

@@ -69,6 +69,18 @@ def training_step(loss: Callable[[], Tensor], optimizer: optim.Optimizer) -> Cal
     return step
 
 
+def state_bytes(optimizer: optim.Optimizer) -> int:
+    """Return the bytes of all tensors in the state of an optimizer."""
+    return _bytes(dict(optimizer.state))
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_bytes, parts))
+
+
 def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
     """Return the ratio of two step times.
 
