@@ -87,11 +87,11 @@ def test_results_lead_to_jobs_until_none_is_missing(call, tmp_path):
 
 
 def test_what_is_left_after_a_failure_or_a_kill_is_run_again(call):
-    for told, said in (("fail 2", "1 jobs failed.*\nlr 2, seed 0: ValueError: no luck"), ("die 3", "jobs failed")):
+    for told, said in (("fail 2", "1 jobs failed.*\nlr 2, seed 0: ValueError: no luck"), ("die 2", "1 jobs failed.*\nlr 2, seed 0: BrokenProcessPool")):
         Path("told").write_text(told)
         with pytest.raises(UserError, match=said):
             call("--only", "seed 0")
-    assert "lr 1, seed 0" in Lines(Path("benchmarks/results/toy.jsonl")).rows
+        assert set(Lines(Path("benchmarks/results/toy.jsonl")).rows) == {"lr 1, seed 0", "lr 3, seed 0"}
     Path("told").unlink()
     assert "of 5" in call()
     assert len(ran()) == len(set(ran())) == 5  # none twice
@@ -108,7 +108,7 @@ def test_verify_compares_headlines_with_what_is_recorded(call, capfd):
         assert [path.name for path in Path("benchmarks/results").iterdir()] == ["toy.jsonl"]
 
 
-def test_bad_words_and_full_disks_are_one_line(call, monkeypatch):
+def test_bad_words_and_full_disks_are_one_line(call, monkeypatch, tmp_path):
     for words, said in ((("--workers", "0"), "--workers 0: give"), (("other",), "unrecognized")):
         with pytest.raises((UserError, SystemExit)) as caught:
             call(*words)
@@ -121,7 +121,7 @@ def test_bad_words_and_full_disks_are_one_line(call, monkeypatch):
         self.write_bytes(text.encode()[:3])
         raise OSError(28, "No space left on device")
 
-    store = Lines(Path("benchmarks/results/toy.jsonl"))
+    store = Lines(tmp_path / "results" / "toy.jsonl")
     store.keep("lr 1", {"job": {"lr": 1}})
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(UserError, match=r"toy.jsonl cannot be written.*the same command then goes on"):
