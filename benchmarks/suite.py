@@ -141,26 +141,26 @@ def time_steps(task: Task, job: Job) -> dict[str, Any]:
 
 def jobs(rows: Rows) -> list[Job]:
     """List the jobs that are known: which come next depends on what was best so far."""
-    found = [job for task in TASKS for name in contenders(task) for job in tuning(rows, task, name)]
-    best_ones = chosen(rows)
-    found += [job for setting in best_ones.values() for job in confirm(setting)]
-    found += [job for task in TASKS for job in confirm({"task": task, **ONE})]
-    if any(key_of(job) not in rows for job in found):
-        return found
-    rates = one_rates(rows)
-    for name in PEERS:
-        found += [job for task in TASKS for job in at_rates(task, name)]
-        found += [
-            job for task in TASKS if rates for job in confirm({"task": task, "optimizer": name, "lr": rates[name]})
-        ]
+    found, best_ones = [], chosen(rows)
     for task in TASKS:
-        settings = {name: best_ones[task, name] for name in PEERS} | {"thor-muon": {"task": task, **ONE}}
-        settings |= {name: best_ones[task, name] for name in ("thor",) if task in THOR_TASKS}
-        found.append({"task": task, "settings": settings, "alone": True})
-    for one in contests(rows, best_ones, rates):
-        rival = one.chosen[one.rival]
-        if is_close(one, rival):
-            found += confirm(rival, MORE_SEEDS) + confirm({"task": one.task, **ONE}, MORE_SEEDS)
+        own = [job for name in contenders(task) for job in tuning(rows, task, name)]
+        own += [job for (its, _), setting in best_ones.items() if its == task for job in confirm(setting)]
+        own += confirm({"task": task, **ONE})
+        found += own
+        if all(key_of(job) in rows for job in own):
+            settings = {name: best_ones[task, name] for name in PEERS} | {"thor-muon": {"task": task, **ONE}}
+            settings |= {name: best_ones[task, name] for name in ("thor",) if task in THOR_TASKS}
+            found.append({"task": task, "settings": settings, "alone": True})
+            for one in contests(rows, {key: value for key, value in best_ones.items() if key[0] == task}, {}):
+                rival = one.chosen[one.rival]
+                if is_close(one, rival):
+                    found += confirm(rival, MORE_SEEDS) + confirm({"task": task, **ONE}, MORE_SEEDS)
+    if all(key_of(job) in rows for job in found):
+        rates = one_rates(rows)
+        for name in PEERS:
+            found += [job for task in TASKS for job in at_rates(task, name)]
+            same = {"optimizer": name, "lr": rates.get(name)}
+            found += [job for task in TASKS if rates for job in confirm({"task": task, **same})]
     return found
 
 
