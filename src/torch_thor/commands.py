@@ -240,29 +240,30 @@ def figures(
     pixels: Annotated[int | None, Option(help="Height and width of the images of split-dim.")] = None,
     device: Device = "auto",
     out: Annotated[Path, Option(help="The folder of the files.")] = Path("runs/figures"),
-    overwrite: Overwrite = False,
-    redraw: Annotated[bool, Option("--redraw", help="Draw the values that exist, without measuring.")] = False,
+    redraw: Annotated[bool, Option("--redraw", help="Tables and pictures alone, of results that are there.")] = False,
     list_figures: Annotated[bool, Option("--list", help="List the figures instead of making them.")] = False,
 ) -> None:
     """Reproduce the paper's figures on small data sets.
 
-    Writes NAME.json (the measured values), NAME.png and NAME.md into the folder. Values that were measured with the
-    same settings before are not measured again, so the same command continues an interrupted measurement.
+    Writes NAME.jsonl (a result in each line), NAME.png and NAME.md into the folder. A result that is there is not
+    measured again, so the same command continues an interrupted measurement; other options add results. To measure
+    anew, delete NAME.jsonl.
 
-    - `torch-thor figures all --redraw` draws all figures from the measured values, without training
+    - `torch-thor figures curves --data digits --seeds 0,1,2`
     """
-    from torch_thor.bench.figures import FIGURES, Options, figure_table, make_figures
+    from torch_thor.bench.figures import FIGURES, figure_table, make_figures
 
     if list_figures:
         Console().print(figure_table())
         return
     require(name is not None, f"name a figure ({', '.join(FIGURES)}) or all; --list describes them")
-    many = {
+    options = {
+        "data": data, "epochs": epochs, "eval_interval": eval_interval, "model": model, "pixels": pixels,
         "seeds": None if seeds is None else _numbers("--seeds", seeds, 0),
         "batch_sizes": None if batch_sizes is None else _numbers("--batch-sizes", batch_sizes),
-    }
-    options = Options(data=data, epochs=epochs, eval_interval=eval_interval, model=model, pixels=pixels, **many)
-    make_figures(str(name), out, Console(), options, device=device, overwrite=overwrite, redraw=redraw)
+    }  # fmt: skip
+    given = {key: value for key, value in options.items() if value is not None}
+    make_figures(str(name), out, Console(), given, device=device, redraw=redraw)
 
 
 @app.command("keys")

@@ -1,18 +1,71 @@
-"""`torch-thor figures` as typed: lists, results, and one-line errors with exit code 2."""
+"""`torch-thor figures` as typed: measured once, gone on with after a kill, drawn again, refused in one line."""
 
 import functools
-import os
+import json
 
 import pytest
-from filelock import FileLock
 
-from command_line import assert_refused
+from command_line import assert_refused, descendants, end, finish, start, wait_for
+
+NAMES = ["momentum", "thor", "thor_stop", "thor_nt", "thor, unbounded", "thor_nt, growing interval"]
+WORDS = ("figures", "curves", "--data", "digits", "--epochs", "1", "--device", "cpu")
 
 
 @pytest.fixture
 def figures(run):
     """Call `torch-thor figures` in an empty folder; gives (exit code, stdout, stderr)."""
     return functools.partial(run, "figures")
+
+
+def test_measured_once_and_gone_on_with_after_a_kill(run, tmp_path):
+    folder = tmp_path / "runs" / "figures"
+    store = folder / "curves.jsonl"
+    killed = start(tmp_path, *WORDS)
+    wait_for(killed, store.exists, "first result")
+    for pid in (killed.pid, *descendants(killed.pid)):
+        end(pid)
+    finish(killed)
+    (folder / "curves.png").write_bytes(b"of other data")
+    begun = store.read_text().splitlines()
+    assert 1 <= len(begun) < len(NAMES)
+    code, out, err = run(*WORDS)
+    assert (code, err) == (0, "")
+    assert f"{len(NAMES) - len(begun)} of 6 results to measure" in out
+    lines = store.read_text().splitlines()
+    assert lines[: len(begun)] == begun  # also their times
+    rows = [json.loads(line) for line in lines]
+    assert [row["job"]["setting"] for row in rows] == NAMES
+    for row in rows:
+        assert (row["steps"], row["steps_per_epoch"], row["threads"]) == (22, 22, 1)
+        assert row["command"] == "torch-thor figures curves"
+        assert row["job"]["recipe"]["data"]["name"] == "digits"
+        assert f"| {row['job']['setting']} | {row['value']:.4f} | " in out
+    own = {row["job"]["setting"]: row for row in rows}
+    keys = ("trace_thresholds", "max_update_ratio", "kl_clip", "lr", "damping")
+    thor = {name: row["job"]["recipe"]["optimizers"].get("thor", {}) for name, row in own.items()}
+    settings = {name: [values.get(key) for key in keys] for name, values in thor.items()}
+    assert settings["thor, unbounded"] == [[0.01, 0.0], None, None, 0.02, 0.1]
+    assert settings["thor_nt"] == ["thor_nt", 0.01, None, 0.02, 0.1]
+    assert [own[name]["refresh_steps"] for name in ("momentum", "thor_nt", "thor_nt, growing interval")] == [0, 2, 2]
+    assert [own["thor_nt"][key] for key in ("refreshed", "due")] == [8, 8]  # four layers
+    assert "117 (8 devices)" in out
+    assert "Theirs, not ours" in out
+    assert (folder / "curves.md").read_text() in out
+    assert (folder / "curves.png").read_bytes() != b"of other data"
+
+    (folder / "curves.png").unlink()
+    assert "0 of 6 results to measure" in run(*WORDS, "--redraw")[1]
+    assert (folder / "curves.png").exists()
+    assert_refused(run(*WORDS, "--redraw", "--seeds", "0,1"), "lacks 6 of 12 results for these options")
+    assert store.read_text().splitlines() == lines
+
+
+def test_a_job_that_fails_is_named_and_the_others_are_kept(figures, tmp_path):
+    words = ("batch-sizes", "--data", "digits", "--epochs", "1", "--device", "cpu", "--batch-sizes", "512,2048")
+    said = "setting thor, batch_size 2048, seed 0: UserError: batch_size=2048 is larger than the training set"
+    assert_refused(figures(*words), "2 jobs failed, which the same command runs again", said)
+    rows = [json.loads(line) for line in (tmp_path / "runs/figures/batch-sizes.jsonl").read_text().splitlines()]
+    assert [(row["job"]["setting"], row["job"]["batch_size"]) for row in rows] == [("momentum", 512), ("thor", 512)]
 
 
 def test_list_names_the_figures(figures):
@@ -22,62 +75,39 @@ def test_list_names_the_figures(figures):
         assert name in out
 
 
-def test_one_command_makes_a_figure(figures, tmp_path):
-    words = ("batch-sizes", "--data", "digits", "--epochs", "1", "--batch-sizes", "512", "--device", "cpu")
-    code, out, err = figures(*words)
-    assert (code, err) == (0, "")
-    assert "Theirs, not ours" in out
-    made = {path.name for path in (tmp_path / "runs" / "figures").glob("[!.]*")}
-    assert made == {"batch-sizes.json", "batch-sizes.png", "batch-sizes.md"}
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ((), "name a figure (curves, fisher-norm, split-dim, batch-sizes, bert) or all"),
         (("curve",), "there is no figure curve (did you mean curves?)"),
         (("curves", "--seeds", "one"), "--seeds one: must be whole numbers of at least 0"),
-        (("curves", "--seeds", "1,1"), "--seeds 1,1: give different whole numbers of 0 or more"),
-        (("curves", "--seeds", "-1"), "--seeds -1: must be whole numbers of at least 0, separated by commas"),
         (("batch-sizes", "--batch-sizes", "0,8"), "--batch-sizes 0,8: must be whole numbers of at least 1"),
         (("curves", "--epochs", "0"), "epochs=0 should be greater than or equal to 1"),
         (("curves", "--data", "mnist"), "there is no recipe mnist"),
         (("curves", "--device", "abacus"), "device=abacus cannot be used"),
-        (("curves", "--redraw"), "is not there, so there is nothing to draw again"),
-        (("split-dim", "--pixels", "0"), "--pixels 0: give 1 or more"),
-        (("fisher-norm", "--model", "resnet18"), "--model means nothing to fisher-norm"),
+        (("curves", "--redraw"), "curves.jsonl lacks 6 of 6 results for these options: leave out --redraw"),
+        (("all", "--pixels", "0"), "--pixels 0: give 1 or more"),
+        (("fisher-norm", "--model", "resnet18"), "--model means nothing to fisher-norm: it is for split-dim"),
+        (
+            ("batch-sizes", "--data", "growing.yaml"),
+            "cannot be scaled with the batch: give the recipe a number",
+        ),
+        (("curves", "--out", "taken"), "is a file: choose another folder with --out"),
+        (("curves", "--out", "broken"), ": delete it to measure anew, or choose another folder with --out"),
     ],
-    ids=[
-        "none",
-        "unknown",
-        "word",
-        "twice",
-        "negative",
-        "zero",
-        "epochs",
-        "data",
-        "device",
-        "redraw",
-        "pixels",
-        "model",
-    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
 )
-def test_bad_words_are_one_line(figures, words, said):
+def test_bad_words_are_one_line(figures, tmp_path, words, said):
+    interval = "{kind: geometric, first: 2, last: 5, factor: 1.5}"
+    recipe = f"{{data: {{name: digits}}, optimizers: {{thor: {{update_interval: {interval}}}}}}}"
+    (tmp_path / "growing.yaml").write_text(recipe)
+    (tmp_path / "taken").write_text("mine")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "curves.jsonl").write_text("no results\n")
     assert_refused(figures(*words), said)
+    assert {path.name for path in tmp_path.iterdir()} == {"growing.yaml", "taken", "broken"}
 
 
-def test_a_file_is_no_folder(figures, tmp_path):
-    taken = tmp_path / "taken"
-    taken.write_text("mine")
-    assert_refused(figures("curves", "--out", taken), "is a file: choose another folder with --out")
-    assert taken.read_text() == "mine"
-
-
-def test_two_processes_do_not_measure_the_same_figure(figures, tmp_path):
-    (tmp_path / "out").mkdir()
-    lock = tmp_path / "out" / ".curves.lock"
-    with FileLock(lock):
-        lock.write_text(f"process {os.getpid()} on this machine\n")
-        refused = figures("curves", "--data", "digits", "--out", "out")
-    assert_refused(refused, f"torch-thor: figure curves in out is in use by process {os.getpid()} on ")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [".curves.lock"]
+def test_one_process_measures(figures, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    assert_refused(figures("curves"), "figures are measured by one process: leave out torchrun")

@@ -1,21 +1,117 @@
-"""The figures of the paper on small data sets. Measurements are stored as raw data, from which figures are drawn."""
+"""`torch-thor figures`: the paper's figures on small data. Each is a study, whose results are stored in NAME.jsonl.
 
-from typing import TYPE_CHECKING
+A figure is a module with `ABOUT`, `TAKES` (its options), `jobs(options, device)`, `run(job)`, `table(rows)` and
+`draw(rows, path)`. All that changes a result is in its job, so other options are other jobs of the same file.
+"""
 
-from torch_thor.lazy import lazy_names
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch_thor.bench.figures.catalogue import FIGURES, figure_table, make_figures
-    from torch_thor.bench.figures.figure import Options
-    from torch_thor.bench.figures.raw import RawData, read
+from rich.console import Console
+from rich.table import Table
+from torch.distributed import is_torchelastic_launched
 
-__all__ = ["FIGURES", "Options", "RawData", "figure_table", "make_figures", "read"]
+from torch_thor.bench.figures import batch_sizes, bert, curves, fisher_norm, split_dim
+from torch_thor.bench.figures.training import Options, Row
+from torch_thor.bench.stores import Lines, key_of, write_whole
+from torch_thor.bench.study import complete, sources
+from torch_thor.files import check_place, writing
+from torch_thor.training.errors import UserError, require
+from torch_thor.training.keys import nearest
+from torch_thor.training.printing import printer
 
-_MODULES = {
-    "torch_thor.bench.figures.catalogue": ("FIGURES", "figure_table", "make_figures"),
-    "torch_thor.bench.figures.figure": ("Options",),
-    "torch_thor.bench.figures.raw": ("RawData", "read"),
-}
+__all__ = ["FIGURES", "figure_table", "make_figures"]
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _MODULES)
+FIGURES: dict[str, ModuleType] = {
+    "curves": curves, "fisher-norm": fisher_norm, "split-dim": split_dim, "batch-sizes": batch_sizes, "bert": bert,
+}  # fmt: skip
+ANOTHER = "choose another folder with --out"
+SHOWN = ("data", "model", "batch_size", "epochs", "steps", "batch", "pixels", "seed")
+MACHINE = ("processor", "cores", "threads", "python", "torch", "torch_thor", "commit")
+
+
+class Results(Lines):
+    """The results of a figure, with the command that measures them."""
+
+    def keep(self, key: str, result: Mapping[str, Any]) -> None:
+        """Add a result."""
+        super().keep(key, {**result, "command": f"torch-thor figures {self.path.stem}"})
+
+
+def figure_table() -> Table:
+    """List the figures."""
+    table = Table("figure", "shows", "options")
+    for name, figure in FIGURES.items():
+        table.add_row(name, figure.ABOUT, " ".join(map(_word, figure.TAKES)))
+    table.add_row("all", "each of these, one after the other", "those of each")
+    return table
+
+
+def make_figures(
+    name: str, out: Path, console: Console, options: Options, *, device: str = "auto", redraw: bool = False
+) -> None:
+    """Measure what is missing of a figure, then write its table and picture."""
+    known = [*FIGURES, "all"]
+    require(name in known, f"there is no figure {name}{nearest(name, known)}: the figures are {', '.join(known)}")
+    require(not is_torchelastic_launched(), "figures are measured by one process: leave out torchrun")
+    names = list(FIGURES) if name == "all" else [name]
+    for option in options:
+        takers = [key for key, figure in FIGURES.items() if option in figure.TAKES]
+        taken = not set(takers).isdisjoint(names)
+        require(taken, f"{_word(option)} means nothing to {name}: it is for {', '.join(takers)}")
+    check_place(out)
+    todo = {each: (FIGURES[each].jobs(options, device), _store(out / f"{each}.jsonl")) for each in names}
+    for jobs, store in todo.values():  # all are checked before the first is measured
+        lacking = sum(key_of(job) not in store.rows for job in jobs)
+        remedy = f"lacks {lacking} of {len(jobs)} results for these options: leave out --redraw to measure them"
+        require(not (redraw and lacking), f"{store.path} {remedy}")
+    for each, (jobs, store) in todo.items():
+        _make(FIGURES[each], jobs, store, console)
+
+
+def _word(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
+def _store(path: Path) -> Lines:
+    try:
+        return Results(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): delete it to measure anew, or {ANOTHER}") from error
+
+
+def _make(figure: ModuleType, jobs: Sequence[Row], store: Lines, console: Console) -> None:
+    say, keys = printer(console), {key_of(job): job for job in jobs}
+
+    def short(text: str) -> str:
+        for key, job in keys.items():
+            own = (f"{name} {value}" for name, value in job.items() if name not in ("recipe", "device"))
+            text = text.replace(key, ", ".join(own))
+        return text.replace("\n", " ")
+
+    say(f"{store.path}: {sum(key not in store.rows for key in keys)} of {len(keys)} results to measure")
+    try:
+        complete(figure.__name__, lambda _: jobs, store, workers=1, say=lambda line: say(short(line)))
+    except UserError as error:
+        raise UserError(short(str(error))) from error
+    rows = [store.rows[key] for key in keys]
+    text = f"{figure.table(rows)}\n\n{_origin(rows)}"
+    write_whole(store.path.with_suffix(".md"), text + "\n", ANOTHER)
+    with writing(store.path.with_suffix(".png"), ANOTHER):
+        figure.draw(rows, store.path.with_suffix(".png"))
+    for line in text.splitlines():
+        say(line)
+    say(f"Results, picture and table are {store.path.with_suffix('')}.jsonl, .png and .md")
+
+
+def _origin(rows: Sequence[Row]) -> str:
+    """Say what was measured, on which machines, and whether the sources have changed since."""
+    first = rows[0]["job"].get("recipe", rows[0]["job"])
+    first = {**first, "data": first.get("data", {}).get("name")}
+    what = ", ".join(f"{key} {first[key]}" for key in SHOWN if first.get(key) is not None)
+    where = {f"{row['job']['device']}, " + ", ".join(f"{key} {row[key]}" for key in MACHINE) for row in rows}
+    stale = sum(row["sources"] != sources() for row in rows)
+    found = f"Measured: {len(rows)} jobs, the first with {what}. Machine: {'; '.join(sorted(where))}."
+    return found + (f" Stale: {stale} of {len(rows)} results come from other sources of the step." if stale else "")

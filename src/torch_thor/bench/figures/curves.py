@@ -1,124 +1,97 @@
-"""Training loss and test accuracy against epochs and against seconds: momentum, THOR, THOR_stop and THOR_NT."""
+"""Training loss and test accuracy against epochs and seconds: momentum, and THOR in the paper's settings.
 
+Beside the three settings of the trace rule: THOR without a bound on the step, as in the paper, and THOR_NT with an
+interval between refreshes that grows by a fifth at each refresh, against the constant one of the recipe.
+"""
+
+import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-
+from torch_thor import THOR
 from torch_thor.bench import markdown
-from torch_thor.bench.drawing import COLOURS, STYLES, draw_band, note, save
-from torch_thor.bench.figures import paper
-from torch_thor.bench.figures.figure import Figure, Options, recipe_of, write_title
-from torch_thor.bench.figures.measuring import recipe_settings, train_run
-from torch_thor.bench.figures.raw import RawData
-from torch_thor.bench.figures.run_times import (
-    epochs_to,
-    milliseconds,
-    processor_time_counts,
-    seconds_of,
-    seconds_to,
-    time_unit,
+from torch_thor.bench.drawing import draw_band, save
+from torch_thor.bench.figures import training
+from torch_thor.bench.figures.training import Options, Row, clock_of, finals, grouped, measured, to_target
+
+ABOUT = "loss and accuracy against epochs and seconds: momentum, THOR, THOR_stop, THOR_NT, unbounded, growing interval"
+TAKES = ("data", "epochs", "eval_interval", "seeds")
+QUICK = ("epochs=1", "eval_interval=117")
+UNBOUNDED = [f"{key}={json.dumps(value)}" for key, value in THOR.preset("paper").items()]
+GROWING = {"kind": "geometric", "first": 10, "last": 468, "factor": 1.2}
+SETTINGS = {
+    "momentum": ("sgd", ()),
+    **{name: ("thor", [f"trace_thresholds={name}"]) for name in ("thor", "thor_stop", "thor_nt")},
+    "thor, unbounded": ("thor", UNBOUNDED),
+    "thor_nt, growing interval": ("thor", ["trace_thresholds=thor_nt", f"update_interval={json.dumps(GROWING)}"]),
+}
+MINUTES = {"momentum": "117 (8 devices)", "thor": "66.7 (8), 2.7 (256); reference practice: 72 (8)"}
+THEIRS = (
+    "Theirs, not ours, and another task: ResNet-50 on ImageNet to 75.9 %, Ascend 910. 66.7 and 2.7 min: abstract of "
+    "Chen et al. 2021; 72 min: README of MindSpore's resnet_thor; 117 min: MindSpore's introduction to THOR, in whose "
+    "curves THOR, THOR_stop and THOR_NT coincide."
 )
-from torch_thor.bench.markdown import reached, summary
-from torch_thor.bench.numbers import running_mean
-
-BASELINE = "momentum"
-SETTINGS = {BASELINE: "sgd", "thor": "thor", "thor_stop": "thor", "thor_nt": "thor"}  # the optimizer of each setting
-SEEDS = (0, 1, 2)
-SMOOTHED = 25  # the number of preceding steps in the running mean of the loss
 
 
-def settings(options: Options, device: str) -> dict[str, Any]:
-    """Return the settings of the figure."""
-    recipe = recipe_settings(recipe_of(options, ["sgd", "thor"]), ["sgd", "thor"])
-    recipe["optimizers"]["thor"].pop("trace_thresholds")  # each setting has its own
-    return {"recipe": recipe, "device": device, "seeds": options.seeds or SEEDS, "settings": list(SETTINGS)}
+def jobs(options: Options, device: str) -> list[Row]:
+    """List the trainings."""
+    settings = [({"setting": name}, *setting) for name, setting in SETTINGS.items()]
+    return training.jobs_of(training.words_of(options, training.FASHION, QUICK), options, device, settings)
 
 
-def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of the figure, seed by seed, so that an interrupted measurement has complete seeds."""
-    return [{"setting": name, "seed": seed} for seed in settings["seeds"] for name in settings["settings"]]
+run = measured
 
 
-def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
-    """Train once."""
-    name, seed = job["setting"], job["seed"]
-    words = [f"seed={seed}", *([] if name == BASELINE else [f"trace_thresholds={name}"])]
-    return train_run(settings, SETTINGS[name], words, console, label=f"{name}, seed {seed}").plain()
+def table(rows: Sequence[Row]) -> str:
+    """Return final accuracies, what it took to reach momentum's, and what refreshes cost."""
+    return comparison(rows, MINUTES, THEIRS)
 
 
-def table(raw: RawData) -> str:
-    """Return a table of the final accuracies, and of the epochs and seconds to that of momentum."""
-    targets = {run["job"]["seed"]: run["evaluations"]["top1"][-1] for run in raw.chosen(setting=BASELINE)}
-    processor = processor_time_counts(raw.settings, raw.machine)
+def comparison(rows: Sequence[Row], minutes: Mapping[str, str], theirs: str) -> str:
+    """Return a table of settings against the first one, with the minutes that others report, and a text about these."""
+    settings, clock = grouped(rows, lambda job: job["setting"]), clock_of(rows)
+    baseline, lines = next(iter(settings)), []
+    targets = {row["job"]["seed"]: row["value"] for row in settings[baseline]}
     heads = (
-        "setting",
-        "final accuracy, mean ± standard deviation (each seed)",
-        "epochs to momentum's final accuracy of the same seed",
-        "seconds to it",
-        "an ordinary step, a refresh step (medians)",
+        "setting", rows[0]["metric"], f"epochs to {baseline}'s of the same seed", f"{clock} to it", "theirs: minutes",
+        f"{clock} of all steps", "ms of an ordinary step, of a refresh step", "refresh steps",
         "layers refreshed of those due",
-    )
-    rows = []
-    for name in raw.settings["settings"]:
-        runs = raw.chosen(setting=name)
-        wanted = [(run, targets[run["job"]["seed"]]) for run in runs]
-        cells = (
-            name,
-            summary([run["evaluations"]["top1"][-1] for run in runs], ".4f"),
-            reached([epochs_to(run, target) for run, target in wanted], ".2f"),
-            reached([seconds_to(run, target, processor=processor) for run, target in wanted], ".3g"),
-            ", ".join(milliseconds(runs, refresh=refresh, processor=processor) for refresh in (False, True)),
-            _refreshed(runs),
-        )
-        rows.append(cells)
-    times = f"Times are {time_unit(processor=processor)}, without evaluations."
-    return "\n".join([markdown.table(heads, rows), "", times, "", paper.table(paper.CURVES)])
+    )  # fmt: skip
+    for setting, own in settings.items():
+        wanted = [targets[row["job"]["seed"]] for row in own]
+        medians = [[row[key] for row in own if row[key] is not None] for key in ("step_ms", "refresh_step_ms")]
+        lines.append((
+            setting, finals(own), to_target(own, wanted, ".2f", "epochs"), to_target(own, wanted, ".3g", "seconds"),
+            minutes.get(setting, "-"), markdown.summary([row["seconds"] for row in own], ".3g"),
+            ", ".join(f"{statistics.fmean(of):.0f}" if of else "none" for of in medians),
+            ", ".join(str(row["refresh_steps"]) for row in own),
+            f"{sum(row['refreshed'] for row in own)} of {sum(row['due'] for row in own)}",
+        ))  # fmt: skip
+    return f"{markdown.table(heads, lines)}\n\n{theirs}"
 
 
-def _refreshed(runs: list[dict[str, Any]]) -> str:
-    decisions = [decision for run in runs for decision in run["refreshes"]["decision"]]
-    return f"{decisions.count('update')} of {len(decisions)}" if decisions else "none"
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw loss and metric against epochs and seconds, the mean over seeds with the range behind it."""
+    from matplotlib.figure import Figure  # slow to import
 
-
-def draw(raw: RawData, path: Path) -> None:
-    """Draw loss and accuracy, the mean over seeds with the range behind it."""
-    from matplotlib.figure import Figure as Picture  # imported here because it is slow to import
-
-    picture = Picture(figsize=(11, 7.6), layout="constrained")
+    picture = Figure(figsize=(11, 7.6), layout="constrained")
     axes = picture.subplots(2, 2, sharey="row")
-    processor = processor_time_counts(raw.settings, raw.machine)
-    for name in raw.settings["settings"]:
-        runs, colour, style = raw.chosen(setting=name), COLOURS[name], STYLES.get(name, "-")
-        for row, (points, value) in enumerate((("steps", "loss"), ("evaluations", "top1"))):
-            series = [run[points][value] for run in runs]
-            if value == "loss":
-                series = [running_mean(losses, SMOOTHED) for losses in series]
-            steps = runs[0][points]["step"]
-            epochs = [step / runs[0]["steps_per_epoch"] for step in steps]
-            clocks = [seconds_of(run, processor=processor) for run in runs]
-            seconds = [statistics.fmean(clock[step - 1] for clock in clocks) for step in steps]
-            draw_band(axes[row][0], epochs, series, label=name, colour=colour, style=style)
-            draw_band(axes[row][1], seconds, series, label=name, colour=colour, style=style)
-    for column, unit in enumerate(("epochs", time_unit(processor=processor))):
-        axes[0][column].set(yscale="log", ylabel=f"training loss, mean of {SMOOTHED + 1} steps")
-        axes[1][column].set(xlabel=unit, ylabel="test accuracy, top-1")
-        for row in (0, 1):
-            axes[row][column].grid(alpha=0.3)
-            axes[row][column].legend()
-    write_title(picture, raw, raw.machine["device"], "mean and range of ")
-    note(picture, f"Theirs, another task: {paper.CURVES_NOTE}")
+    for setting, own in grouped([row for row in rows if row["failure"] is None], lambda job: job["setting"]).items():
+        scores = [[(one["step"], one["seconds"], one["value"]) for one in row["evaluations"]] for row in own]
+        for pair, runs in zip(axes, ([row["losses"] for row in own], scores), strict=True):
+            steps, seconds, values = ([[point[i] for point in points] for points in runs] for i in range(3))
+            clock = [statistics.fmean(at) for at in zip(*seconds, strict=True)]
+            epochs, style = (
+                [step / own[0]["steps_per_epoch"] for step in steps[0]],
+                "--" if setting == "thor_stop" else "-",
+            )
+            for side, xs in zip(pair, (epochs, clock), strict=True):
+                draw_band(side, xs, values, label=setting, style=style)  # thor_stop often coincides with thor
+    axes[0][0].set(yscale="log", ylabel=f"training loss, mean of {training.SMOOTHED + 1} steps")
+    axes[1][0].set(xlabel="epochs", ylabel=rows[0]["metric"])
+    axes[1][1].set(xlabel=f"{clock_of(rows)} of training steps")
+    for one in axes.flat:
+        one.grid(alpha=0.3)
+    axes[1][1].legend(fontsize=8)
     save(picture, path)
-
-
-CURVES = Figure(
-    about="training loss and test accuracy against epochs and seconds: momentum, THOR, THOR_stop, THOR_NT",
-    takes=("data", "epochs", "eval_interval", "seeds"),
-    settings=settings,
-    jobs=jobs,
-    measure=measure,
-    draw=draw,
-    table=table,
-)
