@@ -6,7 +6,9 @@ reasons this script has loops of its own instead of the loop of the application.
 """
 
 import argparse
+import importlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,6 @@ import torchvision
 from torch import nn
 from torch.nn import functional
 
-from reference import ReferenceTHOR
 from torch_thor import THOR, SplitChoice, ThorMuon, choose_split_dim
 from torch_thor.bench import describe, write_json
 from torch_thor.curvature import polar
@@ -25,6 +26,9 @@ from torch_thor.curvature.polar import orthogonalise
 from torch_thor.files import write_text
 from torch_thor.tools.split_dim import sample_images
 from torch_thor.training.optimizers import MuonAdamW
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # where the float64 reference is
+ReferenceTHOR = importlib.import_module("reference").ReferenceTHOR
 
 BUDGET = 540.0  # seconds, of which compiling may take most
 NEVER = 10**9

@@ -9,6 +9,6 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${1:-$root/benchmarks/results/gpu}
 device=${DEVICE:-cuda}
-export PYTHONPATH=$root/src:$root/tests:$root/benchmarks PYTHONUNBUFFERED=1
+export PYTHONPATH=$root/src PYTHONUNBUFFERED=1
 mkdir -p "$out"
 exec timeout 590 "${PYTHON:-python3}" "$root/benchmarks/gpu.py" --device "$device" --out "$out"
