@@ -245,9 +245,9 @@ def figures(
 ) -> None:
     """Reproduce the paper's figures on small data sets.
 
-    Writes NAME.jsonl (a result in each line), NAME.png and NAME.md into the folder. A result that is there is not
-    measured again, so the same command continues an interrupted measurement; other options add results. To measure
-    anew, delete NAME.jsonl.
+    Trains on one thread, and writes NAME.jsonl (a result in each line), NAME.png and NAME.md into the folder. A result
+    that is there is not measured again, so the same command continues an interrupted measurement; other options add
+    results. To measure anew, delete NAME.jsonl.
 
     - `torch-thor figures curves --data digits --seeds 0,1,2`
     """

@@ -44,7 +44,8 @@ def test_settings_against_the_first_one():
         *(result("momentum", 0, [0.25, 0.5]), result("momentum", 1, [0.125, 0.25])),
         *(result("thor", 0, [0.5, 0.75], **own), result("thor", 1, [0.125, 0.25], **own)),  # at once, at the end
         *(result("unbounded", 0, [0.25, 0.375]), result("unbounded", 1, [0.25, 0.125])),  # never; at once, lost again
-        *(result("wild", 0, [0.5], failure="the loss became nan: lower lr"), result("wild", 1, [0.25], step_ms=5.0)),
+        result("wild", 0, [0.5], failure="the loss became nan: lower lr", value=None),
+        result("wild", 1, [0.25], step_ms=5.0),
     ]
     found = cells(curves.comparison(rows, {"thor": "66.7"}, "Theirs."))
     ours = ["0.3750 ± 0.1768 (0.5000, 0.2500)", "1.00 ± 0.00 (1.00, 1.00)", "1 ± 0 (1, 1)", "-"]
@@ -52,7 +53,7 @@ def test_settings_against_the_first_one():
     ours = ["0.5000 ± 0.3536 (0.7500, 0.2500)", "0.75 ± 0.35 (0.50, 1.00)", "0.75 ± 0.354 (0.5, 1)", "66.7"]
     assert found["thor"] == [*ours, "2.5 ± 0 (2.5, 2.5)", "3, 10", "3, 3", "10 of 12"]
     assert found["unbounded"][1:3] == ["never, 0.50", "never, 0.5"]
-    assert (found["wild"][0], found["wild"][5]) == ("the loss became nan", "4, none")
+    assert (found["wild"][0], found["wild"][5]) == ("diverged after 8 steps", "4, none")
 
 
 def test_a_loss_reaches_its_target_from_above():
@@ -99,6 +100,7 @@ def test_other_options_are_other_jobs():
 
     assert jobs(epochs=1) != jobs(epochs=2)
     assert [job for job in jobs(seeds=(3, 0)) if job["seed"] == 0] == jobs()
+    assert jobs(seeds=(3, 0))[0]["recipe"]["seed"] == 3
     assert curves.jobs({}, "cpu")[0]["recipe"]["epochs"] == 1  # quick
     assert curves.jobs({"epochs": 3}, "cpu")[0]["recipe"]["epochs"] == 3
     assert jobs()[0]["recipe"]["epochs"] == 20  # those of the recipe
@@ -109,7 +111,7 @@ def test_a_training_that_diverges_is_a_result():
     (job,) = training.jobs_of(recipe, {}, "cpu", [({"setting": "momentum"}, "sgd", ())])
     row = {"job": job, **training.measured(job)}
     assert (row["value"], row["steps"]) == (None, len(row["losses"]))
-    assert training.finals([row]).startswith("the loss became")
+    assert row["failure"].startswith("the loss became")
 
 
 @pytest.mark.pictures
@@ -131,6 +133,7 @@ def test_each_figure_in_small(name, tmp_path, monkeypatch):
     if figure is split_dim:
         assert rows[0]["candidates"] == (1, 16, 32, 40)
         assert f"split_dim={rows[0]['split_dim']} (theirs" in text
+        assert f"| **{rows[0]['split_dim']}** |" in text
     elif figure is fisher_norm:
         assert rows[0]["norms"]["step"] == [1, 3, 5, 7, 9, 11, 14, 17, 20]  # 2 + 0.1 · step, rounded down
         assert "9 refreshes, 2 steps at first, 3 at last" in text

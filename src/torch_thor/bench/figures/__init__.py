@@ -29,7 +29,7 @@ FIGURES: dict[str, ModuleType] = {
 }  # fmt: skip
 ANOTHER = "choose another folder with --out"
 SHOWN = ("data", "model", "batch_size", "epochs", "steps", "batch", "pixels", "seed")
-MACHINE = ("processor", "cores", "threads", "python", "torch", "torch_thor", "commit")
+MACHINE = ("processor", "cores", "threads", "python", "torch", "torch_thor")
 
 
 class Results(Lines):

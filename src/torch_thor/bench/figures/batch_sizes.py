@@ -76,10 +76,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes = picture.subplots()
     for setting, own in grouped(rows, lambda job: job["setting"]).items():
         of_size = sorted(grouped(own, lambda job: job["batch_size"]).items())
-        ends = {size: [row["value"] for row in of] for size, of in of_size}
-        whole = {size: values for size, values in ends.items() if None not in values}  # no seed has diverged
-        if whole:
-            draw_band(axes, [*whole], [*zip(*whole.values(), strict=True)], label=setting, marker="o")
+        ends = [(size, [row["value"] for row in of]) for size, of in of_size if not any(row["failure"] for row in of)]
+        if ends:
+            xs, values = zip(*ends, strict=True)
+            draw_band(axes, xs, [*zip(*values, strict=True)], label=setting, marker="o")
     sizes = sorted({row["job"]["batch_size"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])

@@ -82,12 +82,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for pair, runs in zip(axes, ([row["losses"] for row in own], scores), strict=True):
             steps, seconds, values = ([[point[i] for point in points] for points in runs] for i in range(3))
             clock = [statistics.fmean(at) for at in zip(*seconds, strict=True)]
-            epochs, style = (
-                [step / own[0]["steps_per_epoch"] for step in steps[0]],
-                "--" if setting == "thor_stop" else "-",
-            )
-            for side, xs in zip(pair, (epochs, clock), strict=True):
-                draw_band(side, xs, values, label=setting, style=style)  # thor_stop often coincides with thor
+            epochs = [step / own[0]["steps_per_epoch"] for step in steps[0]]
+            for side, xs in zip(pair, (epochs, clock), strict=True):  # thor_stop often coincides with thor
+                draw_band(side, xs, values, label=setting, style="--" if setting == "thor_stop" else "-")
     axes[0][0].set(yscale="log", ylabel=f"training loss, mean of {training.SMOOTHED + 1} steps")
     axes[1][0].set(xlabel="epochs", ylabel=rows[0]["metric"])
     axes[1][1].set(xlabel=f"{clock_of(rows)} of training steps")

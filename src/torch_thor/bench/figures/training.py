@@ -117,17 +117,15 @@ def reach(row: Row, target: float | None) -> Row | None:
 
 def to_target(rows: Sequence[Row], targets: Sequence[float | None], form: str, key: str) -> str:
     """Format the `epochs`, or an entry of the evaluation, at which each run reaches its target."""
-    found: list[float | None] = []
-    for row, target in zip(rows, targets, strict=True):
-        hit = reach(row, target)
-        found.append(None if hit is None else hit["step"] / row["steps_per_epoch"] if key == "epochs" else hit[key])
-    return reached(found, form)
+    hits = [(row["steps_per_epoch"], reach(row, target)) for row, target in zip(rows, targets, strict=True)]
+    own = [None if hit is None else {**hit, "epochs": hit["step"] / span}[key] for span, hit in hits]
+    return reached(own, form)
 
 
 def finals(rows: Sequence[Row]) -> str:
     """Format the last value of each seed, or how a training ended."""
-    failed = next((row["failure"] for row in rows if row["failure"]), None)
-    return summary([row["value"] for row in rows], ".4f") if failed is None else str(failed).partition(":")[0]
+    failed = [row for row in rows if row["failure"]]
+    return f"diverged after {failed[0]['steps']} steps" if failed else summary([row["value"] for row in rows], ".4f")
 
 
 def clock_of(rows: Sequence[Row]) -> str:
@@ -137,7 +135,5 @@ def clock_of(rows: Sequence[Row]) -> str:
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
     """Return the rows of each value of a function of their jobs, in the order of the first of each."""
-    found: dict[Any, list[Row]] = {}
-    for row in rows:
-        found.setdefault(key(row["job"]), []).append(row)
-    return found
+    values = dict.fromkeys(key(row["job"]) for row in rows)
+    return {value: [row for row in rows if key(row["job"]) == value] for value in values}
