@@ -1,26 +1,24 @@
-"""ThorMuon's defaults beyond the contests: SIREN, DQN, PPO, a GAN; special weights; one lr over depths and widths.
+"""ThorMuon's defaults beyond the suite: SIREN, DQN, PPO, a GAN; special weights; one lr over depths and widths.
 
-    python -m torch_thor.bench defaults          # runs what is missing (about half an hour of one core)
+    python -m torch_thor.bench defaults          # runs what is missing (about a quarter of an hour of one core)
     python -m torch_thor.bench defaults --table
 
-Cases. Each is trained with AdamW(1e-3), ``ThorMuon(model)``, and the same with a tighter bound of the
-step (``max_update_ratio=0.05``) and without one (``None``), from the same weights, with three seeds. None of these
-networks has more than 10 matrices, so the depth rule changes nothing here: the last setting is the step without both
-rules.
+Cases: each is trained with AdamW(1e-3), ``ThorMuon(model)``, and the same with a tighter bound of the step
+(``max_update_ratio=0.05``) and without one (``None``), from the same weights. None of these networks has more than 10
+matrices, so the depth rule changes nothing here: the last setting is the step without both rules.
 
-Special weights. Depthwise convolutions, of which each channel is a matrix with one row, and the factors of LoRA
+Special weights: depthwise convolutions, of which each channel is a matrix with one row, and the factors of LoRA
 adapters are orthogonalised like every other weight, or trained by ThorMuon's AdamW (``layers="-*apart*"``); beside them
-AdamW for the whole network, with three learning rates. Three seeds, 120 steps with linear decay.
+AdamW for the whole network, with three learning rates.
 
-Sizes. A pre-norm transformer on characters and a ResNet on Fashion-MNIST at 14 x 14 are trained for 120 steps with
-linear decay, in several depths and widths, at the default learning rate, half of it and twice of it. The result is the
-loss on held-out data.
+Sizes: a pre-norm transformer and a ResNet in several depths and widths, at the default learning rate, half of it and
+twice of it. The special weights and the sizes are trained for 120 steps with linear decay; the result is the loss on
+held-out data.
 """
 
 import itertools
 import math
 import statistics
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,33 +27,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from suite_tasks import images, next_characters, windows
 from torch_thor import ThorMuon
 from torch_thor.bench import markdown
 from torch_thor.bench.stores import key_of
-from torch_thor.training.data.small import load_characters, load_images
+from torch_thor.training.data.small import SYMBOLS
 from torch_thor.training.models.small import BasicBlock
-from torch_thor.training.recipe import Data
 
 SEEDS = (0, 1, 2)
-STEPS, CONTEXT, SYMBOLS = 120, 64, 128
+STEPS, CONTEXT = 120, 64
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 Result = dict[str, Any]
+Job = dict[str, Any]
+
+
+def adamw(lr: float, model: nn.Module) -> torch.optim.Optimizer:
+    """Make AdamW for the weights that are trained."""
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr)
+
 
 OPTIMIZERS: dict[str, Make] = {
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-    "thor-muon": lambda model: ThorMuon(model),
-    "bound0.05": lambda model: ThorMuon(model, max_update_ratio=0.05),
-    "unbounded": lambda model: ThorMuon(model, max_update_ratio=None),
+    "AdamW(1e-3)": partial(adamw, 1e-3),
+    "AdamW(3e-3)": partial(adamw, 3e-3),
+    "AdamW(1e-2)": partial(adamw, 1e-2),
+    "ThorMuon, defaults": ThorMuon,
+    "… bound 0.05": partial(ThorMuon, max_update_ratio=0.05),
+    "… without a bound": partial(ThorMuon, max_update_ratio=None),
+    "… these weights by AdamW": partial(ThorMuon, layers="-*apart*"),
+    "lr 0.04": partial(ThorMuon, lr=0.04),
+    "lr 0.08": partial(ThorMuon, lr=0.08),
+    "lr 0.16": partial(ThorMuon, lr=0.16),
 }
-COMPARED = list(OPTIMIZERS)
-OPTIMIZERS |= {
-    "apart": lambda model: ThorMuon(model, layers="-*apart*"),
-    "adamw3e-3": lambda model: torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3),
-    "adamw1e-2": lambda model: torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2),
-}
-SPECIAL = ("adamw", "adamw3e-3", "adamw1e-2", "thor-muon", "apart")
-LRS = (0.04, 0.08, 0.16)
-OPTIMIZERS |= {f"lr{lr:g}": partial(ThorMuon, lr=lr) for lr in LRS}
 
 
 def descend(model: nn.Module, make: Make, loss_of: Callable[[], Tensor], steps: int, decay: bool) -> list[float]:
@@ -63,13 +65,16 @@ def descend(model: nn.Module, make: Make, loss_of: Callable[[], Tensor], steps: 
     optimizer, losses = make(model), []
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - decay * step / steps)
     for _ in range(steps):
-        optimizer.zero_grad()
         loss = loss_of()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         schedule.step()
         losses.append(loss.item())
     return losses
+
+
+# ---- cases ----------------------------------------------------------------------------------------------------------
 
 
 class Sine(nn.Linear):
@@ -91,102 +96,101 @@ def siren(make: Make, steps: int, decay: bool) -> Result:
 
     photograph = torch.tensor(load_sample_image("china.jpg")).float().mean(-1) / 127.5 - 1
     target = functional.interpolate(photograph[None, None], size=(48, 48), mode="area").view(-1, 1)
-    side = torch.linspace(-1, 1, 48)
-    places = torch.cartesian_prod(side, side)
+    places = torch.cartesian_prod(*[torch.linspace(-1, 1, 48)] * 2)
     model = nn.Sequential(Sine(2, 64, True), Sine(64, 64), Sine(64, 64), nn.Linear(64, 1))
     nn.init.uniform_(model[-1].weight, -math.sqrt(6 / 64) / 30, math.sqrt(6 / 64) / 30)
     losses = descend(model, make, lambda: functional.mse_loss(model(places), target), steps, decay)
     return {"first": losses[0], "value": statistics.fmean(losses[-3:])}
 
 
-def perceptron(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+def perceptron(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     """Return linear layers with activations between them."""
     layers = [part for i, o in itertools.pairwise(widths) for part in (nn.Linear(i, o), activation())]
     return nn.Sequential(*layers[:-1])
 
 
-def _returns(episodes: list[tuple[int, float]], steps: int) -> Result:
-    """Return the mean return of the first and the last quarter of the training."""
-    first, last = ([r for t, r in episodes if start <= t / steps < start + 0.25] for start in (0, 0.75))
-    return {"first": statistics.fmean(first), "value": statistics.fmean(last or [0.0])}
+class CartPole:
+    """Episodes one after another; each step is rewarded with 1, until the pole falls or after 500 steps."""
+
+    def __init__(self) -> None:
+        import gymnasium
+
+        self.game, self.ended, self.count, self.length = gymnasium.make("CartPole-v1"), [], 0, 0
+        self.now = torch.from_numpy(self.game.reset(seed=torch.initial_seed())[0])
+
+    def step(self, action: int) -> tuple[Tensor, bool, bool]:
+        """Return the next observation, whether the pole fell, and whether the episode ended."""
+        seen, _, fell, late, _ = self.game.step(action)
+        following = self.now = torch.from_numpy(seen)
+        self.length += 1
+        if fell or late:
+            self.ended.append((self.count, self.length))
+            self.length, self.now = 0, torch.from_numpy(self.game.reset()[0])
+        self.count += 1
+        return following, fell, fell or late
+
+    def returns(self) -> Result:
+        """Return the mean return of the first and the last quarter of the training."""
+        quarters = [[r for t, r in self.ended if a <= t / self.count < a + 0.25] for a in (0, 0.75)]
+        return {"first": statistics.fmean(quarters[0]), "value": statistics.fmean(quarters[1] or [0.0])}
 
 
 def dqn(make: Make, steps: int = 6000) -> Result:
-    """Train a DQN 4-120-84-2 on CartPole, one update of 128 transitions for two steps, learning rate constant."""
-    import gymnasium
-
-    environment = gymnasium.make("CartPole-v1")
+    """Train a DQN 4-120-84-2, one update of 128 transitions for two steps, learning rate constant."""
+    game, memory = CartPole(), torch.zeros(steps, 10)  # observation, action, next observation, whether the pole fell
     online, target = (perceptron(4, 120, 84, 2) for _ in range(2))
-    optimizer, episodes, total = make(online), [], 0.0
-    memory = torch.zeros(steps, 11)  # observation, action, reward, next observation, whether the episode ended
-    observation = torch.from_numpy(environment.reset(seed=torch.initial_seed())[0])
+    optimizer = make(online)
     for step in range(steps):
         if step % 250 == 0:
             target.load_state_dict(online.state_dict())
-        action = int(torch.randint(2, ()))
+        before, action = game.now, int(torch.randint(2, ()))
         if float(torch.rand(())) >= max(0.05, 1 - step / (0.4 * steps)):
-            with torch.no_grad():
-                action = int(online(observation).argmax())
-        following, reward, terminated, truncated, _ = environment.step(action)
-        following = torch.from_numpy(following)
-        memory[step] = torch.cat([observation, torch.tensor([action, reward]), following, torch.tensor([terminated])])
-        total, observation = total + float(reward), following
-        if terminated or truncated:
-            episodes.append((step, total))
-            total, observation = 0.0, torch.from_numpy(environment.reset()[0])
+            action = int(online(before).argmax())
+        following, fell, _ = game.step(action)
+        memory[step] = torch.cat([before, torch.tensor([action]), following, torch.tensor([fell])])
         if step >= 500 and step % 2 == 0:
             batch = memory[torch.randint(step + 1, (128,))]
             with torch.no_grad():
-                aim = batch[:, 5] + 0.99 * (1 - batch[:, 10]) * target(batch[:, 6:10]).amax(1)
-            values = online(batch[:, :4]).gather(1, batch[:, 4:5].long())[:, 0]
-            optimizer.zero_grad()
-            functional.mse_loss(values, aim).backward()
+                aim = 1 + 0.99 * (1 - batch[:, 9]) * target(batch[:, 5:9]).amax(1)
+            functional.mse_loss(online(batch[:, :4]).gather(1, batch[:, 4:5].long())[:, 0], aim).backward()
             optimizer.step()
-    return _returns(episodes, steps)
+            optimizer.zero_grad()
+    return game.returns()
 
 
 def ppo(make: Make, rounds: int = 40) -> Result:
-    """Train PPO on CartPole: 40 times 512 steps, 4 epochs of 4 batches each, linear decay, the rest as in CleanRL."""
-    import gymnasium
-
-    environment = gymnasium.make("CartPole-v1")
+    """Train PPO: 40 times 512 steps, 4 epochs of 4 batches each, linear decay, the rest as in CleanRL."""
+    game = CartPole()
     actor, critic = (perceptron(4, 64, 64, outputs, activation=nn.Tanh) for outputs in (2, 1))
     both = nn.ModuleList([actor, critic])
-    optimizer, episodes, total = make(both), [], 0.0
+    optimizer = make(both)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 - done / rounds)
-    now = torch.from_numpy(environment.reset(seed=torch.initial_seed())[0])
-    for turn in range(rounds):
-        seen, actions, logs, rewards, goes_on = torch.zeros(512, 4), *torch.zeros(3, 512), torch.ones(512)
-        for t in range(512):
-            with torch.no_grad():
-                choice = torch.distributions.Categorical(logits=actor(now))
-                action = choice.sample()
-            seen[t], actions[t], logs[t] = now, action, choice.log_prob(action)
-            after, reward, terminated, truncated, _ = environment.step(int(action))
-            rewards[t], total = reward, total + float(reward)
-            if terminated or truncated:
-                episodes.append((turn * 512 + t, total))
-                goes_on[t], total, after = 0, 0.0, environment.reset()[0]
-            now = torch.from_numpy(after)
+    for _ in range(rounds):
+        seen, actions, logs, goes_on = torch.zeros(513, 4), *torch.zeros(2, 512), torch.ones(512)
         with torch.no_grad():
-            values = critic(torch.cat([seen, now[None]]))[:, 0]
-        advantages, ahead = torch.zeros(512), torch.zeros(())
+            for t in range(512):
+                choice = torch.distributions.Categorical(logits=actor(game.now))
+                action = choice.sample()
+                seen[t], actions[t], logs[t] = game.now, action, choice.log_prob(action)
+                goes_on[t] = not game.step(int(action))[2]
+            seen[512] = game.now
+            values = critic(seen)[:, 0]
+        gains, ahead = torch.zeros(512), torch.zeros(())
         for t in reversed(range(512)):
-            ahead = rewards[t] + 0.99 * goes_on[t] * (values[t + 1] + 0.95 * ahead) - values[t]
-            advantages[t] = ahead
-        aims = advantages + values[:-1]
-        for chosen in (part for _ in range(4) for part in torch.randperm(512).chunk(4)):
-            choice = torch.distributions.Categorical(logits=actor(seen[chosen]))
-            gain = (advantages[chosen] - advantages[chosen].mean()) / (advantages[chosen].std() + 1e-8)
-            ratio = (choice.log_prob(actions[chosen]) - logs[chosen]).exp()
+            gains[t] = ahead = 1 + 0.99 * goes_on[t] * (values[t + 1] + 0.95 * ahead) - values[t]
+        aims = gains + values[:-1]
+        for rows in (part for _ in range(4) for part in torch.randperm(512).chunk(4)):
+            choice = torch.distributions.Categorical(logits=actor(seen[rows]))
+            gain = (gains[rows] - gains[rows].mean()) / (gains[rows].std() + 1e-8)
+            ratio = (choice.log_prob(actions[rows]) - logs[rows]).exp()
             policy = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-            error = functional.mse_loss(critic(seen[chosen])[:, 0], aims[chosen])
-            optimizer.zero_grad()
+            error = functional.mse_loss(critic(seen[rows])[:, 0], aims[rows])
             (0.25 * error - policy - 0.01 * choice.entropy().mean()).backward()
             nn.utils.clip_grad_norm_(both.parameters(), 0.5)
             optimizer.step()
+            optimizer.zero_grad()
         schedule.step()
-    return _returns(episodes, 512 * rounds)
+    return game.returns()
 
 
 def gan(make: Make, steps: int = 600) -> Result:
@@ -195,7 +199,7 @@ def gan(make: Make, steps: int = 600) -> Result:
 
     digits = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
     generator = nn.Sequential(*perceptron(16, 128, 128, 64), nn.Tanh())
-    critic = perceptron(64, 128, 64, 1, activation=partial(nn.LeakyReLU, 0.2))  # type: ignore[arg-type]
+    critic = perceptron(64, 128, 64, 1, activation=partial(nn.LeakyReLU, 0.2))
     optimizers, loss = (make(generator), make(critic)), functional.binary_cross_entropy_with_logits
     first = frechet(digits, generator(torch.randn(2000, 16)).detach())
     for _ in range(steps):
@@ -206,10 +210,7 @@ def gan(make: Make, steps: int = 600) -> Result:
         optimizers[0].zero_grad()
         loss(critic(false), torch.ones(64, 1)).backward()
         optimizers[0].step()
-    with torch.no_grad():
-        false = generator(torch.randn(2000, 16))
-        accuracy = ((critic(digits) > 0).float().mean() + (critic(false) < 0).float().mean()) / 2
-    return {"first": first, "value": frechet(digits, false), "accuracy": accuracy.item()}
+    return {"first": first, "value": frechet(digits, generator(torch.randn(2000, 16)).detach())}
 
 
 def frechet(one: Tensor, other: Tensor) -> float:
@@ -217,6 +218,9 @@ def frechet(one: Tensor, other: Tensor) -> float:
     one, other = one.double(), other.double()
     roots = torch.linalg.eigvals(one.T.cov() @ other.T.cov()).real.clamp(min=0).sqrt().sum()
     return float((one.mean(0) - other.mean(0)).square().sum() + one.var(0).sum() + other.var(0).sum() - 2 * roots)
+
+
+# ---- special weights, and sizes --------------------------------------------------------------------------------------
 
 
 class Transformer(nn.Module):
@@ -240,24 +244,35 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def transformer(make: Make, blocks: int, width: int, model: Transformer | None = None, reverse: bool = False) -> Result:
+def characters(make: Make, model: Transformer, reverse: bool = False) -> Result:
     """Train a transformer with 16 windows a step; 256 windows are held out."""
-    model = model or Transformer(blocks, width)
-    train, held_out = (part.clamp(max=SYMBOLS - 1) for part in load_characters())
-    if reverse:
-        train, held_out = train.flip(0), held_out.flip(0)
+    (train,), (test,) = windows(True), windows(False)
 
-    def loss_of(codes: Tensor, starts: Tensor) -> Tensor:
-        rows = codes[starts[:, None] + torch.arange(CONTEXT + 1)]
-        return functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+    def loss_of(rows: Tensor) -> Tensor:
+        return next_characters(model, (rows.flip(1) if reverse else rows,))
 
-    losses = descend(model, make, lambda: loss_of(train, torch.randint(len(train) - CONTEXT, (16,))), STEPS, True)
+    losses = descend(model, make, lambda: loss_of(train[torch.randint(len(train), (16,))]), STEPS, True)
     with torch.no_grad():
-        return {"first": losses[0], "value": loss_of(held_out, torch.arange(256) * CONTEXT).item()}
+        return {"first": losses[0], "value": loss_of(test[:256]).item()}
+
+
+def transformer(blocks: int, width: int, make: Make) -> Result:
+    """Train a transformer."""
+    return characters(make, Transformer(blocks, width))
+
+
+def lora(make: Make) -> Result:
+    """Train a transformer with AdamW, then LoRA adapters of rank 4 in its MLPs on the same text read backwards."""
+    model = Transformer(4, 64)
+    characters(OPTIMIZERS["AdamW(3e-3)"], model)
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.linear1, block.linear2 = Adapted(block.linear1), Adapted(block.linear2)
+    return characters(make, model, reverse=True)
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a LoRA adapter of rank 4 (Hu et al. 2022, section 4.1)."""
+    """A frozen linear layer with an adapter (Hu et al. 2022, section 4.1)."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -270,43 +285,11 @@ class Adapted(nn.Module):
         return self.base(x) + self.apart(x)
 
 
-def lora(make: Make) -> Result:
-    """Train a transformer with AdamW, then adapters in its MLPs on the same text read backwards, alone."""
-    model = Transformer(4, 64)
-    transformer(OPTIMIZERS["adamw3e-3"], 4, 64, model)
-    model.requires_grad_(False)
-    for block in model.blocks:
-        block.linear1, block.linear2 = Adapted(block.linear1), Adapted(block.linear2)
-    return transformer(make, 4, 64, model, reverse=True)
-
-
-def depthwise(make: Make) -> Result:
-    """Train a network of six depthwise separable convolutions (MobileNet) on Fashion-MNIST at 14 x 14, batch 256."""
-    layers: dict[str, nn.Module] = {"stem": nn.Conv2d(1, 32, 3, padding=1, bias=False), "norm": nn.BatchNorm2d(32)}
-    for i, (width, wide) in enumerate(itertools.pairwise([32, 32, 64, 64, 128, 128, 128])):
-        stride = 1 if width == wide else 2
-        layers[f"apart{i}"] = nn.Conv2d(width, width, 3, stride, 1, groups=width, bias=False)
-        layers |= {f"norm{i}": nn.BatchNorm2d(width), f"relu{i}": nn.ReLU()}
-        layers |= {f"conv{i}": nn.Conv2d(width, wide, 1, bias=False), f"normed{i}": nn.BatchNorm2d(wide)}
-        layers[f"out{i}"] = nn.ReLU()
-    layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "head": nn.Linear(128, 10)}
-    return images(make, nn.Sequential(OrderedDict(layers)))
-
-
-def resnet(make: Make, blocks: int, width: int) -> Result:
-    """Train a ResNet of 3 stages with so many blocks each, ``width`` to ``4 width`` channels wide, batch 256."""
-    widths = [width] * (blocks + 1) + [2 * width] * blocks + [4 * width] * blocks
-    stages = [BasicBlock(i, o, 1 if i == o else 2) for i, o in itertools.pairwise(widths)]
-    stem = [nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)]
-    return images(make, nn.Sequential(*stem, *stages, *pool))
-
-
-def images(make: Make, model: nn.Module) -> Result:
-    """Train a classifier of small images."""
+def classifier(make: Make, *features: nn.Module, width: int) -> Result:
+    """Train a classifier of Fashion-MNIST at 14 x 14, batch 256; 5,000 images are held out."""
+    model = nn.Sequential(*features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
     model = model.to(memory_format=torch.channels_last)
-    (train, labels), (test, test_labels) = load_images(Data(name="fashion-mnist"))
-    train, test = functional.avg_pool2d(train, 2), functional.avg_pool2d(test[:5000], 2)
+    (train, labels), (test, test_labels) = images(True), images(False)
 
     def loss_of() -> Tensor:
         chosen = torch.randint(len(train), (256,))
@@ -315,52 +298,67 @@ def images(make: Make, model: nn.Module) -> Result:
     losses = descend(model, make, loss_of, STEPS, True)
     model.eval()
     with torch.no_grad():
-        scores = torch.cat([model(part) for part in test.split(500)])
+        scores = torch.cat([model(part) for part in test[:5000].split(500)])
     return {"first": losses[0], "value": functional.cross_entropy(scores, test_labels[:5000]).item()}
 
 
+class Separable(nn.Sequential):
+    """A depthwise separable convolution (MobileNet); its first part is the weights apart."""
+
+    def __init__(self, width: int, wide: int) -> None:
+        super().__init__()
+        apart = nn.Conv2d(width, width, 3, 1 if width == wide else 2, 1, groups=width, bias=False)
+        self.add_module("apart", nn.Sequential(apart))
+        self.extend([nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide)])
+        self.append(nn.ReLU())
+
+
+def depthwise(make: Make) -> Result:
+    """Train a network of six depthwise separable convolutions."""
+    parts = [Separable(*widths) for widths in itertools.pairwise([32, 32, 64, 64, 128, 128, 128])]
+    return classifier(make, nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), *parts, width=128)
+
+
+def resnet(blocks: int, width: int, make: Make) -> Result:
+    """Train a ResNet of 3 stages with so many blocks each, ``width`` to ``4 width`` channels wide."""
+    widths = [width] * (blocks + 1) + [2 * width] * blocks + [4 * width] * blocks
+    stages = [BasicBlock(i, o, 1 if i == o else 2) for i, o in itertools.pairwise(widths)]
+    stem = (nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+    return classifier(make, *stem, *stages, width=4 * width)
+
+
+# ---- jobs and tables -------------------------------------------------------------------------------------------------
+
 CASES: dict[str, Callable[[Make], Result]] = {
-    "siren": partial(siren, steps=100, decay=False),
-    "siren-decay": partial(siren, steps=300, decay=True),
-    "dqn": dqn,
-    "ppo": ppo,
-    "gan": gan,
-    "depthwise": depthwise,
-    "lora": lora,
+    "SIREN, 100 steps, constant lr: loss": partial(siren, steps=100, decay=False),
+    "SIREN, 300 steps, linear decay: loss": partial(siren, steps=300, decay=True),
+    "DQN on CartPole: return": dqn,
+    "PPO on CartPole: return": ppo,
+    "GAN on digits: Fréchet distance of pixels": gan,
+    "depthwise separable network: loss": depthwise,
+    "LoRA, rank 4: loss": lora,
 }
-# Each line: a name, the case, the entry of its results, their format, and whether more is better.
-LINES = (
-    ("SIREN, 100 steps, constant lr: loss", "siren", "value", ".2g", False),
-    ("SIREN, 300 steps, linear decay: loss", "siren-decay", "value", ".2g", False),
-    ("DQN on CartPole: return", "dqn", "value", ".0f", True),
-    ("PPO on CartPole: return", "ppo", "value", ".0f", True),
-    ("GAN on digits: Fréchet distance of pixels", "gan", "value", ".1f", False),
-    ("… accuracy of the discriminator", "gan", "accuracy", ".3f", False),
+for blocks, width in ((4, 64), (8, 64), (16, 64), (4, 128), (4, 256)):
+    CASES[f"transformer, {blocks} blocks of {width}, {6 * blocks + 1} matrices"] = partial(transformer, blocks, width)
+for blocks, width in ((1, 8), (3, 8), (9, 8), (1, 16), (1, 32)):
+    CASES[f"ResNet, {6 * blocks + 2} layers, {width} wide, {6 * blocks + 4} matrices"] = partial(resnet, blocks, width)
+NAMES, KINDS = list(CASES), list(OPTIMIZERS)
+FORMS = {"return": ".0f", "distance": ".1f", "SIREN": ".2g"}
+# Each line: cases, optimizers, seeds.
+TABLES = (
+    (NAMES[:5], [KINDS[i] for i in (0, 3, 4, 5)], SEEDS),
+    (NAMES[5:7], [KINDS[i] for i in (0, 1, 2, 3, 6)], SEEDS),
+    (NAMES[7:], KINDS[7:], SEEDS[:1]),
 )
-NETWORKS = {"transformer": (transformer, (4, 8, 16), 64), "resnet": (resnet, (1, 3, 9), 8)}
-SIZES = [
-    (name, blocks, factor * width)
-    for name, (_, depths, width) in NETWORKS.items()
-    for blocks, factor in [(depths[0], 1), (depths[1], 1), (depths[2], 1), (depths[0], 2), (depths[0], 4)]
-]
-CASES |= {f"{n}-{b}x{w}": partial(NETWORKS[n][0], blocks=b, width=w) for n, b, w in SIZES}
 
 
-Job = dict[str, Any]
-Rows = dict[str, Result]
-
-
-def trainings(case: str, name: str) -> list[Job]:
-    """Return the trainings of a case with an optimizer: all seeds, of the sizes the first only."""
-    return [{"case": case, "optimizer": name, "seed": seed} for seed in (SEEDS[:1] if name.startswith("lr") else SEEDS)]
-
-
-def jobs(rows: Rows) -> list[Job]:
+def jobs(rows: dict[str, Result]) -> list[Job]:
     """Return all trainings."""
-    pairs = [(case, name) for _, case, entry, *_ in LINES if entry == "value" for name in COMPARED]
-    pairs += [(case, name) for case in ("depthwise", "lora") for name in SPECIAL]
-    pairs += [(f"{n}-{b}x{w}", f"lr{lr:g}") for n, b, w in SIZES for lr in LRS]
-    return [job for case, name in pairs for job in trainings(case, name)]
+    return [
+        {"case": case, "optimizer": name, "seed": seed}
+        for cases, names, seeds in TABLES
+        for case, name, seed in itertools.product(cases, names, seeds)
+    ]
 
 
 def run(job: Job) -> Result:
@@ -373,36 +371,28 @@ def run(job: Job) -> Result:
         return {"failure": str(error)}
 
 
-def table(rows: Rows) -> str:
-    """Return the tables; what was not measured is left out."""
-
-    def values(case: str, name: str, entry: str, otherwise: float) -> list[float]:
-        found = [rows.get(key_of(job), {}) for job in trainings(case, name)]
-        return [row.get(entry, otherwise) for row in found] if all(found) else []
-
-    def cell(case: str, name: str, entry: str, form: str, higher: bool) -> str:
-        """Return the median and each seed's figure; one that is missing is the worst."""
-        own = values(case, name, entry, -math.inf if higher else math.inf)
-        return markdown.middle(own, form).replace("never", "stopped") if own else ""
-
-    lines = []
-    for title, case, entry, form, higher in LINES:
-        first = values(case, "adamw", "first", math.inf)
-        at_first = format(statistics.median(first), form) if first and entry == "value" else ""
-        lines.append([title, at_first, *(cell(case, name, entry, form, higher) for name in COMPARED)])
-    heads = ("case", "at first", "AdamW(1e-3)", "ThorMuon, defaults", "… bound 0.05", "… without a bound")
-    parts, lines = [markdown.table(heads, lines)], []
-    for title, case in (("depthwise separable network: loss", "depthwise"), ("LoRA, rank 4: loss", "lora")):
-        lines.append([title, *(cell(case, name, "value", ".4f", False) for name in SPECIAL)])
-    heads = ("case", "AdamW(1e-3)", "AdamW(3e-3)", "AdamW(1e-2)", "ThorMuon, defaults", "… these weights by AdamW")
-    parts, lines = [*parts, markdown.table(heads, lines)], []
-    for name, blocks, width in SIZES:
-        losses = [loss for lr in LRS for loss in values(f"{name}-{blocks}x{width}", f"lr{lr:g}", "value", math.inf)]
-        title, matrices = f"transformer, {blocks} blocks", 6 * blocks + 1
-        if name == "resnet":
-            title, matrices = f"ResNet, {6 * blocks + 2} layers", 6 * blocks + 4
-        if len(losses) == len(LRS):
-            cells = [title, f"{width}", f"{matrices}", *(markdown.number(loss, ".4f") for loss in losses)]
-            lines.append([*cells, f"{losses[1] / min(losses):.3f}"])
-    heads = ("network", "width", "matrices", *(f"lr {lr:g}" for lr in LRS), "lr 0.08 over the best")
-    return "\n\n".join([*parts, markdown.table(heads, lines)])
+def table(rows: dict[str, Result]) -> str:
+    """Return the tables, the median and each seed's figure in each cell; what was not measured is left out."""
+    parts = []
+    for cases, names, seeds in TABLES:
+        lines = []
+        for case in cases:
+            form = next((form for word, form in FORMS.items() if word in case), ".4f")
+            found = {
+                name: [rows.get(key_of({"case": case, "optimizer": name, "seed": seed}), {}) for seed in seeds]
+                for name in names
+            }
+            if not all(all(own) for own in found.values()):
+                continue
+            worst = -math.inf if "return" in case else math.inf
+            values = {name: [row.get("value", worst) for row in own] for name, own in found.items()}
+            cells = [
+                markdown.middle(own, form) if len(own) > 1 else markdown.number(own[0], form) for own in values.values()
+            ]
+            first = statistics.median(row.get("first", math.nan) for row in found[names[0]])
+            lines.append([case, format(first, form), *cells])
+            if len(seeds) == 1:
+                lines[-1].append(f"{values['lr 0.08'][0] / min(own[0] for own in values.values()):.3f}")
+        heads = ["case", "at first", *names, *(["lr 0.08 over the best"] if len(seeds) == 1 else [])]
+        parts.append(markdown.table(heads, lines))
+    return "\n\n".join(parts).replace("never", "stopped")
