@@ -256,11 +256,11 @@ def picture(found: list[Contest]) -> None:
     tasks = [by_name[name] for name in PANELS if name in by_name and by_name[name].times]
     if not tasks:
         return
-    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.4), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.8), squeeze=False, layout="constrained")
     for one, panel in zip(tasks, axes[0], strict=True):
         curves(panel, one)
     handles = {label: line for panel in axes[0] for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
     with whole_file(PICTURES / "suite.png") as temporary:
         figure.savefig(temporary, dpi=110)
     pyplot.close(figure)
@@ -278,6 +278,7 @@ def curves(panel: Axes, one: Contest) -> None:
             panel.plot([step * cost / 1000 for step in steps], values, color=COLOURS[name], label=label, linewidth=wide)
     panel.set_title(task.title.split(" on ")[0].split(" that ")[0] + f", batch {task.batch}", fontsize=10)
     panel.set_xlabel("seconds")
+    panel.set_xlim(0, 1.3 * task.steps * (one.milliseconds("thor-muon") or 0.0) / 1000)
     panel.set_ylabel(task.metric)
     ends = sorted(value for name in [*PEERS, "thor-muon"] for _, value in one.curve(name)[4:])
     low, high = ends[0], ends[-1]

@@ -87,9 +87,9 @@ def test_results_lead_to_jobs_until_none_is_missing(call, tmp_path):
 
 
 def test_what_is_left_after_a_failure_or_a_kill_is_run_again(call):
-    for told, said in (("fail 2", "1 jobs failed.*\nlr 2, seed 0: ValueError: no luck"), ("die 2", "1 jobs failed.*\nlr 2, seed 0: BrokenProcessPool")):
+    for told, said in (("fail 2", "ValueError: no luck"), ("die 2", "BrokenProcessPool")):
         Path("told").write_text(told)
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=f"1 jobs failed.*\nlr 2, seed 0: {said}"):
             call("--only", "seed 0")
         assert set(Lines(Path("benchmarks/results/toy.jsonl")).rows) == {"lr 1, seed 0", "lr 3, seed 0"}
     Path("told").unlink()
