@@ -1,306 +1,290 @@
-"""The Python part of gpu.sh: checks THOR on the device, times it, prints a table, writes gpu.md and gpu.json.
+"""The Python part of gpu.sh: checks THOR and ThorMuon on a GPU, times their steps, and trains the suite's tasks there.
 
-No network is trained here. The check compares single steps with the reference implementation, which has no training
-loop. The timed steps use one fixed batch, so they include neither reading of data nor recording of losses. For both
-reasons this script has loops of its own instead of the loop of the application.
+Parts, in the order of importance, each as far as the time goes:
+
+1. checks: THOR against the float64 reference of the tests, ThorMuon against the CPU, the polar factors that a GPU
+   computes by products in bfloat16, and one process with NCCL under DDP and FSDP2 against none;
+2. step times of ResNet-50 (224 pixels, batch 256) and BERT-base (128 tokens, batch 64) in bfloat16, as in step_time.py;
+3. tasks of the suite (suite.py), seed 0: ThorMuon with its one setting, the others with those that
+   results/suite.jsonl holds as their best, or else the middle of what they are tuned over.
+
+A part that fails is reported, and the others go on. `--device cpu --tiny` runs a miniature of everything.
 """
 
 import argparse
 import importlib
-import statistics
+import json
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
-from torch import nn
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from torch_thor import THOR, SplitChoice, ThorMuon, choose_split_dim
-from torch_thor.bench import describe, write_json
-from torch_thor.curvature import polar
-from torch_thor.curvature.polar import orthogonalise
-from torch_thor.files import write_text
-from torch_thor.tools.split_dim import sample_images
-from torch_thor.training.optimizers import MuonAdamW
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # where the float64 reference is
-ReferenceTHOR = importlib.import_module("reference").ReferenceTHOR
-
-BUDGET = 540.0  # seconds, of which compiling may take most
-NEVER = 10**9
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "benchmarks")]  # a plain checkout is enough
+TASKS = ("resnet1024", "autoencoder", "vit", "unet", "characters", "resnet128")
+OURS = {"THOR": ("THOR", {"damping": 0.3, "split_dim": 16}), "ThorMuon": ("ThorMuon", {})}
 
 
-def check_oracle(device: torch.device) -> dict[str, float]:
-    """Take four steps on the device and in the reference.
+class Report:
+    """What is printed, and written into gpu.md and gpu.json after each part.
 
     Args:
-        device: where THOR runs.
-
-    Returns:
-        The largest relative error of a weight, in float64 and in float32 (TF32 allowed for everything else).
-
-    Raises:
-        AssertionError: they differ by more than rounding.
+        out: The folder.
+        seconds: How long everything may take.
     """
-    errors = {}
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as training scripts have it; factors must not follow
-    for dtype, limit in ((torch.float64, 1e-7), (torch.float32, 5e-3)):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1, bias=False),
-            nn.ReLU(),
-            nn.Conv2d(8, 8, 3, stride=2, groups=2),
-            nn.Flatten(),
-            nn.Linear(8 * 9, 5),
-        )
-        options: dict[str, Any] = {"lr": 0.02, "damping": 0.3, "update_interval": 2, "split_dim": 16}
-        reference = ReferenceTHOR(model.double(), **options)
-        fast = nn.Sequential(*model).to(device, dtype)
-        optimizer = THOR(fast, **options)
-        for _ in range(4):
-            x, y = torch.randn(6, 3, 8, 8).double(), torch.randint(5, (6,))
-            reference.step((x, lambda output, y=y: functional.cross_entropy(output, y)))
-            functional.cross_entropy(fast(x.to(device, dtype)), y.to(device)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        wanted = dict(reference.model.named_parameters())
-        error = max(
-            float((p.detach().cpu().double() - wanted[name].detach()).norm() / wanted[name].detach().norm())
-            for name, p in fast.named_parameters()
-        )
-        assert error < limit, f"{dtype}: relative error {error:.1e} is above {limit}"
-        errors[str(dtype).removeprefix("torch.")] = error
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    return errors
+
+    def __init__(self, out: Path, seconds: float) -> None:
+        self.out, self.end, self.lines, self.found = out, time.monotonic() + seconds, [""], {}
+        self.failures: list[str] = []
+
+    def say(self, line: str = "") -> None:
+        """Print a line, and keep it."""
+        print(line, flush=True)
+        self.lines.append(line)
+
+    def part(self, name: str, run: Callable[["Report"], Any]) -> None:
+        """Run a part; a failure is told, and counts at the end."""
+        self.say(f"\n## {name}\n")
+        try:
+            self.found[name] = run(self)
+        except Exception as error:
+            traceback.print_exc()
+            self.fail(f"{name}: {type(error).__name__}: {error}")
+        self.save()
+
+    def fail(self, what: str) -> None:
+        """Note a failure."""
+        self.failures.append(what)
+        self.say(f"\nFAILED: {what}")
+
+    def save(self) -> None:
+        """Write both files."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        found = {**self.found, "failures": self.failures}
+        (self.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+        (self.out / "gpu.md").write_text("\n".join(self.lines).strip() + "\n")
+
+    def row(self, *cells: Any) -> None:
+        """Say a line of a table."""
+        self.say("| " + " | ".join(map(str, cells)) + " |")
+
+    def heads(self, *cells: str) -> None:
+        """Begin a table."""
+        self.row(*cells)
+        self.say("|---" * len(cells) + "|")
 
 
-def synchronised(device: torch.device) -> float:
-    """Wait for the device and return the time.
-
-    Args:
-        device: the device.
-
-    Returns:
-        Seconds.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+# ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def step_times(
-    device: torch.device, build: Callable[[nn.Module], torch.optim.Optimizer], compiled: bool, sizes: dict[str, int]
-) -> dict[str, float]:
-    """Time training steps of ResNet-50 in bfloat16.
-
-    Args:
-        device: where.
-        build: makes the optimizer.
-        compiled: whether the model is compiled, after the optimizer was made.
-        sizes: batch, pixels, steps.
-
-    Returns:
-        Median seconds, images a second and peak memory in GiB.
-    """
+def network(groups: int = 2) -> nn.Sequential:
+    """Return a network with convolutions, one of them with groups, and a linear layer."""
     torch.manual_seed(0)
-    model = torchvision.models.resnet50().to(device, memory_format=torch.channels_last)
-    optimizer = build(model)
-    forward = torch.compile(model) if compiled else model
-    images = torch.randn(sizes["batch"], 3, sizes["pixels"], sizes["pixels"], device=device)
-    images = images.to(memory_format=torch.channels_last)
-    labels = torch.randint(0, 1000, (sizes["batch"],), device=device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for index in range(sizes["steps"] + 3):
-        started = synchronised(device)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = functional.cross_entropy(forward(images), labels)
-        loss.backward()
+    first, second = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, stride=2, groups=groups)
+    return nn.Sequential(first, nn.ReLU(), second, nn.Flatten(), nn.Linear(72, 5))
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of four steps, on the CPU, in float64."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        yield torch.randn(6, 3, 8, 8, generator=generator).double(), torch.randint(5, (6,), generator=generator)
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Make one of ours, with a refresh in every second step."""
+    kind, options = OURS[name]
+    made = getattr(importlib.import_module("torch_thor"), kind)
+    return made(model, lr=0.02, update_interval=2, **options)  # type: ignore[no-any-return]
+
+
+def trained(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    *,
+    steps: int = 4,
+    groups: int = 2,
+) -> Tensor:
+    """Return what the steps of one of ours have added to the weights, on the CPU, in float64."""
+    model = network(groups).to(device, dtype)
+    start = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu().double()
+    net = wrap(model)
+    optimizer = optimizer_of(name, model)
+    for (x, y), _ in zip(batches(), range(steps), strict=False):
+        functional.cross_entropy(net(x.to(device, dtype)), y.to(device)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if index >= 3:
-            seconds.append(synchronised(device) - started)
-    median = statistics.median(seconds)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
-    return {"seconds": median, "images_per_second": sizes["batch"] / median, "peak_gib": peak}
+    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in weights]).cpu().double() - start
 
 
-def inverse_times(device: torch.device, sizes: dict[int, int]) -> dict[int, dict[str, float]]:
-    """Time batched Cholesky inverses against batched eigendecompositions.
-
-    Args:
-        device: where.
-        sizes: block size to number of blocks.
-
-    Returns:
-        Median seconds by block size and method.
-    """
-
-    def cholesky(blocks: torch.Tensor) -> torch.Tensor:
-        return torch.cholesky_inverse(torch.linalg.cholesky_ex(blocks)[0])
-
-    def eigen(blocks: torch.Tensor) -> torch.Tensor:
-        values, vectors = torch.linalg.eigh(blocks)
-        return (vectors / values[:, None]) @ vectors.mT
-
-    result: dict[int, dict[str, float]] = {}
-    for size, count in sizes.items():
-        samples = torch.randn(count, size, 2 * size, device=device)
-        blocks = samples @ samples.mT / (2 * size) + 0.1 * torch.eye(size, device=device)
-        result[size] = {"blocks": count}
-        for name, method in (("cholesky", cholesky), ("eigh", eigen)):
-            seconds = []
-            for index in range(4):
-                started = synchronised(device)
-                method(blocks)
-                if index:
-                    seconds.append(synchronised(device) - started)
-            result[size][name] = statistics.median(seconds)
-    return result
+def reference() -> Tensor:
+    """Return what the reference adds to the weights in the same steps."""
+    _, options = OURS["THOR"]
+    by_hand = importlib.import_module("reference").ReferenceTHOR(
+        network().double(), lr=0.02, update_interval=2, **options
+    )
+    start = torch.cat([p.detach().flatten().clone() for p in by_hand.model.parameters()])
+    for x, y in batches():
+        by_hand.step((x, lambda output, y=y: functional.cross_entropy(output, y)))
+    return torch.cat([p.detach().flatten() for p in by_hand.model.parameters()]) - start
 
 
-def polar_times(device: torch.device, shapes: dict[tuple[int, int], int]) -> dict[str, dict[str, float]]:
-    """Check and time the polar factors of ThorMuon.
-
-    Args:
-        device: where.
-        shapes: rows and columns of a block to number of blocks.
-
-    Returns:
-        By shape: blocks; median seconds of what the package does on the device, of the same products in float32 and of
-        the exact factors; the largest distance of a singular value from 1 in the first.
-
-    Raises:
-        AssertionError: a singular value is off by more than 0.1.
-    """
-    result = {}
-    for (rows, columns), count in shapes.items():
-        blocks = torch.randn(count, rows, columns, device=device)
-        unit = polar._with_largest_entry_1(blocks)
-        methods: dict[str, Callable[[], Any]] = {
-            "package": lambda blocks=blocks: orthogonalise([blocks])[0],
-            "float32": lambda unit=unit: polar._by_products(unit, torch.float32),
-            "eigen": lambda unit=unit: polar._roots(unit @ unit.mT) @ unit,
-        }
-        row: dict[str, float] = {"blocks": count}
-        for name, method in methods.items():
-            seconds = []
-            for _ in range(5):
-                started = synchronised(device)
-                found = method()
-                seconds.append(synchronised(device) - started)
-            row[name] = statistics.median(seconds[1:])
-            if name == "package":
-                row["error"] = float((torch.linalg.svdvals(found[:2].double()) - 1).abs().max())
-        assert row["error"] < 0.1, f"{rows} x {columns}: a singular value is off by {row['error']:.2f}"
-        result[f"{rows} x {columns}"] = row
-    return result
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Return a relative error."""
+    return float((found - wanted).norm() / wanted.norm())
 
 
-def split_choice(device: torch.device, real: bool) -> tuple[SplitChoice, str]:
-    """Choose the split dimension of ResNet-50 on the device.
+def errors(device: torch.device) -> Iterator[tuple[str, float, float]]:
+    """Yield each check: what it compares, the error and its limit."""
+    single, double, cpu = torch.float32, torch.float64, torch.device("cpu")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as training scripts have it; factors must not follow
+    wanted = {"THOR": reference(), "ThorMuon": trained("ThorMuon", cpu, double, steps=1)}
+    yield "THOR, float64, against the reference", error(trained("THOR", device, double), wanted["THOR"]), 1e-7
+    yield "THOR, float32, against the reference", error(trained("THOR", device, single), wanted["THOR"]), 0.02
+    for dtype, limit in ((double, 0.02), (single, 0.1)):  # six iterations in float64, or in bfloat16, are not exact
+        found = trained("ThorMuon", device, dtype, steps=1)
+        yield f"ThorMuon, {dtype}, a step against the CPU", error(found, wanted["ThorMuon"]), limit
+    orthogonalise = importlib.import_module("torch_thor.curvature.polar").orthogonalise
+    for rows, columns in ((128, 256), (128, 512), (128, 4608)):
+        (found,) = orthogonalise([torch.randn(4, rows, columns, device=device)])
+        off = float((torch.linalg.svdvals(found.double()) - 1).abs().max())
+        yield f"singular values of polar factors, {rows} x {columns}, from 1", off, 0.1
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        alone = {name: trained(name, device, single, groups=1) for name in OURS}  # FSDP2 divides no groups
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            for name in OURS:
+                for form, wrap in (("DDP", nn.parallel.DistributedDataParallel), ("FSDP2", sharded)):
+                    found = trained(name, device, single, wrap, groups=1)
+                    yield f"{name}, {backend} with one process, {form}, against none", error(found, alone[name]), 1e-3
+        finally:
+            dist.destroy_process_group()
 
-    Args:
-        device: where to measure.
-        real: False for a small network instead.
 
-    Returns:
-        The choice, and what the sample was.
-    """
-    try:
-        images, source = sample_images(32 if real else 2, 224 if real else 64, None, 0)
-    except ModuleNotFoundError:  # scikit-learn, whose photographs these are
-        images, source = torch.rand(32 if real else 2, 3, 224, 224), "random numbers: scikit-learn is missing"
-    model = torchvision.models.get_model("resnet50" if real else "squeezenet1_1")
-    return choose_split_dim(model, images, device), source
+def sharded(model: nn.Module) -> nn.Module:
+    """Shard a model over the processes that there are."""
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    return fully_shard(model, mesh=mesh)
+
+
+def check(report: Report, device: torch.device) -> list[dict[str, Any]]:
+    """Make all checks."""
+    report.heads("check", "relative error", "limit")
+    found = []
+    for name, off, limit in errors(device):
+        report.row(name, f"{off:.1e}", f"{limit:.0e}")
+        found.append({"check": name, "error": off, "limit": limit})
+    for one in found:
+        if not one["error"] < one["limit"]:
+            report.fail(f"{one['check']}: {one['error']:.1e} is not below {one['limit']:.0e}")
+    return found
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------
+
+
+def times(report: Report, device: torch.device, networks: Iterable[tuple[str, int, int]], rounds: int) -> Any:
+    """Time the steps of the networks."""
+    study = importlib.import_module("step_time")
+    rows = {}
+    for name, batch, side in networks:
+        rows[name] = {"job": {"model": name}, "batch": batch, **study.measure(name, device, batch, side, rounds)}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    report.say(study.table(rows))
+    for name, row in rows.items():
+        seconds = sorted(row["seconds"]["SGD"])[rounds // 2]
+        report.say(f"\n{name}, batch {row['batch']}: a step of SGD takes {1000 * seconds:.1f} ms.")
+    return rows
+
+
+# ---- trainings ------------------------------------------------------------------------------------------------------
+
+
+def train(report: Report, device: torch.device, names: Iterable[str], data: Path | None, steps: int | None) -> Any:
+    """Train tasks of the suite."""
+    suite, tasks = importlib.import_module("suite"), importlib.import_module("suite_tasks")
+    if data is not None:
+        load = tasks.load_images
+        tasks.load_images = lambda words: load(words.model_copy(update={"root": str(data)}))
+    rows = importlib.import_module("torch_thor.bench").Lines(ROOT / "benchmarks/results/suite.jsonl").rows
+    chosen, found = suite.chosen(rows), []
+    report.heads("task", "figure", "optimizer", "lr", "result", "ms a step")
+    for name in names:
+        task = on(tasks.TASKS[name], device, steps)
+        for optimizer in ("thor-muon", *suite.PEERS):
+            if time.monotonic() > report.end:
+                report.row(name, task.metric, optimizer, "", "out of time", "")
+                continue
+            job = {"lr": suite.CONTENDERS[optimizer].lr, **chosen.get((name, optimizer), {})}
+            job |= {"task": name, "optimizer": optimizer, "seed": 0, **(suite.ONE if optimizer == "thor-muon" else {})}
+            try:
+                row = suite.train(task, job)
+            except ModuleNotFoundError as missing:
+                row = {"value": None, "failure": f"{missing.name} is missing"}
+            found.append({"job": job, **row})
+            value = row["failure"] if row["value"] is None else f"{row['value']:.4f}"
+            taken = f"{1000 * row['seconds'] / task.steps:.1f}" if "seconds" in row else ""
+            report.row(name, task.metric, optimizer, f"{job['lr']:g}", value, taken)
+    return found
+
+
+def on(task: Any, device: torch.device, steps: int | None) -> Any:
+    """Return a task whose network and batches are on the device, perhaps with fewer steps."""
+
+    def moved(many: Iterable[Any]) -> Iterator[Any]:
+        return (tuple(part.to(device) for part in batch) for batch in many)
+
+    return replace(
+        task,
+        steps=steps or task.steps,
+        model=lambda: task.model().to(device),
+        batches=lambda size, seed: moved(task.batches(size, seed)),
+        held_out=lambda half: moved(task.held_out(half)),
+    )
 
 
 def main() -> None:
-    """Run what the time allows, in the order of importance."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True)
+    """Run all parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of gpu.md and gpu.json")
+    parser.add_argument("--data", type=Path, help="folder with the four files of Fashion-MNIST (.gz)")
+    parser.add_argument("--seconds", type=float, default=480, help="no training starts later (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="small networks and few steps, to test the script")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device is visible to torch; DEVICE=cpu runs a miniature on the CPU")
-    device = torch.device(options.device)
-    real = device.type == "cuda"
-    sizes = {"batch": 256, "pixels": 224, "steps": 20} if real else {"batch": 2, "pixels": 64, "steps": 1}
-    started = time.perf_counter()
-    result: dict[str, Any] = {"machine": describe(), "sizes": sizes}
-    lines = [f"# {result['machine']['device']}, torch {torch.__version__}, commit {result['machine']['commit']}", ""]
-
-    def note(line: str) -> None:
-        print(line)
-        lines.append(line)
-
-    def save() -> None:
-        result["seconds_in_all"] = time.perf_counter() - started
-        write_json(options.out / "gpu.json", result, indent=1)
-        write_text(options.out / "gpu.md", "\n".join(lines) + "\n")
-
-    result["oracle"] = check_oracle(device)
-    note(f"Against the float64 reference, largest relative error of a weight after 4 steps: {result['oracle']}")
-    inverse_sizes = {32: 1600, 64: 800, 128: 400, 256: 200, 512: 100, 1024: 50} if real else {32: 8, 64: 4}
-    result["inverse"] = inverse_times(device, inverse_sizes)
-    note("\n| block | count | Cholesky inverse, ms | eigendecomposition, ms |\n|---|---|---|---|")
-    for size, row in result["inverse"].items():
-        note(f"| {size} | {row['blocks']} | {row['cholesky'] * 1e3:.2f} | {row['eigh'] * 1e3:.2f} |")
-    save()
-    polar_shapes = {(128, 256): 256, (128, 512): 128, (128, 4608): 32} if real else {(16, 32): 2, (16, 64): 2}
-    result["polar"] = polar_times(device, polar_shapes)
-    note("\n| block | count | polar factors, ms | by products in float32, ms | exact, ms | singular values off by |")
-    note("|---|---|---|---|---|---|")
-    for shape, row in result["polar"].items():
-        times = " | ".join(f"{row[name] * 1e3:.2f}" for name in ("package", "float32", "eigen"))
-        note(f"| {shape} | {row['blocks']} | {times} | {row['error']:.4f} |")
-    save()
-    choice, source = split_choice(device, real)
-    result["split_dim"] = {"sample": source, **choice.as_dict()}
-    note(f"\nSplit dimension ({source}): the curves cross at {choice.crossing}, which gives {choice.split_dim}")
-    save()
-
-    def refreshed(kind: type[THOR] | type[ThorMuon], interval: int) -> Callable[[nn.Module], torch.optim.Optimizer]:
-        def build(model: nn.Module) -> torch.optim.Optimizer:
-            optimizer = kind(model, lr=1e-5, update_interval=interval)
-            for group in optimizer.param_groups:  # every refresh takes new factors
-                group["trace_thresholds"] = (0.0, 0.0)
-            return optimizer
-
-        return build
-
-    trainings: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-        "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9),
-        "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-6),
-        "thor ordinary": refreshed(THOR, NEVER),
-        "thor refresh": refreshed(THOR, 1),
-        "muon": lambda model: MuonAdamW(model.parameters(), lr=1e-6),
-        "scale-free ordinary": refreshed(ThorMuon, NEVER),
-        "scale-free refresh": refreshed(ThorMuon, 1),
-    }
-    result["resnet50"] = {}
-    note(f"\nResNet-50, {sizes['pixels']} pixels, batch {sizes['batch']}, bfloat16 autocast, channels_last\n")
-    note("| optimizer | model | step, ms | over SGD's | images/s | peak GiB |\n|---|---|---|---|---|---|")
-    for compiled in (False, True):
-        for name, build in trainings.items():
-            if time.perf_counter() - started > BUDGET - (120 if compiled else 0):
-                note(f"| {name} | {'compiled' if compiled else 'eager'} | not run: out of time | | | |")
-                continue
-            torch.compiler.reset()
-            kind = "compiled" if compiled else "eager"
-            row = result["resnet50"][f"{name}, {kind}"] = step_times(device, build, compiled, sizes)
-            ratio = row["seconds"] / result["resnet50"][f"sgd, {kind}"]["seconds"]
-            note(
-                f"| {name} | {kind} | {row['seconds'] * 1e3:.1f} | {ratio:.3f} | {row['images_per_second']:.0f} | "
-                f"{row['peak_gib']:.2f} |"
-            )
-            save()
-    save()
+        raise SystemExit("no CUDA device is visible to torch; --device cpu --tiny runs a miniature on the CPU")
+    device, report = torch.device(options.device), Report(options.out, options.seconds)
+    machine = report.found["machine"] = importlib.import_module("torch_thor.bench.machine").provenance()
+    report.say(f"# {machine['device']}, torch {torch.__version__}, commit {machine['commit'][:8]}")
+    report.part("Checks", lambda own: check(own, device))
+    networks = (
+        (("resnet18", 2, 32), ("bert-tiny", 2, 16))
+        if options.tiny
+        else (("resnet50", 256, 224), ("bert-base", 64, 128))
+    )
+    report.part("Step times", lambda own: times(own, device, networks, 1 if options.tiny else 20))
+    names = ("characters",) if options.tiny else TASKS
+    report.part("Trainings", lambda own: train(own, device, names, options.data, 2 if options.tiny else None))
+    if report.failures:
+        raise SystemExit("\n".join(["failed:", *report.failures]))
 
 
 if __name__ == "__main__":

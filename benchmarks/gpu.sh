@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in at most ten minutes: bash benchmarks/gpu.sh [OUTPUT FOLDER]
-# Needs an NVIDIA GPU and a Python (PYTHON=...) with torch >= 2.9 and torchvision; downloads nothing, installs nothing.
-# Checks THOR on the device against the float64 reference of the tests, times ResNet-50 (224 pixels, batch 256,
-# bfloat16, channels_last) with SGD, AdamW, Muon and THOR and ThorMuon, eager and compiled, batched Cholesky against
-# eigendecomposition and the polar factors of ThorMuon, and chooses ResNet-50's split dimension. Prints a table and writes gpu.md and gpu.json.
-# DEVICE=cpu runs a miniature of the whole, to test the script itself.
+# Needs an NVIDIA GPU and a Python (PYTHON=...) with torch >= 2.9, torchvision and transformers; downloads nothing.
+# What else it finds in the checkout it uses: wheels of missing packages (pydantic, pytorch-optimizer) in build/wheels,
+# and the files of Fashion-MNIST in build/fashion-mnist (Debian's are in /usr/share/datasets/fashion-mnist).
+# Prints tables, and writes gpu.md and gpu.json (gpu.py says what of).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-out=${1:-$root/benchmarks/results/gpu}
-device=${DEVICE:-cuda}
-export PYTHONPATH=$root/src PYTHONUNBUFFERED=1
-mkdir -p "$out"
-exec timeout 590 "${PYTHON:-python3}" "$root/benchmarks/gpu.py" --device "$device" --out "$out"
+python=${PYTHON:-python3}
+if compgen -G "$root/build/wheels/*.whl" > /dev/null; then
+    "$python" -m pip install -q --no-index --no-deps --upgrade --target "$root/build/site" "$root"/build/wheels/*.whl
+    export PYTHONPATH=$root/build/site
+fi
+data=()
+[ -d "$root/build/fashion-mnist" ] && data=(--data "$root/build/fashion-mnist")
+exec timeout 590 "$python" -u "$root/benchmarks/gpu.py" --out "${1:-$root/build/gpu}" "${data[@]}"
