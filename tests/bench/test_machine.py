@@ -8,35 +8,20 @@ import pytest
 import torch
 
 import torch_thor
-from torch_thor.bench import describe, describe_device
-from torch_thor.bench.machine import commit
+from torch_thor.bench import describe
+from torch_thor.bench.machine import commit, provenance
 
 
 def test_the_keys_that_raw_data_have():
-    found = describe()
-    assert list(found) == [
-        "processor", "cores", "threads", "device", "python", "torch", "torchvision", "torch_thor", "commit",
-    ]  # fmt: skip
+    found, more = describe(), provenance()
+    assert json.loads(json.dumps(more)) == more
+    assert set(more) == {*found, "dirty", "instructions", "blas"}
     assert (found["torch"], found["torch_thor"]) == (torch.__version__, torch_thor.__version__)
-    assert found["threads"] == torch.get_num_threads()
-    assert json.loads(json.dumps(found)) == found
-
-
-def test_a_measurement_goes_on_where_these_are_equal():
-    assert list(describe_device("cpu")) == [
-        "device",
-        "cores",
-        "threads",
-        "python",
-        "torch",
-        "torchvision",
-        "torch_thor",
-    ]
-    assert describe_device("cpu")["device"].endswith("1 thread")
+    assert found["threads"] == more["threads"] == torch.get_num_threads()
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_the_commit_is_that_of_a_repository_which_tracks_the_file(tmp_path):
+def test_the_commit_is_that_of_a_repository_which_tracks_the_file(tmp_path, monkeypatch):
     def git(*words):
         who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
         done = subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
@@ -50,8 +35,5 @@ def test_the_commit_is_that_of_a_repository_which_tracks_the_file(tmp_path):
     git("add", "mine.py")
     git("commit", "-q", "-m", "the file")
     assert commit(file) == git("rev-parse", "--short", "HEAD")
-
-
-def test_without_git_the_commit_is_unknown(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert commit() == "unknown"
+    monkeypatch.setenv("PATH", "")  # git is not installed
+    assert commit(file) == provenance()["commit"] == "unknown"

@@ -6,15 +6,14 @@ from torch_thor.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_thor.bench import drawing, markdown
-    from torch_thor.bench.machine import describe, describe_device
+    from torch_thor.bench.machine import describe
     from torch_thor.bench.numbers import running_mean, steps_to
-    from torch_thor.bench.stores import Lines, key_of, write_json
+    from torch_thor.bench.stores import Lines, key_of
     from torch_thor.bench.timing import median_ratio, state_bytes, take_turns, training_step
 
 __all__ = [
     "Lines",
     "describe",
-    "describe_device",
     "drawing",
     "key_of",
     "markdown",
@@ -24,13 +23,12 @@ __all__ = [
     "steps_to",
     "take_turns",
     "training_step",
-    "write_json",
 ]
 
 _MODULES = {
-    "torch_thor.bench.machine": ("describe", "describe_device"),
+    "torch_thor.bench.machine": ("describe",),
     "torch_thor.bench.numbers": ("running_mean", "steps_to"),
-    "torch_thor.bench.stores": ("Lines", "key_of", "write_json"),
+    "torch_thor.bench.stores": ("Lines", "key_of"),
     "torch_thor.bench.timing": ("median_ratio", "state_bytes", "take_turns", "training_step"),
 }
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from torch_thor import __version__
-from torch_thor.split.timing import device_name, processor_name
+from torch_thor.split.timing import processor_name
 
 
 def describe() -> dict[str, Any]:
-    """Describe the machine, for a comparison that may run on any of its devices."""
+    """Describe the machine and the versions."""
     return {
         "processor": processor_name(),
         "cores": os.cpu_count(),
@@ -22,16 +22,6 @@ def describe() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         **versions(),
         "commit": commit(),
-    }
-
-
-def describe_device(device: str) -> dict[str, Any]:
-    """Describe one device and the versions; a measurement may be continued only where the description is equal."""
-    return {
-        "device": device_name(torch.device(device)),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        **versions(),
     }
 
 
@@ -66,14 +56,13 @@ def provenance() -> dict[str, Any]:
 
 def commit(file: Path = Path(__file__)) -> str:
     """Return the commit of the checkout that a file belongs to."""
-    try:
-        if _git(file.parent, "ls-files", "--error-unmatch", file.name):
-            return _git(file.parent, "rev-parse", "--short", "HEAD") or "unknown"
-    except OSError:  # git is not installed
-        pass
-    return "unknown"
+    tracked = _git(file.parent, "ls-files", "--error-unmatch", file.name)
+    return (_git(file.parent, "rev-parse", "--short", "HEAD") if tracked else "") or "unknown"
 
 
 def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""

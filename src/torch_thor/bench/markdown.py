@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -29,9 +29,9 @@ def each(values: Iterable[float | None], form: str) -> str:
     return ", ".join(number(value, form) for value in values)
 
 
-def middle(values: Sequence[float], form: str, *, of: Callable[[Sequence[float]], float] = statistics.median) -> str:
+def middle(values: Sequence[float], form: str) -> str:
     """Format the median over several seeds, followed by the value of each."""
-    return f"{number(of(values), form)} ({each(values, form)})"
+    return f"{number(statistics.median(values), form)} ({each(values, form)})"
 
 
 def summary(values: Sequence[float], form: str) -> str:

@@ -4,15 +4,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 
-def steps_to(
-    evaluations: Iterable[tuple[float, float]], target: float, *, higher: bool = True, interpolate: bool = True
-) -> float | None:
-    """Return the step at which a run reaches a target."""
+def steps_to(evaluations: Iterable[tuple[float, float]], target: float, *, higher: bool = True) -> float | None:
+    """Return the step at which a run reaches a target, between two evaluations as if the figure were linear."""
     sign = 1 if higher else -1
     before: tuple[float, float] | None = None
     for step, value in evaluations:
         if sign * (value - target) >= 0:
-            if not interpolate or before is None or before[1] == value:
+            if before is None or before[1] == value:
                 return float(step)
             return before[0] + (step - before[0]) * (target - before[1]) / (value - before[1])
         before = (step, value)

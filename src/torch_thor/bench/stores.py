@@ -38,9 +38,3 @@ def write_whole(path: Path, text: str, remedy: str = REMEDY) -> None:
 def key_of(words: Mapping[str, Any]) -> str:
     """Return a key made of the values that identify a job."""
     return ", ".join(f"{name} {words[name]}" for name in sorted(words))
-
-
-def write_json(path: Path, values: Any, indent: int | None = None) -> None:
-    """Write JSON values into a file, which is replaced only when the new one is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(values, indent=indent) + "\n")
