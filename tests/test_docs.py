@@ -62,7 +62,7 @@ def test_what_is_not_run_is_still_checked():
     with pytest.raises(ImportError, match="AbsentName"):
         look_up_imports("def f():\n    from torch_thor import AbsentName")
     with pytest.raises(ModuleNotFoundError):
-        look_up_imports("import torch_thor.absent")
+        look_up_imports("import torch.absent")
 
 
 def test_a_reason_belongs_to_the_fragment_that_follows_it():

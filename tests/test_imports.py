@@ -47,11 +47,6 @@ EXCEPTIONS = {
     "word_corpus.py": ("training.text.prepare", "prepares a corpus without the command line"),
     "training/test_observers.py": ("curvature.refresh", "tells observers of decisions without an optimizer"),
     "test_cli.py": ("commands training.recipes", "loads the commands anew, and reads a recipe as it is written"),
-    "bench/test_norm_benchmarks.py": ("training.tasks.images", "gives a benchmark other images"),
-    "bench/test_prepare_memory.py": (
-        "training.text.sources training.text.documents",
-        "reads a synthetic dump as the preparation reads a real one",
-    ),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torch_thor.bench import Lines, key_of, study
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
 
 STUDY = """
 import os

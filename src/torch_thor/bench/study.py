@@ -116,13 +116,17 @@ def measure(name: str, store: Lines, jobs: Sequence[Job], workers: int, say: Cal
     first = {key_of(job): job for job in jobs}
     with ProcessPoolExecutor(workers, context, initializer=_end_with_parent) as pool:
         running = {pool.submit(result_of, name, job): key for key, job in first.items()}
-        for number, future in enumerate(as_completed(running), start=1):
-            key, error = running[future], future.exception()
-            if error is None:
-                store.keep(key, future.result())
-            else:
-                failed.append(f"{key}: {type(error).__name__}: {first_line(error)}")
-            say(f"{number} of {len(first)} {'done: ' + key if error is None else 'failed: ' + failed[-1]}")
+        try:
+            for number, future in enumerate(as_completed(running), start=1):
+                key, error = running[future], future.exception()
+                if error is None:
+                    store.keep(key, future.result())
+                else:
+                    failed.append(f"{key}: {type(error).__name__}: {first_line(error)}")
+                say(f"{number} of {len(first)} {'done: ' + key if error is None else 'failed: ' + failed[-1]}")
+        except BaseException:  # Ctrl-C, or a full disk: what has not begun is not run for nothing
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     require(not failed, f"{len(failed)} jobs failed, which the same command runs again:\n" + "\n".join(failed))
 
 
