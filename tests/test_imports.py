@@ -43,6 +43,7 @@ EXCEPTIONS = {
     "distributed/test_traffic.py": ("tools.traffic", "compares what a plan counts with what is sent"),
     "tools/test_bytes.py": ("training.parallel", "divides a network as a training does"),
     "tools/test_split_dim.py": ("training.recipe", "needs the crops of a recipe"),
+    "bench/test_suite.py": ("training.data.small", "knows whether Debian's images are installed"),
     "warm.py": ("cli commands training.run", "imports in advance what the command line imports"),
     "word_corpus.py": ("training.text.prepare", "prepares a corpus without the command line"),
     "training/test_observers.py": ("curvature.refresh", "tells observers of decisions without an optimizer"),

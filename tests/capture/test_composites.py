@@ -238,15 +238,15 @@ def test_the_examples_of_the_how_to_page_run(capsys):
     names = {}
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(code, names)
-    assert capsys.readouterr().out == "['0', '2', '1.up', '1.down']\n"
-    model, optimizer = names["model"], names["optimizer"]
-    inputs = []
-    model[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    assert capsys.readouterr().out == "['0', '1']\n['1', '0.up', '0.down']\n"
+    optimizer = names["optimizer"]
+    model, inputs = optimizer.model, []
+    model[0].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     before = weights(model)
-    train(model, optimizer, batches(1, size=12, features=8, classes=4, dtype=torch.float32))
+    train(model, optimizer, batches(1, size=12, features=16, classes=4, dtype=torch.float32))
     (x,) = inputs
-    gate, value = (x @ before["1.up"].T).chunk(2, -1)
-    for name, rows in (("1.up", x), ("1.down", F.silu(gate) * value)):
+    gate, value = (x @ before["0.up"].T).chunk(2, -1)
+    for name, rows in (("0.up", x), ("0.down", F.silu(gate) * value)):
         assert optimizer.curvature[name].refreshes == 1
         torch.testing.assert_close(optimizer.curvature[name].factors()[0], rows.T @ rows / 12)
     assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
