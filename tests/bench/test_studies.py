@@ -1,0 +1,61 @@
+"""The studies beside the suite: what they compute from raw data, by hand, and that their pages show it."""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from torch_thor.bench.stores import key_of
+from torch_thor.bench.study import Lines, load
+
+ROOT = Path(__file__).parents[2]
+
+
+def study(name):
+    return load(str(ROOT / "benchmarks" / f"{name}.py"))
+
+
+def test_bytes_that_are_sent():
+    many = study("many_devices")
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5), nn.Linear(5, 2))
+    assert many.matrix_elements(model) == 20  # embeddings and the classifier are AdamW's
+    sent = many.run({"part": "bytes", "model": "resnet18"})["sent"]
+    for n, found in ((int(n), found) for n, found in sent.items()):
+        assert found["gradients"] == pytest.approx(2 * 4 * 11_689_512 * (n - 1) / n, rel=0.01)
+        assert found["shampoo"] == 4 * 11_689_512 * (n - 1) // n
+        assert 0 < found["thor sharded"] <= found["thor"]
+
+
+def test_a_step_with_a_refresh_in_every_hundredth():
+    many = study("many_devices")
+    one = {name: [1.0] for name in many.FORMS} | {"thor ddp refresh": [3.0], "thor fsdp refresh": [1.0]}
+    more = {name: [3 * seconds for seconds in times] for name, times in one.items()} | {"thor ddp refresh": [109.0]}
+    found = many.scaling([{"1": one, "2": more, "4": more}])
+    assert found["sgd ddp"] == {"1": [1.0], "2": [3.0], "4": [3.0]}
+    assert found["thor ddp"]["2"] == [pytest.approx((3 + 1.06) / 1.02)]
+
+
+def test_a_training_that_stopped_is_the_worst_of_its_case():
+    defaults = study("defaults")
+    rows = {key_of(job): {"job": job, "first": 9.0, "value": 1.0 + job["seed"]} for job in defaults.jobs({})}
+    del rows["case DQN on CartPole: return, optimizer … bound 0.05, seed 2"]["value"]
+    del rows["case LoRA, rank 4: loss, optimizer ThorMuon, defaults, seed 0"]["value"]
+    rows.pop("case PPO on CartPole: return, optimizer AdamW(1e-3), seed 1")
+    rows["case ResNet, 8 layers, 8 wide, 10 matrices, optimizer lr 0.16, seed 0"]["value"] = 0.5
+    table = defaults.table(rows)
+    assert "| DQN on CartPole: return | 9 | 2 (1, 2, 3) | 2 (1, 2, 3) | 1 (1, 2, stopped) | 2 (1, 2, 3) |" in table
+    assert "| 3.0000 (stopped, 2.0000, 3.0000) |" in table
+    assert "PPO" not in table
+    assert "| ResNet, 8 layers, 8 wide, 10 matrices | 9.0000 | 1.0000 | 1.0000 | 0.5000 | 2.000 |" in table
+
+
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [("many_devices", "many-devices"), ("models", "defaults")],
+)
+def test_the_page_shows_the_raw_data(name, page):
+    rows = Lines(ROOT / "benchmarks" / "results" / f"{name}.jsonl").rows
+    text = (ROOT / "docs" / "measurements" / f"{page}.md").read_text()
+    parts = study(name).table(rows).split("\n\n")
+    assert parts[0].count("\n") > 1
+    assert all(part in text for part in parts)
