@@ -59,7 +59,7 @@ def main(plan, out, *words):
     try:
         run.run_recipe(recipe, RunFolder(Path(out)), Console(width=200), resume="--resume" in words)
     except (UserError, StoppedError) as error:
-        print(f"torch-thor: {error}", file=sys.stderr)
+        print(f"torch-thor, start {start}: {error}", file=sys.stderr)
         sys.exit(2)
 
 
