@@ -65,7 +65,7 @@ def test_a_signal_saves_and_stops(tmp_path, whole, name, ranks):
     """Of two processes, one of which gets it, both stop after the same step."""
     code, out, err = go(tmp_path, f"{1 if ranks else 0}:step:7:{name}", "run", ranks=ranks)
     assert code == 2, out + err
-    assert "torch-thor: stopped at step 7, checkpoint written" in err
+    assert "torch-thor, start 0: stopped at step 7, checkpoint written" in err
     assert checkpoints(tmp_path / "run", "thor") == [3, 5, 7]  # that of step 3 is the best
     code, _, err = go(tmp_path, NOTHING, "run", "--resume", ranks=ranks)
     assert code == 0, err
