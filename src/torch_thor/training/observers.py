@@ -25,6 +25,7 @@ from torch_thor.training.tasks.task import primary
 # TensorBoard draws 1000 random points of a curve, and a point for each of very many steps would need hundreds of
 # megabytes. A point therefore summarises `log_interval` steps, or fewer where a curve would have less than this many.
 FULL_CURVE = 100
+_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for each line
 
 
 def observers_of(run: Run, folder: RunFolder, console: Console, profile: bool, offset: int) -> list[Any]:
@@ -114,7 +115,7 @@ class Metrics(Observer):
         # JSON has no infinity and no NaN
         plain = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
         with writing(self.path):
-            self._file.write(json.dumps({"kind": kind, **plain}, allow_nan=False).encode() + b"\n")
+            self._file.write(_encode({"kind": kind, **plain}).encode() + b"\n")
 
 
 class TensorBoard(Observer):
