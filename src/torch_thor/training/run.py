@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch_thor.training.precision import Precision, averaged
 from torch_thor.training.printing import printer
 from torch_thor.training.recipe import Recipe
 from torch_thor.training.recipes import override
-from torch_thor.training.saving import Saver, listening
+from torch_thor.training.saving import Saver, listening, settle
 from torch_thor.training.summary import report
 from torch_thor.training.tasks import open_task
 from torch_thor.training.tasks.images import as_trained
@@ -143,6 +143,8 @@ def _train(run: Run, offset: int, folder: RunFolder, console: Console, profile: 
     with agreed(run.ranks):
         if run.ranks.first:
             own = observers_of(run, folder, console, profile, offset)
+            with suppress(OSError):  # of which the next checkpoint tells
+                settle(folder.checkpoints(run.name), run)  # after its last checkpoint a process may have been killed
     saver = Saver(folder.checkpoints(run.name), lambda: own[0].offset())
     train(run, [*own[:1], saver, *own[1:]], stops=stops)  # one that profiles is the last: others are not in its table
 

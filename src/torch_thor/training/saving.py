@@ -5,7 +5,7 @@ import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -79,7 +79,7 @@ class Saver(Observer):
 
 
 def save(folder: Path, run: Run, offset: int) -> None:
-    """Write a checkpoint, then remove all but the newest and the best. Every process calls it, the first one writes."""
+    """Write a checkpoint, then `settle` those that there are. Every process calls it, the first one writes."""
     weights, state = whole(run)
     final = folder / f"{PREFIX}{run.step:08d}"
     with agreed(run.ranks):
@@ -87,12 +87,9 @@ def save(folder: Path, run: Run, offset: int) -> None:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for path in folder.glob(f"{REMAINS}{PREFIX}*"):  # of a process that was killed
-                shutil.rmtree(path, ignore_errors=True)
             with whole_folder(final) as temporary:  # replaces a damaged checkpoint of the same step
                 _write(temporary, run, weights, state, offset)
-            if run.recipe.keep_best and run.best is not None:
-                _link(folder, f"{PREFIX}{run.best.step:08d}")
+            settle(folder, run)
         except (OSError, RuntimeError, SafetensorError) as error:
             # of a full disk safetensors tells in an error of its own, and torch gives a position in the archive
             cause: BaseException | None = error
@@ -104,20 +101,25 @@ def save(folder: Path, run: Run, offset: int) -> None:
                 f"checkpoint {final} cannot be written ({getattr(cause, 'strerror', None) or first_line(error)}); "
                 f"{left}: free some disk space, then continue with --resume"
             ) from error
-        # a run continues from an earlier step only if those of later steps are damaged
-        earlier = [path for path in newest_first(folder) if path <= final]
-        for path in earlier[run.recipe.keep_checkpoints :]:
-            if path.name != (folder / BEST).resolve().name:
-                shutil.rmtree(path, ignore_errors=True)  # an error must not end the training; the next one retries
 
 
-def _link(folder: Path, best: str) -> None:
-    temporary = folder / f"{REMAINS}{BEST}"
-    if (folder / best).exists():
+def settle(folder: Path, run: Run) -> None:
+    """Link the best checkpoint, and remove all but it and the newest ones: also what killed processes have left."""
+    best = f"{PREFIX}{run.best.step:08d}" if run.best is not None and run.recipe.keep_best else ""
+    if best and (folder / best).exists():
+        temporary = folder / f"{REMAINS}{BEST}"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(best)
         temporary.replace(folder / BEST)
         flush(folder)
+    # a run continues from an earlier step only if those of later steps are damaged
+    earlier = [path for path in newest_first(folder) if path.name <= f"{PREFIX}{run.step:08d}"]
+    old = [path for path in earlier[run.recipe.keep_checkpoints :] if path.name != (folder / BEST).resolve().name]
+    for path in (*folder.glob(f"{REMAINS}{PREFIX}*"), *old):
+        # under a name that is no checkpoint's; an error must not end the training, and the next one tries again
+        with suppress(OSError):
+            path = path if path.name.startswith(REMAINS) else path.rename(folder / f"{REMAINS}{path.name}")
+            shutil.rmtree(path)
 
 
 def whole(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
