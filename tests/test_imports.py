@@ -22,7 +22,7 @@ COMMAND_LINE = "torch_thor.cli:main"
 # Each package may import itself and those before it. Files are written with errors that a user reads.
 LAYERS = (
     "lazy", "torch_internals", "training.errors", "files", "intervals", "schedules", "curvature", "capture",
-    "distributed", "optim", "split", "training", "tools", "bench", "commands", "cli",
+    "distributed", "optim", "split", "trainers", "training", "tools", "bench", "commands", "cli",
 )  # fmt: skip
 # The package that each public name is from.
 HOMES = {name: module.split(".")[1] for module, names in torch_thor._MODULES.items() for name in names}

@@ -66,11 +66,15 @@ def test_options_in_messages_exist():
         "d_in",
         "d_out",
         "gradient",
+        "learning_rate",
         "nonfinite",
+        "opt",
+        "opt_func",
+        "optimizers",
         "requires_grad",
         "sparse",
         "use_reentrant",
-    }  # shapes, and arguments of torch
+    }  # shapes, and arguments of torch and of trainers
     known |= {*dir(torch_thor.THOR), *dir(torch_thor.curvature.Kind), *dir(torch_thor.curvature.LayerCurvature)}
     known |= {name for base in torch_thor.curvature.Kind.__mro__ for name in inspect.get_annotations(base)}
     for one in filter(callable, public):

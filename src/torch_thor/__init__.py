@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch_thor.optim.thor import THOR
     from torch_thor.optim.thor_muon import ThorMuon
     from torch_thor.split.choice import SplitChoice, choose_split_dim
+    from torch_thor.trainers.labels import follow_labels
 
 __all__ = [
     "AGCSGD",
@@ -30,6 +31,7 @@ __all__ = [
     "adaptive_clip_grad_",
     "choose_split_dim",
     "coverage",
+    "follow_labels",
     "intervals",
     "model_is",
     "param_groups",
@@ -52,8 +54,9 @@ _MODULES = {
     "torch_thor.optim.thor": ("THOR",),
     "torch_thor.optim.thor_muon": ("ThorMuon",),
     "torch_thor.split.choice": ("SplitChoice", "choose_split_dim"),
+    "torch_thor.trainers.labels": ("follow_labels",),
 }
-_PACKAGES = ("capture", "curvature", "distributed", "intervals", "optim", "schedules", "split")
+_PACKAGES = ("capture", "curvature", "distributed", "intervals", "optim", "schedules", "split", "trainers")
 
 if not TYPE_CHECKING:
     # importing torch takes seconds, and the command line must react to Ctrl-C during that time

@@ -130,7 +130,12 @@ def test_bad_words_and_full_disks_are_one_line(call, monkeypatch, tmp_path):
     assert set(Lines(store.path).rows) == {"lr 1"}
 
 
-def test_the_hash_of_sources_sees_code_and_no_docstrings(tmp_path):
-    texts = ['"""One."""\nx = 1  # a\n', '"""Two."""\n\nx = (1)\n', "x = 2\n"]
-    trees = [study._shape(study.ast.parse(text)) for text in texts]
-    assert trees[0] == trees[1] != trees[2]
+def test_the_hash_of_sources_sees_code_and_nothing_that_is_for_people():
+    alike = (
+        '"""One text."""\nx = 1  # a\nraise ValueError(f"lr={x}: too large")\n',
+        '"""Two texts."""\n\nx = (1)\nraise ValueError("too large: lower it")\n',
+    )
+    others = ('x = 1\nraise TypeError("too large: lower it")\n', 'x = "A"\nraise ValueError("too large")\n')
+    trees = [study._shape(study.ast.parse(text)) for text in (*alike, *others)]
+    assert trees[0] == trees[1]
+    assert len({*map(repr, trees)}) == 3

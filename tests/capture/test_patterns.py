@@ -41,6 +41,8 @@ PATTERNS = [
     ("blocks.0.attn.v_proj", {"blocks.0.attn.v_proj"}),
     (["*.norm", "head"], {*NORMS, "head"}),
     (["head", "he*"], {"head"}),
+    ("module.blocks.0.mlp", {"blocks.0.mlp.0", "blocks.0.mlp.2"}),  # as DDP and torch.compile name them
+    (["_orig_mod.module.head", "blocks._orig_mod.1.mlp.0"], {"head", "blocks.1.mlp.0"}),
 ]
 CALLABLES = [
     (lambda name, module: name.endswith("0"), {"blocks.0.mlp.0", "blocks.1.mlp.0"}),
@@ -152,3 +154,9 @@ def test_patterns_with_parameter_groups():
     optimizer = THOR(model["blocks"].parameters(), model=model, layers="-*.norm")
     optimizer.add_param_group({"params": [*model["embedding"].parameters(), *model["head"].parameters()]})
     assert set(optimizer.curvature) == NAMES - NORMS
+
+
+def test_names_of_a_wrapped_model_need_no_wrapper():
+    model = torch.compile(nn.ModuleDict({"module": mlp(dtype=torch.float32)}))
+    for pattern in ("2", "module.2", "_orig_mod.module.2"):
+        assert set(THOR(model, layers=pattern).curvature) == {"_orig_mod.module.2"}

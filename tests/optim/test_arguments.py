@@ -5,6 +5,7 @@ import functools
 import inspect
 import pickle
 import re
+import warnings
 
 import pytest
 import torch
@@ -164,3 +165,44 @@ def test_presets_and_the_bound_of_each():
     assert THOR.preset("paper")["trace_thresholds"] == THOR.preset("thor")["trace_thresholds"]
     THOR.preset("paper").clear()
     assert THOR.preset("paper")
+
+
+def test_the_error_for_a_missing_model_has_the_line_for_the_trainer_that_calls():
+    code = "def make(kind, parameters):\n    return kind(parameters)"
+    for trainer, line in (
+        ("transformers.trainer", r"in transformers: .*optimizers=\(ThorMuon\(model\), None\)"),
+        ("lightning.pytorch.core", r"return ThorMuon\(self\) from configure_optimizers"),
+        ("fastai.optimizer", r"opt=partial\(ThorMuon, model=model\)"),
+        ("stable_baselines3.common.policies", r"agent\.policy\.optimizer = ThorMuon\(agent\.policy\)"),
+        ("timm.optim", r"`with torch_thor\.model_is\(model\):` around create_optimizer_v2"),
+        ("mine", r"give it functools\.partial\(ThorMuon, model=model\)"),
+    ):
+        names = {"__name__": trainer}
+        exec(code, names)
+        with pytest.raises(TypeError, match=f"model=None: .*{line}"):
+            names["make"](ThorMuon, mlp().parameters())
+
+
+def test_a_learning_rate_for_adam_is_named_once():
+    """That of the groups, or the highest one of a scheduler; not one that grows, and not THOR's."""
+    for change, expected in (
+        (lambda group, step: group.update(lr=3e-4), 1),  # as Stable-Baselines3 does
+        (lambda group, step: group.update(lr=1e-4 * step), 0),  # a warm-up
+        (lambda group, step: group.update(lr=0.0), 0),
+        (lambda group, step: group.update(lr=1e-4, initial_lr=0.08), 0),
+        (lambda group, step: group.update(lr=1e-5 * step, initial_lr=1e-3), 1),
+        (lambda group, step: None, 0),
+    ):
+        for make in (ThorMuon, THOR):
+            model = mlp()
+            optimizer = make(model)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for step in range(12):
+                    change(optimizer.param_groups[0], step)
+                    model(torch.ones(2, 5, dtype=torch.float64)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            said = [str(one.message) for one in caught if "tenth of the default" in str(one.message)]
+            assert len(said) == (expected if make is ThorMuon else 0)
+            assert all("learning_rate=0.08" in one for one in said)

@@ -2,7 +2,8 @@
 
 A pattern of :mod:`fnmatch` (``*``, ``?``, ``[...]``, case-sensitive) that matches the name of a module selects
 everything inside the module: ``"encoder"``, ``"*.attn"``. A leading minus excludes: ``["encoder", "-encoder.0"]``.
-If every pattern excludes, all other names are selected.
+If every pattern excludes, all other names are selected. What wrappers add to names, ``module.`` of DDP and
+``_orig_mod.`` of torch.compile, may be there or not, in patterns and in names.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,8 +35,16 @@ def selected(option: str, patterns: Patterns, named: Mapping[str, Any], what: st
 
 def matches(pattern: str, name: str) -> bool:
     """Return whether a pattern matches a name, or the name of a module around it."""
-    parts = name.split(".")
+    if fnmatchcase(name, pattern):
+        return True
+    pattern, parts = ".".join(_unwrapped(pattern)), _unwrapped(name)
     return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+
+
+def _unwrapped(name: str) -> list[str]:
+    """Return the parts of a name that are not of wrappers."""
+    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    return parts[1:] if parts[0:1] == ["module"] and len(parts) > 1 else parts
 
 
 def some(names: Sequence[str], most: int = 5) -> str:

@@ -149,6 +149,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._whole = None  # what consolidate_state_dict() has collected is that of the step before
         if not inputs.largest and self._plan.first_shards is None:
             report.note_nothing_trained(self)
+        if self.param_groups[0]["step"] in report.LR_JUDGED:
+            report.note_small_lr(self)
         changed = self._renewed or bool(inputs.due)
         if not inputs.due and self._capture.gathering:
             changed = self._capture.finish_step() or changed

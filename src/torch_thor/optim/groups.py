@@ -1,12 +1,15 @@
 """Parameter groups by name, and the coverage of an optimizer that a trainer has wrapped."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from torch_thor.capture.coverage import Covered
 from torch_thor.capture.patterns import selected
+
+if TYPE_CHECKING:
+    from torch_thor.optim.base import CurvatureOptimizer
 
 
 def param_groups(
@@ -70,7 +73,8 @@ def coverage(optimizer: Any) -> list[Covered]:
     """List how each parameter of a model is trained, also if a trainer has wrapped the optimizer.
 
     Args:
-        optimizer: THOR or ThorMuon; or a wrapper of Accelerate, Lightning or another trainer that holds it.
+        optimizer: THOR or ThorMuon; or what holds it: a wrapper or a trainer of Accelerate, Lightning, Hugging Face,
+            fastai, Stable-Baselines3, DeepSpeed or torchtitan, a scheduler.
 
     Returns:
         One entry per parameter, in the model's order: its kind and factor sizes, or the reason why it has none.
@@ -78,16 +82,29 @@ def coverage(optimizer: Any) -> list[Covered]:
     Raises:
         TypeError: it neither is nor holds such an optimizer.
     """
+    found = held(optimizer)
+    if found is None:
+        raise TypeError(
+            f"coverage({type(optimizer).__name__}): must be THOR or ThorMuon, or what holds one as its attribute "
+            f"optimizer; give the optimizer itself"
+        )
+    return found.coverage()
+
+
+_HOLD = ("optimizer", "_optimizer", "base_optimizer", "opt", "optimizers", "policy")  # attributes of wrappers
+
+
+def held(holder: Any) -> "CurvatureOptimizer | None":
+    """Return THOR or ThorMuon from what holds it; None if there is none."""
     from torch_thor.optim.base import CurvatureOptimizer
 
-    inner, seen = optimizer, set[int]()
-    while inner is not None and id(inner) not in seen:
-        if isinstance(inner, CurvatureOptimizer):
-            return inner.coverage()
-        seen.add(id(inner))
-        held = (getattr(inner, name, None) for name in ("optimizer", "_optimizer", "base_optimizer"))
-        inner = next((one for one in held if one is not None), None)
-    raise TypeError(
-        f"coverage({type(optimizer).__name__}): must be THOR or ThorMuon, or a wrapper that holds one as its attribute "
-        f"optimizer; give the optimizer itself"
-    )
+    todo, seen = [holder], set[int]()
+    while todo:
+        one = todo.pop(0)
+        if isinstance(one, CurvatureOptimizer):
+            return one
+        if id(one) not in seen and len(seen) < 50:  # a wrapper may answer every name with a new object
+            seen.add(id(one))
+            inner = (getattr(one, name, None) for name in _HOLD)
+            todo += one if isinstance(one, list | tuple) else [part for part in inner if part is not None]
+    return None

@@ -129,7 +129,8 @@ class Plan:
             raise RuntimeError(
                 f"parameter {next(iter(self.names.values()))!r} is in none of the optimizer's parameter groups, and so "
                 f"are all others: they were replaced after the optimizer was made. Make it after that (after "
-                f"fully_shard, which replaces all parameters), or assign to parameter.data instead"
+                f"fully_shard, which replaces all parameters), or assign to parameter.data instead. DeepSpeed's bf16 "
+                f"and fp16 optimizers replace them too: use float32 with torch.autocast"
             )
         if before is None:
             return

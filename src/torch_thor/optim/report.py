@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # The entries of a parameter group that are not options: its parameters and the counters of step().
 NO_OPTIONS = {"params", "param_names", "step", "next_refresh", "last_loss_terms"}
+LR_JUDGED = (1, 10)  # the steps whose learning rates are compared
+SMALL_LR = {"ThorMuon": 0.008}  # a tenth of the default; that of THOR depends on the task
 _UNCALLED = "the weight is used without calling the module, so no statistics come"
 
 
@@ -94,6 +96,7 @@ class StepWarnings:
 
     def __init__(self) -> None:
         self._known: set[Hashable] = set()
+        self.first_lr = math.inf
         self.pending: dict[tuple[str, str], list[str]] = {}  # the names that one text is about, by its two parts
 
     def note(self, about: Hashable, message: str, name: str | None = None, then: str = "") -> None:
@@ -155,6 +158,22 @@ def note_nothing_trained(optimizer: "CurvatureOptimizer") -> None:
             f"{type(optimizer).__name__}, step {optimizer.param_groups[0]['step'] - 1}: no parameter in its groups has "
             f"a gradient, so nothing is trained. {_untrained(new)} Where an adapter was added (LoRA), make it first: "
             f"peft.get_peft_model(model, ...), then the optimizer",
+        )
+
+
+def note_small_lr(optimizer: "CurvatureOptimizer") -> None:
+    """Warn if the learning rate is one for Adam, as trainers set it: small, and not growing as in a warm-up."""
+    label, known = type(optimizer).__name__, optimizer._warnings
+    small = SMALL_LR.get(label, 0.0)
+    # the highest one of torch's schedulers, as a rule
+    lr = max(max(float(group["lr"]), float(group.get("initial_lr", 0.0))) for group in optimizer.param_groups)
+    if optimizer.param_groups[0]["step"] == LR_JUDGED[0]:
+        known.first_lr = lr
+    elif 0 < lr < small and lr <= known.first_lr:
+        known.note(
+            "lr",
+            f"{label}: lr={lr:g} is below {small:g}, a tenth of the default. If it is a trainer's, for Adam, give the "
+            f"trainer {label}'s, such as learning_rate={10 * small:g}",
         )
 
 

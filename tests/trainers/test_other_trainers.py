@@ -4,10 +4,10 @@ import lightning
 import pytest
 import torch
 import transformers
-from test_hugging_face import gpt2
 from torch import nn
 from torch.utils.data import DataLoader
 
+from test_hugging_face import gpt2
 from tiny import assert_same, batches, cross_entropy, mlp, train, weights
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, param_groups
 

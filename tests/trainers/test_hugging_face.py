@@ -9,7 +9,8 @@ import transformers
 
 from comparing import having
 from tiny import assert_same, mlp, weights
-from torch_thor import THOR, ThorMuon
+from torch_thor import THOR, ThorMuon, coverage, follow_labels
+from torch_thor.trainers.hugging_face import CurvatureCallback
 
 SIZES = {"vocab_size": 19, "attn_implementation": "eager"}
 
@@ -132,3 +133,76 @@ def test_adapters_alone_are_preconditioned(name, whole):
     assert whole or set(optimizer.curvature) == adapted
     for n, parameter in model.named_parameters():
         assert torch.equal(parameter, before[n]) == ("default" not in n), n
+
+
+# ------------------------------------------------------------------------------------------- labels
+
+
+def bert():
+    config = transformers.BertConfig(
+        **SIZES, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12,
+        max_position_embeddings=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+@pytest.mark.parametrize(("build", "terms"), [(gpt2, 11), (bert, 14)])
+def test_labels_are_followed_as_if_terms_and_mask_were_set_by_hand(build, terms):
+    """Two micro-batches; the causal model shifts, so the first label of a row is no term."""
+    mask = torch.arange(6) < torch.tensor([[6], [3], [4], [5]])
+    labels = tokens().masked_fill(~mask, -100)
+    labels[0, :2], labels[3, 1:3] = -100, -100
+    assert terms == int((labels[:, 1:] if build is gpt2 else labels).ne(-100).sum())
+
+    def trained(follow):
+        torch.manual_seed(0)
+        model = build()
+        optimizer = THOR(model, lr=0.05, update_interval=2, trace_thresholds=(0.0, 0.0))
+        end = follow_labels(optimizer) if follow else None
+        for _ in range(4):
+            for part in (slice(0, 2), slice(2, 4)):
+                if not follow:
+                    optimizer.row_mask, optimizer.loss_terms = mask[part], terms
+                given = {"input_ids": tokens()[part], "attention_mask": mask[part].long(), "labels": labels[part]}
+                model(**given).loss.backward()
+                with torch.no_grad():
+                    model(**given)  # an evaluation counts nothing
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.param_groups[0]["last_loss_terms"] == terms
+        if end is not None:
+            end()
+            assert (optimizer.row_mask, optimizer.loss_terms) == (None, None)
+        return weights(model)
+
+    assert_same(trained(follow=True), trained(follow=False))
+
+
+def test_the_callback_follows_labels_and_names_arguments_without_effect(tmp_path):
+    sentences = [{"input_ids": one, "labels": one.clone().index_fill(0, torch.arange(i % 4), -100)}
+                 for i, one in enumerate(tokens(16))]  # fmt: skip
+
+    def fit(optimizer_lr, **given):
+        model = gpt2()
+        optimizer = THOR(model, lr=optimizer_lr, update_interval=1)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2, report_to=[],
+            use_cpu=True, disable_tqdm=True, logging_strategy="no", save_strategy="no", **given,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=sentences, optimizers=(optimizer, None), callbacks=[CurvatureCallback()]
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        assert coverage(trainer) == optimizer.coverage()
+        said = [str(one.message) for one in caught if "TrainingArguments." in str(one.message)]
+        return optimizer.param_groups[0]["last_loss_terms"], said
+
+    terms, said = fit(0.02)
+    assert terms < 8 * 6 - 8  # labels of -100 are left out
+    assert said == []
+    assert fit(0.02, learning_rate=0.02)[1] == []
+    _, said = fit(0.02, learning_rate=2e-5, weight_decay=0.1)
+    assert "learning_rate=2e-05 has no effect: THOR has lr=0.02; give lr to THOR" in said[0]
+    assert "weight_decay=0.1 has no effect" in said[1]

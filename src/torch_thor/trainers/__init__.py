@@ -1,0 +1,1 @@
+"""For training loops that others wrote."""

@@ -1,0 +1,63 @@
+"""Loss terms and padding from what a model is called with."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_thor.optim.base import CurvatureOptimizer
+
+IGNORED = -100  # the label of tokens that the losses of transformers leave out
+
+
+def follow_labels(optimizer: CurvatureOptimizer) -> Callable[[], None]:
+    """Set ``loss_terms`` and ``row_mask`` on refreshes from the arguments that the model is called with.
+
+    For models that are called with keyword arguments named as those of transformers. ``row_mask`` is their
+    ``attention_mask`` (N, L). ``loss_terms`` is ``num_items_in_batch``, by which the Trainer of transformers divides
+    the loss, where it is given; otherwise the number of ``labels`` that are not -100 in all forward passes since the
+    last step. The loss of a causal language model of transformers has no term for the first label of a sequence.
+
+    Args:
+        optimizer: THOR; or ThorMuon, for which padding matters alone.
+
+    Returns:
+        A function that ends it.
+
+    Raises:
+        TypeError: ``optimizer`` is neither; give what a trainer has wrapped.
+    """
+    if not isinstance(optimizer, CurvatureOptimizer):
+        raise TypeError(f"follow_labels({type(optimizer).__name__}): must be THOR or ThorMuon; give what was wrapped")
+    shifts = getattr(optimizer.model, "loss_type", "") in (None, "ForCausalLM")
+    counted = 0
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(module: nn.Module, args: Any, given: Mapping[str, Any]) -> None:
+        nonlocal counted
+        if not torch.is_grad_enabled() or not any(layer.due for layer in optimizer.curvature.values()):
+            return
+        mask, labels, terms = (given.get(name) for name in ("attention_mask", "labels", "num_items_in_batch"))
+        optimizer.row_mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if terms is None and isinstance(labels, Tensor):
+            own = labels[:, 1:] if shifts and labels.dim() == 2 else labels
+            counted += int(own.ne(IGNORED).sum())
+            terms = counted
+        optimizer.loss_terms = None if terms is None else int(terms)
+
+    def after(*_: Any) -> None:
+        nonlocal counted
+        counted = 0
+
+    handles = (
+        optimizer.model.register_forward_pre_hook(before, with_kwargs=True),
+        optimizer.register_step_post_hook(after),
+    )
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+        optimizer.row_mask = optimizer.loss_terms = None
+
+    return end
