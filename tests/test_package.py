@@ -6,11 +6,16 @@ import pkgutil
 import re
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 import torch_thor
 
@@ -108,11 +113,44 @@ def test_modules_are_known_to_kinds_alone():
     assert found <= {"factor", "layer", "matrices"}
 
 
+TRAINS = """
+import torch, torch_thor
+assert torch_thor.__file__.startswith({place!r})
+model = torch.nn.Linear(3, 2)
+optimizer = torch_thor.ThorMuon(model)
+x = torch.randn(8, 3)
+losses = []
+for _ in range(20):
+    losses.append((model(x) - x[:, :2]).square().mean())
+    losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+assert losses[-1] < losses[0] / 2
+from torch_thor.cli import main
+main()
+"""
+
+
 @pytest.mark.slow
-def test_wheel_ships_recipes_and_needs_torch_alone(tmp_path):
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    subprocess.run([*command, str(ROOT)], check=True, timeout=600)
-    (wheel,) = tmp_path.glob("torch_thor-*.whl")
+def test_what_is_released_trains_from_an_empty_folder_and_needs_torch_alone(tmp_path):
+    """The wheel is built from the sdist, and installed without this checkout; torch and others are those of here."""
+    subprocess.run([sys.executable, "-m", "build", "-n", "-o", tmp_path, ROOT], check=True, timeout=600)
+    (wheel,), (sdist,) = tmp_path.glob("torch_thor-*.whl"), tmp_path.glob("torch_thor-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "CITATION.cff", "recipes/digits.yaml", "tests/test_package.py"} <= inside
+    venv.create(tmp_path / "venv", with_pip=True)
+    place = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True, timeout=600)
+    (Path(place) / "those_of_here.pth").write_text(sysconfig.get_path("purelib"))
+    (tmp_path / "empty").mkdir()
+    code = f"import sys; sys.argv[1:] = ['train', '--list']{TRAINS.format(place=place)}"
+    done = subprocess.run(
+        [python, "-P", "-c", code], cwd=tmp_path / "empty", capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "digits " in done.stdout
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
@@ -122,3 +160,12 @@ def test_wheel_ships_recipes_and_needs_torch_alone(tmp_path):
     assert shipped <= names
     assert {"torch_thor/py.typed", "torch_thor/optim/thor.py"} <= names
     assert [r.split(">")[0] for r in requirements if "extra ==" not in r] == ["torch"]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_ends_in_a_plot():
+    notebook = nbformat.read(ROOT / "docs/tutorial/five-minutes.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # what it shows is that of the reader's machine
+    NotebookClient(notebook, timeout=600).execute()
+    last = [cell for cell in notebook.cells if cell.cell_type == "code"][-1]
+    assert any("image/png" in output.get("data", {}) for output in last.outputs)
