@@ -120,14 +120,22 @@ def test_directions_that_are_lost_in_rounding():
 # ---- by products -----------------------------------------------------------------------------------------------------
 
 
-def test_one_shape_without_eigenvalues_leaves_the_others_exact(monkeypatch):
+def no_numbers(grams):
+    """What LAPACK of MKL 2024 gives for some matrices with rows of zeros: a wrong pair in the middle, and no error."""
+    values, vectors = torch.linalg.eigvalsh(grams), torch.eye(grams.shape[-1]).to(grams).expand_as(grams).clone()
+    values[0, 1] = vectors[0, :, 1] = torch.nan
+    return values, vectors
+
+
+@pytest.mark.parametrize("fails", [never, no_numbers])
+def test_one_shape_without_eigenvalues_leaves_the_others_exact(monkeypatch, fails):
     """One block that does not converge fails its batch; then they are taken one by one, and it alone by products."""
     really, calls = torch.linalg.eigh, []
     poor, rich = with_lengths(1, 4, 6, 0.1), with_lengths(2, 4, 8, 0.1)
 
     def eigh(grams):
         calls.append(len(grams))
-        return (never if len(calls) <= 2 else really)(grams)  # all three, then the first of them
+        return (fails if len(calls) <= 2 else really)(grams)  # all three, then the first of them
 
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
     one, two = orthogonalise([poor, rich])

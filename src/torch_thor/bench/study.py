@@ -36,6 +36,10 @@ STEP = (
     *(f"optim/{name}.py" for name in ("natural", "orthogonal", "plan", "refresh_step", "step", "thor", "thor_muon")),
 )
 NO_STEP = ("capture/coverage.py", "capture/patterns.py")
+# Hashes of earlier sources that take the same steps bit for bit, as `python tests/golden/between.py COMMIT HEAD` shows.
+SAME_STEP = {
+    "46a67cef64b9d1cb": "2cb7c653; since then messages, and an error where LAPACK gives eigenvectors that are no numbers"
+}
 Row = dict[str, Any]
 Job = Mapping[str, Any]
 
@@ -66,7 +70,7 @@ def main() -> None:
     print(study.table(store.rows))
     if hasattr(study, "draw"):
         study.draw(store.rows)
-    stale = sum(row["sources"] != sources() for row in store.rows.values())
+    stale = sum(map(is_stale, store.rows.values()))
     if stale:
         print(
             f"\nstale: {stale} of {len(store.rows)} rows come from other sources of the step ({sources()} is current)"
@@ -180,6 +184,11 @@ def sources() -> str:
         if name not in NO_STEP:
             found.update(repr((name, _shape(ast.parse(file.read_bytes())))).encode())
     return found.hexdigest()[:16]
+
+
+def is_stale(row: Row) -> bool:
+    """Return whether a row comes from sources that may take other steps than the current ones."""
+    return row["sources"] not in (sources(), *SAME_STEP)
 
 
 def _shape(node: Any) -> Any:

@@ -9,6 +9,7 @@ operations instead of ``m² n``. Blocks of one size, from all matrices of a shap
   coefficients of Polar Express (Amsel et al. 2025, arXiv 2505.16932); for float32 matrices in bfloat16.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -113,6 +114,8 @@ def _roots(grams: Tensor) -> Tensor | None:
     largest = values[:, -1:]
     least, most = torch.aminmax(largest)
     if not (float(least) > info.tiny / info.eps**2 and float(most) < info.max * info.eps):
+        return None
+    if not math.isfinite(float(values.sum() + vectors.sum())):  # of matrices with rows of zeros, from LAPACK of MKL
         return None
     noise = (_NOISE * info.eps) * largest
     return product(vectors * values.maximum(noise).rsqrt()[:, None, :], vectors.mT)

@@ -16,7 +16,7 @@ from torch.distributed import is_torchelastic_launched
 from torch_thor.bench.figures import batch_sizes, bert, curves, fisher_norm, split_dim
 from torch_thor.bench.figures.training import Options, Row
 from torch_thor.bench.stores import Lines, key_of, write_whole
-from torch_thor.bench.study import complete, sources
+from torch_thor.bench.study import complete, is_stale
 from torch_thor.files import check_place, writing
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.keys import nearest
@@ -112,6 +112,6 @@ def _origin(rows: Sequence[Row]) -> str:
     first = {**first, "data": first.get("data", {}).get("name")}
     what = ", ".join(f"{key} {first[key]}" for key in SHOWN if first.get(key) is not None)
     where = {f"{row['job']['device']}, " + ", ".join(f"{key} {row[key]}" for key in MACHINE) for row in rows}
-    stale = sum(row["sources"] != sources() for row in rows)
+    stale = sum(map(is_stale, rows))
     found = f"Measured: {len(rows)} jobs, the first with {what}. Machine: {'; '.join(sorted(where))}."
     return found + (f" Stale: {stale} of {len(rows)} results come from other sources of the step." if stale else "")
