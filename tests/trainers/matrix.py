@@ -20,9 +20,9 @@ HEADS = ("trainer", "versions", "trains", "resumes", "accumulates", "bf16")
 
 
 def lowest():
-    """The lower bounds of the extra `trainers`, as exact versions."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    return [one.replace(">=", "==") for one in extras["trainers"] if ">=" in one]
+    """The lower bounds of torch and of the extra `trainers`, as exact versions."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [one.replace(">=", "==") for one in project["dependencies"] + project["optional-dependencies"]["trainers"]]
 
 
 def seen(place, versions):
