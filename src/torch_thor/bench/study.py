@@ -37,9 +37,7 @@ STEP = (
 )
 NO_STEP = ("capture/coverage.py", "capture/patterns.py")
 # Hashes of earlier sources that take the same steps bit for bit, as `python tests/golden/between.py COMMIT HEAD` shows.
-SAME_STEP = {
-    "46a67cef64b9d1cb": "2cb7c653; since then messages, and an error where LAPACK gives eigenvectors that are no numbers"
-}
+SAME_STEP = {"46a67cef64b9d1cb": "2cb7c653; since then messages, and what is done where LAPACK gives no numbers"}
 Row = dict[str, Any]
 Job = Mapping[str, Any]
 
