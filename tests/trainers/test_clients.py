@@ -3,6 +3,7 @@
 `python tests/trainers/matrix.py` installs all at their newest versions and writes what these tests see into the docs.
 """
 
+import inspect
 import os
 from types import SimpleNamespace
 
@@ -98,7 +99,11 @@ def sentence_transformers(place, steps, resume, **options):
         SentenceTransformerTrainer,
         SentenceTransformerTrainingArguments,
     )
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    try:
+        from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    except ModuleNotFoundError:  # before 6
+        from sentence_transformers.losses import MultipleNegativesRankingLoss
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -162,7 +167,9 @@ def lightning(place, steps, resume, accumulate=1, bf16=False):
         default_root_dir=place, precision="bf16-mixed" if bf16 else "32-true",
     )  # fmt: skip
     module, file = Module(), place / "half.ckpt"
-    options = {"ckpt_path": file, "weights_only": True} if resume else {}
+    options = {"ckpt_path": file} if resume else {}
+    if resume and "weights_only" in inspect.signature(trainer.fit).parameters:  # since 2.6
+        options["weights_only"] = True
     trainer.fit(module, DataLoader(samples(), batch_size=SAMPLES // accumulate), **options)
     trainer.save_checkpoint(file)
     return trained(losses, module, trainer)
