@@ -5,18 +5,11 @@
     python -m torch_thor.bench models --table
 
 Models and data are those of tests/models/zoo.py, and of more.py there, of which the time is not measured; one thread
-is used. Losses: twelve steps with AdamW(1e-3),
-``THOR(model)`` and ``ThorMuon(model)``, from the same weights, on one batch and on a fresh batch in
-each step, with five seeds; the result is the median of the means of the last three losses.
-
-Time per step: forward pass, backward pass and optimizer. The trainings take turns step by step, so a change in the
-speed of the machine affects all of them alike. The result is the median over rounds of the ratio to SGD's step in the
-same round. For the time of a refresh step, every layer is refreshed in every step; for that of an ordinary step, no
-layer is refreshed after the first step.
-
-The loops are those of a user who changes nothing for THOR (``zoo.train``, and steps that take turns). They are not
-the loop of the application, which tells THOR the number of loss terms and the padding of each batch. Here THOR
-determines both by itself.
+is used. Losses: twelve steps with AdamW(1e-3), ``THOR(model)`` and ``ThorMuon(model)``, from the same weights, on one
+batch and on a fresh batch in each step, with five seeds; the result is the median of the means of the last three.
+Time per step: forward pass, backward pass and optimizer, in turns; the result is the median over rounds of the ratio to
+SGD's step in the same round, with a refresh of every layer in every step, or of none after the first step. The loops
+are those of a user who changes nothing for THOR, which is not told of loss terms and padding.
 """
 
 import importlib

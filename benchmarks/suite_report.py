@@ -134,7 +134,8 @@ def tables(found: list[Contest]) -> str:
     if all(one.rates for one in found) and found:
         parts += ["### One setting for all tasks", one_setting(found), "### Performance profile", profile(found)]
     parts += ["### Steps of ThorMuon to where each tuned one ends, of its own", shares(found)]
-    parts += ["### All tuned optimizers", every(found), "### What a step costs", costs(found)]
+    parts += ["### All tuned optimizers", every(found), "### Learning rates that are best", rates(found)]
+    parts += ["### What a step costs", costs(found)]
     return "\n\n".join(parts)
 
 
@@ -145,14 +146,7 @@ def front(found: list[Contest]) -> str:
          ratio(one.steps()), ratio(one.seconds()), ratio(one.relative("sgd"))]
         for one in found if one.task in README
     ]  # fmt: skip
-    heads = [
-        "task",
-        "best of six others, tuned",
-        "ThorMuon, one setting",
-        "steps to the other's end",
-        "seconds",
-        "step / SGD's",
-    ]
+    heads = ("task", "best of six others, tuned", "ThorMuon, one setting", "steps to it", "seconds", "step / SGD's")
     return markdown(heads, sorted(rows, key=lambda row: row[0]))
 
 
@@ -175,6 +169,13 @@ def every(found: list[Contest]) -> str:
         ["task", *(NAMES[name] for name in names)],
         [[one.task, *(shown(one, one.chosen[name]) if name in one.chosen else "" for name in names)] for one in found],
     )
+
+
+def rates(found: list[Contest]) -> str:
+    """Return the learning rates that were chosen."""
+    names = [*PEERS, "thor-muon"]
+    lines = [[one.task, *(f"{one.chosen[name]['lr']:g}" for name in names if name in one.chosen)] for one in found]
+    return markdown(["task", *(NAMES[name] for name in names)], [line for line in lines if len(line) > len(names)])
 
 
 def shares(found: list[Contest]) -> str:
