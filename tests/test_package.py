@@ -163,7 +163,8 @@ def test_what_is_released_trains_from_an_empty_folder_and_needs_torch_alone(tmp_
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_ends_in_a_plot():
+def test_the_notebook_runs_and_ends_in_a_plot(monkeypatch):
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # that of notebooks
     notebook = nbformat.read(ROOT / "docs/tutorial/five-minutes.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)  # what it shows is that of the reader's machine
     NotebookClient(notebook, timeout=600).execute()
