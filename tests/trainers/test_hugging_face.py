@@ -9,7 +9,7 @@ import transformers
 
 from comparing import having
 from tiny import assert_same, mlp, weights
-from torch_thor import THOR, ThorMuon, coverage, follow_labels
+from torch_thor import THOR, ThorMuon, coverage, follow_labels, model_is
 from torch_thor.trainers.hugging_face import CurvatureCallback
 
 SIZES = {"vocab_size": 19, "attn_implementation": "eager"}
@@ -206,3 +206,21 @@ def test_the_callback_follows_labels_and_names_arguments_without_effect(tmp_path
     _, said = fit(0.02, learning_rate=2e-5, weight_decay=0.1)
     assert "learning_rate=2e-05 has no effect: THOR has lr=0.02; give lr to THOR" in said[0]
     assert "weight_decay=0.1 has no effect" in said[1]
+
+
+def test_a_class_and_its_arguments_keep_the_groups_of_the_trainer(tmp_path):
+    """As `optimizer_cls_and_kwargs` takes them; without the model, the error says what to write."""
+    sentences, model = [{"input_ids": one, "labels": one} for one in tokens(8)], gpt2()
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, weight_decay=0.1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    given = {"train_dataset": sentences, "optimizer_cls_and_kwargs": (ThorMuon, {"lr": 0.08})}
+    with pytest.raises(TypeError, match=r"in transformers: .*optimizers=\(ThorMuon\(model\), None\)"):
+        transformers.Trainer(model, arguments, **given).train()
+    trainer = transformers.Trainer(model, arguments, **given)
+    with model_is(model):
+        trainer.train()
+    decay = {name: group["weight_decay"] for group in trainer.optimizer.param_groups for name, p in model.named_parameters()
+             if any(p is own for own in group["params"])}  # fmt: skip
+    assert {name for name, value in decay.items() if value == 0} == {n for n in decay if "ln_" in n or "bias" in n}
+    assert len(decay) == len(list(model.parameters()))
