@@ -2,8 +2,7 @@
 
     python benchmarks/loop_time.py
 
-The loop has the same network, optimizer and batches. A step of `train` counts with all that the command does in it:
-data, schedule, the loss's value, metrics, TensorBoard and progress; without evaluations and checkpoints.
+Both have the same network, optimizer and batches. A step of `train` counts without evaluations and checkpoints.
 """
 
 import statistics

@@ -1,8 +1,6 @@
 """THOR's defaults on forty-two models of other projects: coverage, loss after twelve steps, time per step.
 
     python -m torch_thor.bench models                    # about ten minutes
-    python -m torch_thor.bench models --only 'model vae'
-    python -m torch_thor.bench models --table
 
 Models and data are those of tests/models/zoo.py, and of more.py there, of which the time is not measured; one thread
 is used. Losses: twelve steps with AdamW(1e-3), ``THOR(model)`` and ``ThorMuon(model)``, from the same weights, on one

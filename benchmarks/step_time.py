@@ -1,7 +1,6 @@
 """The time of a step over that of SGD, and the state that each optimizer keeps, on networks of usual size.
 
     python -m torch_thor.bench step_time           # ten minutes on two quiet cores
-    python -m torch_thor.bench step_time --table
 
 A step is forward pass, backward pass and optimizer, of 8 images of 224 pixels or 8 texts of 128 tokens, in float32. All
 optimizers take turns step by step, in an order that is drawn anew, so a change in the speed of the machine affects all

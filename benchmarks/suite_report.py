@@ -56,6 +56,11 @@ class Contest:
         found = [self.rows.get(key_of({**own, "seed": seed})) for seed in range(10)]
         return [row for row in found if row is not None and row["value"] is not None]
 
+    def all_ran(self) -> bool:
+        """Return whether each peer ran with its one learning rate for all tasks."""
+        settings = [{"task": self.task, "optimizer": name, "lr": lr} for name, lr in self.rates.items()]
+        return all(key_of({**own, "seed": seed}) in self.rows for own in settings for seed in range(3))
+
     def values(self, setting: Mapping[str, Any]) -> list[float]:
         """Return the final figures of a setting; empty if it diverged with a seed, or was not run."""
         found = [row["value"] for row in self.runs(setting)]
@@ -131,7 +136,7 @@ def contests(
 def tables(found: list[Contest]) -> str:
     """Return the tables: tuned peers, one setting for all tasks, the profile, batch sizes, costs."""
     parts = ["### Each other optimizer tuned for each task, ThorMuon with one setting", tuned(found)]
-    if all(one.rates for one in found) and found:
+    if found and all(one.rates and one.all_ran() for one in found):
         parts += ["### One setting for all tasks", one_setting(found), "### Performance profile", profile(found)]
     parts += ["### Steps of ThorMuon to where each tuned one ends, of its own", shares(found)]
     parts += ["### All tuned optimizers", every(found), "### Learning rates that are best", rates(found)]
@@ -142,7 +147,8 @@ def tables(found: list[Contest]) -> str:
 def front(found: list[Contest]) -> str:
     """Return the table of README."""
     rows = [
-        [TASKS[one.task].title, f"{NAMES[one.rival]} {shown(one, one.chosen[one.rival])}", f"**{shown(one, ONE)}**",
+        [TASKS[one.task].title, f"{NAMES[one.rival]} {shown(one, one.chosen[one.rival])}",
+         ("**{}**" if one.error(ONE) < one.error(one.chosen[one.rival]) else "{}").format(shown(one, ONE)),
          ratio(one.steps()), ratio(one.seconds()), ratio(one.relative("sgd"))]
         for one in found if one.task in README
     ]  # fmt: skip
