@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch.nn import functional
 
-from torch_thor.bench import describe, median_ratio
+from torch_thor.bench import median_ratio, provenance
 from torch_thor.training import Ranks, build, load_recipe, open_task, train
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Observer, Run
@@ -63,7 +63,7 @@ def main() -> None:
             f"{name}: {median_ratio(trained, written):.3f} (limit {LIMIT}), median of {len(trained)} pairs; "
             f"{1000 * statistics.median(trained):.2f} and {1000 * statistics.median(written):.2f} ms"
         )
-    print(describe())
+    print(provenance())
 
 
 if __name__ == "__main__":

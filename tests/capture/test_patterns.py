@@ -156,6 +156,12 @@ def test_patterns_with_parameter_groups():
     assert set(optimizer.curvature) == NAMES - NORMS
 
 
+def test_a_module_of_the_name_of_a_wrapper_holds_what_is_in_it():
+    model = nn.ModuleDict({"module": nn.ModuleList([nn.Linear(4, 6)]), "head": nn.Linear(6, 7)})
+    for pattern, chosen in (("module", {"module.0"}), ("-module", {"head"}), ("*.0", {"module.0"})):
+        assert set(THOR(model, layers=pattern).curvature) == chosen
+
+
 def test_names_of_a_wrapped_model_need_no_wrapper():
     model = torch.compile(nn.ModuleDict({"module": mlp(dtype=torch.float32)}))
     for pattern in ("2", "module.2", "_orig_mod.module.2"):

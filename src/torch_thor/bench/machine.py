@@ -13,18 +13,6 @@ from torch_thor import __version__
 from torch_thor.split.timing import processor_name
 
 
-def describe() -> dict[str, Any]:
-    """Describe the machine and the versions."""
-    return {
-        "processor": processor_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        **versions(),
-        "commit": commit(),
-    }
-
-
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a result depends on."""
     import torchvision  # imported here because it takes a second, and only measurements need it
@@ -42,7 +30,7 @@ def provenance() -> dict[str, Any]:
     root = Path(__file__).parent
     built_with = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return {
-        "commit": _git(root, "rev-parse", "HEAD") or "unknown",
+        "commit": commit(),
         "dirty": bool(_git(root, "status", "--porcelain", "--", ":/src", ":/benchmarks/*.py")),
         "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -57,7 +45,7 @@ def provenance() -> dict[str, Any]:
 def commit(file: Path = Path(__file__)) -> str:
     """Return the commit of the checkout that a file belongs to."""
     tracked = _git(file.parent, "ls-files", "--error-unmatch", file.name)
-    return (_git(file.parent, "rev-parse", "--short", "HEAD") if tracked else "") or "unknown"
+    return (_git(file.parent, "rev-parse", "HEAD") if tracked else "") or "unknown"
 
 
 def _git(folder: Path, *words: str) -> str:

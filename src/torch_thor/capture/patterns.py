@@ -35,10 +35,8 @@ def selected(option: str, patterns: Patterns, named: Mapping[str, Any], what: st
 
 def matches(pattern: str, name: str) -> bool:
     """Return whether a pattern matches a name, or the name of a module around it."""
-    if fnmatchcase(name, pattern):
-        return True
-    pattern, parts = ".".join(_unwrapped(pattern)), _unwrapped(name)
-    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+    forms = (pattern, name.split(".")), (".".join(_unwrapped(pattern)), _unwrapped(name))
+    return any(fnmatchcase(".".join(parts[: i + 1]), own) for own, parts in forms for i in range(len(parts)))
 
 
 def _unwrapped(name: str) -> list[str]:

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from torch_thor.capture.coverage import LEFT_OUT, NOT_TRAINED, Covered, table
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 # The entries of a parameter group that are not options: its parameters and the counters of step().
 NO_OPTIONS = {"params", "param_names", "step", "next_refresh", "last_loss_terms"}
 LR_JUDGED = (1, 10)  # the steps whose learning rates are compared
-SMALL_LR = {"ThorMuon": 0.008}  # a tenth of the default; that of THOR depends on the task
 _UNCALLED = "the weight is used without calling the module, so no statistics come"
 
 
@@ -163,8 +163,10 @@ def note_nothing_trained(optimizer: "CurvatureOptimizer") -> None:
 
 def note_small_lr(optimizer: "CurvatureOptimizer") -> None:
     """Warn if the learning rate is one for Adam, as trainers set it: small, and not growing as in a warm-up."""
+    if "G" in optimizer.sides:  # THOR's learning rate depends on the task
+        return
     label, known = type(optimizer).__name__, optimizer._warnings
-    small = SMALL_LR.get(label, 0.0)
+    small = signature(type(optimizer)).parameters["lr"].default / 10
     # the highest one of torch's schedulers, as a rule
     lr = max(max(float(group["lr"]), float(group.get("initial_lr", 0.0))) for group in optimizer.param_groups)
     if optimizer.param_groups[0]["step"] == LR_JUDGED[0]:

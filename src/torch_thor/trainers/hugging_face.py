@@ -23,6 +23,7 @@ class CurvatureCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, *others: Any, optimizer: Any = None, **given: Any) -> None:
         """Begin to follow the labels."""
+        self._end()  # of a training that an error has ended
         inner = held(optimizer)
         if inner is None:
             return

@@ -15,9 +15,9 @@ def follow_labels(optimizer: CurvatureOptimizer) -> Callable[[], None]:
     """Set ``loss_terms`` and ``row_mask`` on refreshes from the arguments that the model is called with.
 
     For models that are called with keyword arguments named as those of transformers. ``row_mask`` is their
-    ``attention_mask`` (N, L). ``loss_terms`` is ``num_items_in_batch``, by which the Trainer of transformers divides
-    the loss, where it is given; otherwise the number of ``labels`` that are not -100 in all forward passes since the
-    last step. The loss of a causal language model of transformers has no term for the first label of a sequence.
+    ``attention_mask`` (N, L). ``loss_terms`` is the number of ``labels`` of this process that are not -100, in all
+    forward passes since the last step. The loss of a causal language model of transformers has no term for the first
+    label of a sequence.
 
     Args:
         optimizer: THOR; or ThorMuon, for which padding matters alone.
@@ -38,13 +38,12 @@ def follow_labels(optimizer: CurvatureOptimizer) -> Callable[[], None]:
         nonlocal counted
         if not torch.is_grad_enabled() or not any(layer.due for layer in optimizer.curvature.values()):
             return
-        mask, labels, terms = (given.get(name) for name in ("attention_mask", "labels", "num_items_in_batch"))
+        mask, labels = given.get("attention_mask"), given.get("labels")
         optimizer.row_mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        if terms is None and isinstance(labels, Tensor):
+        if isinstance(labels, Tensor):
             own = labels[:, 1:] if shifts and labels.dim() == 2 else labels
             counted += int(own.ne(IGNORED).sum())
-            terms = counted
-        optimizer.loss_terms = None if terms is None else int(terms)
+        optimizer.loss_terms = counted or None
 
     def after(*_: Any) -> None:
         nonlocal counted
