@@ -223,7 +223,7 @@ def train(report: Report, device: torch.device, names: Iterable[str], data: Path
     if data is not None:
         load = tasks.load_images
         tasks.load_images = lambda words: load(words.model_copy(update={"root": str(data)}))
-    rows = importlib.import_module("torch_thor.bench").Lines(ROOT / "benchmarks/results/suite.jsonl").rows
+    rows = importlib.import_module("torch_thor.bench.stores").Lines(ROOT / "benchmarks/results/suite.jsonl").rows
     chosen, found = suite.chosen(rows), []
     report.heads("task", "figure", "optimizer", "lr", "result", "ms a step")
     for name in names:

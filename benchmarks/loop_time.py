@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 from torch.nn import functional
 
-from torch_thor.bench import median_ratio, provenance
+from torch_thor.bench.machine import provenance
+from torch_thor.bench.timing import median_ratio
 from torch_thor.training import Ranks, build, load_recipe, open_task, train
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Observer, Run

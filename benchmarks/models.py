@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench import median_ratio, take_turns, training_step
 from torch_thor.bench.markdown import table as markdown
+from torch_thor.bench.timing import median_ratio, take_turns, training_step
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "models"))
 zoo, more = importlib.import_module("zoo"), importlib.import_module("more")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench import median_ratio, state_bytes, take_turns, training_step
 from torch_thor.bench.markdown import table as markdown
+from torch_thor.bench.timing import median_ratio, state_bytes, take_turns, training_step
 from torch_thor.training.muon import MuonAdamW
 
 NEVER, SMALL = 10**9, 1e-6

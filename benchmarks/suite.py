@@ -26,8 +26,8 @@ import torch
 from suite_optimizers import CONTENDERS, FEWEST_RATES, ONE, PEERS, make
 from suite_report import README, Contest, contests, picture, tables
 from suite_tasks import TASKS, Task
-from torch_thor.bench import state_bytes, take_turns
 from torch_thor.bench.stores import key_of
+from torch_thor.bench.timing import state_bytes, take_turns
 
 TUNING_SEED, SEEDS, MORE_SEEDS = 10, (0, 1, 2), tuple(range(3, 10))
 WARM_UP = 0.05  # of the steps

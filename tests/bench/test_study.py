@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_thor.bench import Lines, key_of, study
+from torch_thor.bench import study
+from torch_thor.bench.stores import Lines, key_of
 from torch_thor.training import UserError
 
 STUDY = """

@@ -13,20 +13,10 @@ from torch_thor import __version__
 from torch_thor.split.timing import processor_name
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that a result depends on."""
-    import torchvision  # imported here because it takes a second, and only measurements need it
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "torch_thor": __version__,
-    }
-
-
 def provenance() -> dict[str, Any]:
     """Describe what a result comes from: the commit, whether its sources were changed, the machine and the versions."""
+    import torchvision  # imported here because it takes a second, and only measurements need it
+
     root = Path(__file__).parent
     built_with = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return {
@@ -38,7 +28,10 @@ def provenance() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        **versions(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "torch_thor": __version__,
     }
 
 
