@@ -147,7 +147,8 @@ def tables(found: list[Contest]) -> str:
 def front(found: list[Contest]) -> str:
     """Return the table of README."""
     rows = [
-        [TASKS[one.task].title, f"{NAMES[one.rival]} {shown(one, one.chosen[one.rival])}",
+        [f"{TASKS[one.task].title}: {TASKS[one.task].metric} {'↑' if TASKS[one.task].higher else '↓'}",
+         f"{NAMES[one.rival]} {shown(one, one.chosen[one.rival])}",
          ("**{}**" if one.error(ONE) < one.error(one.chosen[one.rival]) else "{}").format(shown(one, ONE)),
          ratio(one.steps()), ratio(one.seconds()), ratio(one.relative("sgd"))]
         for one in found if one.task in README

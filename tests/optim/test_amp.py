@@ -139,6 +139,19 @@ def test_skipped_step_leaves_no_trace():
         assert_same(weights(model), weights(twin), f"{bad} {attached} {sound}")
 
 
+def test_lightning_may_clip():
+    """It refuses optimizers that unscale; ours takes gradients either way."""
+    optimizer = pair()[1]
+    for asker, answer in (
+        ("lightning_fabric.x", False),
+        ("pytorch_lightning.x", False),
+        ("torch.amp.grad_scaler", True),
+    ):
+        names = {"__name__": asker, "optimizer": optimizer}
+        exec("found = getattr(optimizer, '_step_supports_amp_scaling', False)", names)
+        assert names["found"] is answer
+
+
 def test_unscaled_by_a_stranger_is_an_error_on_a_refresh_step():
     """The statistics are scaled by a number nobody can tell; guessing would ruin the step in silence."""
     model, optimizer, _, _ = pair()

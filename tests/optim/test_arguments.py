@@ -183,7 +183,7 @@ def test_the_error_for_a_missing_model_has_the_line_for_the_trainer_that_calls()
             names["make"](ThorMuon, mlp().parameters())
 
 
-def test_a_learning_rate_for_adam_is_named_once():
+def test_a_learning_rate_for_another_optimizer_is_named_once():
     """That of the groups, or the highest one of a scheduler; not one that grows, and not THOR's."""
     for change, expected in (
         (lambda group, step: group.update(lr=3e-4), 1),  # as Stable-Baselines3 does
@@ -191,6 +191,8 @@ def test_a_learning_rate_for_adam_is_named_once():
         (lambda group, step: group.update(lr=0.0), 0),
         (lambda group, step: group.update(lr=1e-4, initial_lr=0.08), 0),
         (lambda group, step: group.update(lr=1e-5 * step, initial_lr=1e-3), 1),
+        (lambda group, step: group.update(lr=0.8), 0),
+        (lambda group, step: group.update(lr=1.0), 1),
         (lambda group, step: None, 0),
     ):
         for make in (ThorMuon, THOR):
@@ -203,6 +205,6 @@ def test_a_learning_rate_for_adam_is_named_once():
                     model(torch.ones(2, 5, dtype=torch.float64)).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-            said = [str(one.message) for one in caught if "tenth of the default" in str(one.message)]
+            said = [str(one.message) for one in caught if "the default" in str(one.message)]
             assert len(said) == (expected if make is ThorMuon else 0)
-            assert all("learning_rate=0.08" in one for one in said)
+            assert all("lr=1 is above 0.8" in one or "learning_rate=0.08" in one for one in said)

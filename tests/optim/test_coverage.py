@@ -30,6 +30,7 @@ def test_every_parameter_is_listed_once_and_in_order():
     for entry in optimizer.coverage():
         assert (entry.reason is None) == (entry.factor_sizes is not None) == entry.preconditioned
         assert entry.name in repr(optimizer)
+    assert str(optimizer.coverage()).splitlines()[1:] == repr(optimizer).splitlines()[-len(optimizer.coverage()) :]
     with pytest.raises(TypeError):
         optimizer.curvature["head"] = None
     for word in ("damping", "MultiheadAttention", "Conv2d", "4 x 4 x 3 groups", "a normalisation layer", "9 x 4"):

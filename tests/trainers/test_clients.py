@@ -138,6 +138,8 @@ def accelerate(place, steps, resume, accumulate=1, bf16=False):
             with own.accumulate(model):
                 losses.append(functional.cross_entropy(model(x), y))
                 own.backward(losses[-1])
+                if bf16:
+                    own.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
     own.save_state(place / "state")
@@ -164,7 +166,7 @@ def lightning(place, steps, resume, accumulate=1, bf16=False):
     trainer = lightning.Trainer(
         max_steps=steps, max_epochs=-1, accelerator="cpu", logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, accumulate_grad_batches=accumulate,
-        default_root_dir=place, precision="bf16-mixed" if bf16 else "32-true",
+        default_root_dir=place, precision="bf16-mixed" if bf16 else "32-true", gradient_clip_val=1.0 if bf16 else None,
     )  # fmt: skip
     module, file = Module(), place / "half.ckpt"
     options = {"ckpt_path": file} if resume else {}
@@ -189,6 +191,8 @@ def fabric(place, steps, resume, accumulate=1, bf16=False):
         for x, y in DataLoader(samples(), batch_size=SAMPLES // accumulate):
             losses.append(functional.cross_entropy(model(x), y))
             own.backward(losses[-1] / accumulate)
+        if bf16:
+            own.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
     own.save(place / "state.ckpt", state)

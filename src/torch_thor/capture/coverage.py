@@ -50,9 +50,16 @@ class Covered:
         return self.reason is None
 
 
-def table(entries: Iterable[Covered], split_dim: str) -> str:
+class Coverage(list[Covered]):
+    """The entries of all parameters of a model. It prints as a table."""
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def table(entries: Iterable[Covered], factors: str = "factors") -> str:
     """Return the entries as a table for people to read."""
-    rows = [("parameter", "shape", "kind", f"factors (split {split_dim})")]
+    rows = [("parameter", "shape", "kind", factors)]
     for entry in entries:
         sizes = ("A " if entry.matrices else "") + " x ".join(map(str, entry.factor_sizes or ()))
         sizes += f" x {entry.groups} groups" if entry.groups > 1 else ""

@@ -1,5 +1,6 @@
 """What THOR and ThorMuon share: construction, the step, the refresh of the layers' curvature, and what they report."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
@@ -8,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Covered
+from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.gathering import Capture
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import check_shards_fit
@@ -150,7 +151,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if not inputs.largest and self._plan.first_shards is None:
             report.note_nothing_trained(self)
         if self.param_groups[0]["step"] in report.LR_JUDGED:
-            report.note_small_lr(self)
+            report.note_lr(self)
         changed = self._renewed or bool(inputs.due)
         if not inputs.due and self._capture.gathering:
             changed = self._capture.finish_step() or changed
@@ -179,8 +180,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # see LossScale; if the user gave the scaler, it unscales gradients and skips steps as for any optimizer
-        return self.grad_scaler is None
+        # See LossScale; if the user gave the scaler, it unscales gradients and skips steps as for any optimizer.
+        # Lightning does not clip gradients where this is true: it takes it for a fused step, which needs them scaled.
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        return self.grad_scaler is None and "lightning" not in asker.partition(".")[0]
 
     # ---- groups, plan and state -----------------------------------------------------------------------------------
 
@@ -287,13 +290,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """The decisions of the latest ``step``, one per refreshed layer; empty if none. Not part of checkpoints."""
         return self._last_refresh
 
-    def coverage(self) -> list[Covered]:
+    def coverage(self) -> Coverage:
         """List how each parameter of the model is trained.
 
         Returns:
             One entry per parameter, in the model's order: its kind and factor sizes, or the reason why it has none.
+            It prints as a table.
         """
-        return report.current(plan_now(self).entries, self._plan)
+        return Coverage(report.current(plan_now(self).entries, self._plan))
 
     def __repr__(self) -> str:
         return report.described(self)

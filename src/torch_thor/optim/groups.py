@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from torch_thor.capture.coverage import Covered
+from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import selected
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _block(name: str) -> str:
     return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]
 
 
-def coverage(optimizer: Any) -> list[Covered]:
+def coverage(optimizer: Any) -> Coverage:
     """List how each parameter of a model is trained, also if a trainer has wrapped the optimizer.
 
     Args:
@@ -77,7 +77,8 @@ def coverage(optimizer: Any) -> list[Covered]:
             fastai, Stable-Baselines3, DeepSpeed or torchtitan, a scheduler.
 
     Returns:
-        One entry per parameter, in the model's order: its kind and factor sizes, or the reason why it has none.
+        One entry per parameter, in the model's order: its kind and factor sizes, or the reason why it has none. It
+        prints as a table.
 
     Raises:
         TypeError: it neither is nor holds such an optimizer.

@@ -76,12 +76,12 @@ def described(optimizer: "CurvatureOptimizer") -> str:
     split = ", ".join(str(s) for s in dict.fromkeys(group["split_dim"] for group in optimizer.param_groups))
     count = sum(layer.weight.requires_grad for layer in layers)
     lines += [")", f"{part:,} of {total:,} trained parameters, in {count} layers, are preconditioned:"]
-    return "\n".join((*lines, table(entries, split)))
+    return "\n".join((*lines, table(entries, f"factors (split {split})")))
 
 
 def nothing_found(optimizer: "CurvatureOptimizer", plan: Plan, entries: Iterable[Covered]) -> str:
     """Return the text of the error for a model without a layer to precondition."""
-    label, found = type(optimizer).__name__, table(current(entries, plan), "-")
+    label, found = type(optimizer).__name__, table(current(entries, plan))
     return (
         f"{label} found no layer to precondition among what is trained in {type(plan.model).__name__}; use "
         f"torch.optim.SGD, or give {label} the weights of its layers. What it found:\n{found}"
@@ -146,36 +146,45 @@ def note_changes(optimizer: "CurvatureOptimizer", before: Plan, now: Plan) -> No
 
 
 def note_nothing_trained(optimizer: "CurvatureOptimizer") -> None:
-    """Warn once if no parameter of the groups has a gradient, and the model has got others since, as by LoRA."""
-    plan = optimizer._plan
+    """Warn once if no parameter of the groups has a gradient: the model has got others since, or another one runs."""
+    plan, label, step = optimizer._plan, type(optimizer).__name__, optimizer.param_groups[0]["step"]
     if any(p.grad is not None for p in plan.parameters(optimizer.param_groups)):
         return
     named = ((name, p) for name, p in plan.model.named_parameters() if name not in optimizer._known)
     new = [name for name, p in named if p.requires_grad and id(p) not in plan.group_of]
     if new:
-        optimizer._warnings.note(
-            "nothing trained",
-            f"{type(optimizer).__name__}, step {optimizer.param_groups[0]['step'] - 1}: no parameter in its groups has "
-            f"a gradient, so nothing is trained. {_untrained(new)} Where an adapter was added (LoRA), make it first: "
-            f"peft.get_peft_model(model, ...), then the optimizer",
+        remedy = (
+            f"{_untrained(new)} Where an adapter was added (LoRA), make it first: "
+            f"peft.get_peft_model(model, ...), then the optimizer"
         )
+    elif step == LR_JUDGED[1] and not any(layer.refreshes for layer in plan.layers.values()):
+        remedy = (
+            f"Call the model that {label} was made for, of which a copy has parameters of its own, and loss.backward() "
+            f"before each step()"
+        )
+    else:  # such as one of two optimizers that take turns
+        return
+    about = f"{label}, step {step - 1}: no parameter in its groups has a gradient, so nothing is trained. {remedy}"
+    optimizer._warnings.note("nothing trained", about)
 
 
-def note_small_lr(optimizer: "CurvatureOptimizer") -> None:
-    """Warn if the learning rate is one for Adam, as trainers set it: small, and not growing as in a warm-up."""
+def note_lr(optimizer: "CurvatureOptimizer") -> None:
+    """Warn of a learning rate for another optimizer: far above the default, or below it and not growing (a warm-up)."""
     if "G" in optimizer.sides:  # THOR's learning rate depends on the task
         return
     label, known = type(optimizer).__name__, optimizer._warnings
-    small = signature(type(optimizer)).parameters["lr"].default / 10
+    default = signature(type(optimizer)).parameters["lr"].default
     # the highest one of torch's schedulers, as a rule
     lr = max(max(float(group["lr"]), float(group.get("initial_lr", 0.0))) for group in optimizer.param_groups)
     if optimizer.param_groups[0]["step"] == LR_JUDGED[0]:
         known.first_lr = lr
-    elif 0 < lr < small and lr <= known.first_lr:
+    elif lr > 10 * default:
+        known.note("lr", f"{label}: lr={lr:g} is above {10 * default:g}, ten times the default. Start with {default:g}")
+    elif 0 < lr < default / 10 and lr <= known.first_lr:
         known.note(
             "lr",
-            f"{label}: lr={lr:g} is below {small:g}, a tenth of the default. If it is a trainer's, for Adam, give the "
-            f"trainer {label}'s, such as learning_rate={10 * small:g}",
+            f"{label}: lr={lr:g} is below {default / 10:g}, a tenth of the default. If it is a trainer's, for Adam, "
+            f"give the trainer {label}'s, such as learning_rate={default:g}",
         )
 
 

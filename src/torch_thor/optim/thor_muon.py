@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Covered
+from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.distributed.processes import Distributed
@@ -81,18 +81,18 @@ class ThorMuon(CurvatureOptimizer):
         options = {name: value for name, value in locals().items() if name in OF_GROUPS}
         super().__init__(params, options, model=model, layers=layers, distributed=distributed)
 
-    def coverage(self) -> list[Covered]:
+    def coverage(self) -> Coverage:
         """List how each parameter of the model is trained.
 
         Returns:
             One entry per parameter, in the model's order: its kind, the size of A or the reason why it has none, and
-            the shapes of the matrices that are orthogonalised.
+            the shapes of the matrices that are orthogonalised. It prints as a table.
         """
         entries, parameters = super().coverage(), dict(self.model.named_parameters())
-        return [
+        return Coverage(
             replace(entry, matrices=matrices_of(parameters[entry.name], self._plan)) if entry.trained else entry
             for entry in entries
-        ]
+        )
 
     def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         is_matrix = id(parameter) in self._plan.shares_of or id(parameter) in self._plan.matrix_of
