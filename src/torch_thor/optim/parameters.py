@@ -16,9 +16,13 @@ States = MutableMapping[Tensor, dict[str, Any]]  # the state of an optimizer: en
 
 # How an optimizer comes into a trainer, by the package that calls it with parameters alone.
 _WITHIN = "`with torch_thor.model_is(model):` around"
+_HUGGING_FACE = (
+    f"make it yourself: Trainer(..., optimizers=({{0}}(model), None)), or {_WITHIN} trainer.train(); with model_init, "
+    "return {0}(self.model) from Trainer.create_optimizer"
+)
 _TRAINERS = {
-    "trl": "make it yourself: Trainer(..., optimizers=({0}(model), None))",
-    "transformers": "make it yourself: Trainer(..., optimizers=({0}(model), None))",
+    "trl": _HUGGING_FACE,
+    "transformers": _HUGGING_FACE,
     "lightning": "return {0}(self) from configure_optimizers",
     "pytorch_lightning": "return {0}(self) from configure_optimizers",
     "fastai": "Learner(..., opt_func=partial(OptimWrapper, opt=partial({0}, model=model)))",
