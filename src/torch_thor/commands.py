@@ -18,7 +18,7 @@ from torch_thor.training.printing import cell, is_first_rank, print_message, pri
 FIRST_RECIPE = "characters"  # of `torch-thor train` without a name
 app = typer.Typer(
     name="torch-thor",
-    help="Train networks with THOR, the trace-based natural-gradient optimizer, and compare it with other optimizers.",
+    help="Train networks with ThorMuon and THOR, and compare them with other optimizers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
