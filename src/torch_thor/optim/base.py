@@ -1,6 +1,5 @@
 """What THOR and ThorMuon share: construction, the step, the refresh of the layers' curvature, and what they report."""
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.processes import Distributed
 from torch_thor.optim import persistence, report
-from torch_thor.optim.loss_scale import remove_scale
+from torch_thor.optim.loss_scale import asked_by_lightning, remove_scale
 from torch_thor.optim.options import check
 from torch_thor.optim.parameters import Group, check_known, parameters_of_model
 from torch_thor.optim.plan import Plan
@@ -180,10 +179,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # See LossScale; if the user gave the scaler, it unscales gradients and skips steps as for any optimizer.
-        # Lightning does not clip gradients where this is true: it takes it for a fused step, which needs them scaled.
-        asker = sys._getframe(1).f_globals.get("__name__", "")
-        return self.grad_scaler is None and "lightning" not in asker.partition(".")[0]
+        # see LossScale; if the user gave the scaler, it unscales gradients and skips steps as for any optimizer
+        return self.grad_scaler is None and not asked_by_lightning()
 
     # ---- groups, plan and state -----------------------------------------------------------------------------------
 

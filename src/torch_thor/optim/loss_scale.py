@@ -1,6 +1,7 @@
 """The loss scale of a GradScaler: by how much it has scaled gradients, and whether the step must be skipped."""
 
 import inspect
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,3 +55,11 @@ def remove_scale(optimizer: Any) -> None:
     """Remove what GradScaler has set on the optimizer, so that the next step does not divide by it."""
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
+
+
+def asked_by_lightning() -> bool:
+    """Return whether Lightning asks the property that calls this.
+
+    It does not clip the gradients of an optimizer that unscales them, because it takes its step for a fused one.
+    """
+    return "lightning" in sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
