@@ -37,7 +37,10 @@ STEP = (
 )
 NO_STEP = ("capture/coverage.py", "capture/patterns.py")
 # Hashes of earlier sources that take the same steps bit for bit, as `python tests/golden/between.py COMMIT HEAD` shows.
-SAME_STEP = {"46a67cef64b9d1cb": "2cb7c653; since then messages, and what is done where LAPACK gives no numbers"}
+SAME_STEP = {
+    "46a67cef64b9d1cb": "2cb7c653; since then messages, and what is done where LAPACK gives no numbers",
+    "1ef8afba734fde49": "7b351593; since then how coverage prints",
+}
 Row = dict[str, Any]
 Job = Mapping[str, Any]
 
