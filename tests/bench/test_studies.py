@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from torch_thor.bench.figures import FIGURES
 from torch_thor.bench.stores import key_of
 from torch_thor.bench.study import Lines, load
 
@@ -51,8 +52,11 @@ def test_a_training_that_stopped_is_the_worst_of_its_case():
 
 def test_the_docs_show_the_raw_data():
     text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
-    for name in ("many_devices", "models"):
-        rows = Lines(ROOT / "benchmarks" / "results" / f"{name}.jsonl").rows
-        parts = study(name).table(rows).split("\n\n")
+    results = ROOT / "benchmarks" / "results"
+    shown = {name: study(name).table(Lines(results / f"{name}.jsonl").rows) for name in ("many_devices", "models")}
+    for name, figure in FIGURES.items():
+        shown[name] = figure.table(list(Lines(results / "figures" / f"{name}.jsonl").rows.values()))
+    for name, tables in shown.items():
+        parts = tables.split("\n\n")
         assert parts[0].count("\n") > 1, name
         assert [part for part in parts if part not in text] == [], name
