@@ -208,6 +208,31 @@ def test_the_callback_follows_labels_and_names_arguments_without_effect(tmp_path
     assert "weight_decay=0.1 has no effect" in said[1]
 
 
+def test_a_training_that_an_error_ended_is_not_followed_twice(tmp_path):
+    class Breaks(transformers.TrainerCallback):
+        left = 1
+
+        def on_step_end(self, *others, **given):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyError("once")
+
+    model = gpt2()
+    optimizer = THOR(model, update_interval=1)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=3, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_strategy="no",
+    )  # fmt: skip
+    data, calls = [{"input_ids": one, "labels": one} for one in tokens(16)], [CurvatureCallback(), Breaks()]
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=calls)
+    with pytest.raises(KeyError, match="once"):
+        trainer.train()
+    trainer.train()
+    assert optimizer.param_groups[0]["last_loss_terms"] == 4 * 5
+    model(input_ids=tokens(), labels=tokens(), attention_mask=torch.ones_like(tokens()))
+    assert (optimizer.loss_terms, optimizer.row_mask) == (None, None)
+
+
 def test_a_class_and_its_arguments_keep_the_groups_of_the_trainer(tmp_path):
     """As `optimizer_cls_and_kwargs` takes them; without the model, the error says what to write."""
     sentences, model = [{"input_ids": one, "labels": one} for one in tokens(8)], gpt2()
