@@ -27,7 +27,7 @@ from joined import (
     train,
     uneven,
 )
-from torch_thor import THOR, ThorMuon
+from torch_thor import THOR, ThorMuon, follow_labels
 
 STEPS = 14
 EVERY_OTHER = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
@@ -93,6 +93,37 @@ def padded(model, optimizer, first, step):
     return decisions
 
 
+class Labelled(nn.Module):
+    """Called as the models of transformers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = of_words()
+
+    def forward(self, input_ids, attention_mask, labels):
+        return F.cross_entropy(self.net(input_ids).flatten(0, 1), labels.flatten())
+
+
+def followed(model, optimizer, first, step):
+    """Padding and loss terms from what the model is called with, on ranks; by hand in one process."""
+    generator, decisions = torch.Generator().manual_seed(9), []
+    end = follow_labels(optimizer) if step > 1 else None
+    for _ in range(STEPS):
+        words = torch.randint(11, (SIZE, 4), generator=generator)
+        keep = torch.arange(4) < torch.randint(2, 5, (SIZE, 1), generator=generator)
+        target = torch.arange(4) == torch.randint(2, (SIZE, 1), generator=generator)  # as many on each rank
+        given = {"input_ids": words, "attention_mask": keep.long(), "labels": (words % 5).masked_fill(~target, -100)}
+        if end is None:
+            optimizer.row_mask, optimizer.loss_terms = keep, SIZE
+        model(**{name: value[first::step] for name, value in given.items()}).backward()
+        optimizer.step()
+        decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
+        optimizer.zero_grad()
+    if end is not None:
+        end()
+    return decisions
+
+
 def asked_for(model, optimizer, first, step):
     """torch.distributed.checkpoint takes a step to make the state; one rank alone may ask."""
     if first == 0 and step > 1:
@@ -153,6 +184,7 @@ ON_FOUR_TOO = {
 }
 CASES = ON_FOUR_TOO | {
     "padded": {"go": padded, "make": of_words},
+    "followed": {"go": followed, "make": Labelled},
     "asked for": {"go": asked_for},
     "skipping": {"go": skipping, "nonfinite": "skip"},
     "compile, then DDP": {"count": 7, "ddp": lambda model: DDP(compiled(model))},
