@@ -243,14 +243,8 @@ def table(rows: dict[str, Any]) -> str:
             rounded.append([form, *map(spread, losses), f"{change:+.2%}", f"{error:.2%}"])
     in_parts = []
     for world in WORLDS:
-        losses = [
-            [
-                row["loss"]
-                for row in parts.get("rows", [])
-                if (row["job"]["processes"], row["job"]["whole"]) == (world, whole)
-            ]
-            for whole in (False, True)
-        ]
+        of_world = [row for row in parts.get("rows", []) if row["job"]["processes"] == world]
+        losses = [[row["loss"] for row in of_world if row["job"]["whole"] == whole] for whole in (False, True)]
         if all(len(own) > 1 for own in losses):
             change = statistics.fmean(losses[0]) / statistics.fmean(losses[1]) - 1
             in_parts.append([str(world), *map(spread, losses), f"{change:+.1%}"])

@@ -112,11 +112,11 @@ def loss_of(name: str, model: nn.Module, device: torch.device, batch: int, side:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """Return ratios and bytes."""
-    lines = []
+    """Return bytes of state a parameter and the time of a step over that of SGD, that of a refresh in brackets."""
+    names, lines = [name for name in OPTIMIZERS if "refresh" not in name], []
     for row in rows.values():
-        seconds, state = row["seconds"], row["state_bytes"]
-        ratios = {name: f"{median_ratio(own, seconds['SGD']):.2f}" for name, own in seconds.items()}
-        lines.append([row["job"]["model"], "step over SGD's", *ratios.values()])
-        lines.append(["", "bytes of state a parameter", *(f"{value:.1f}" for value in state.values())])
-    return markdown(["network", "", *OPTIMIZERS], lines)
+        ratios = {name: f"{median_ratio(own, row['seconds']['SGD']):.2f}" for name, own in row["seconds"].items()}
+        refresh = {name: f" ({ratios[f'{name}, refresh']})" if f"{name}, refresh" in ratios else "" for name in names}
+        state = row["state_bytes"]
+        lines.append([row["job"]["model"], *(f"{state[name]:.1f}; {ratios[name]}{refresh[name]}" for name in names)])
+    return markdown(["network", *names], lines)

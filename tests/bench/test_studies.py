@@ -10,6 +10,7 @@ from torch_thor.bench.stores import key_of
 from torch_thor.bench.study import Lines, load
 
 ROOT = Path(__file__).parents[2]
+STUDIES = ("defaults", "many_devices", "models", "step_time")
 
 
 def study(name):
@@ -51,9 +52,9 @@ def test_a_training_that_stopped_is_the_worst_of_its_case():
 
 
 def test_the_docs_show_the_raw_data():
-    text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    text = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     results = ROOT / "benchmarks" / "results"
-    shown = {name: study(name).table(Lines(results / f"{name}.jsonl").rows) for name in ("many_devices", "models")}
+    shown = {name: study(name).table(Lines(results / f"{name}.jsonl").rows) for name in STUDIES}
     for name, figure in FIGURES.items():
         shown[name] = figure.table(list(Lines(results / "figures" / f"{name}.jsonl").rows.values()))
     for name, tables in shown.items():
