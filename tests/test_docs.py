@@ -17,6 +17,7 @@ import torch_thor
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FILE = re.compile(r"\b(?:benchmarks|recipes|tests|src)/[\w/]+\.\w+")
 FRAGMENT = re.compile(
     r"(?:<!-- not run: (?P<reason>.*?) -->\n)?^```py(?:thon)?\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
 )
@@ -79,6 +80,13 @@ def test_the_coverage_table_is_that_of_the_program(capsys):
     table = capsys.readouterr().out.partition("\n)\n")[2].strip()
     assert "0.weight" in table
     assert table in page
+
+
+def test_the_files_that_pages_name_are_there():
+    pages = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+    named = {(page.name, name) for page in pages for name in FILE.findall(page.read_text())}
+    assert len(named) > 10
+    assert {one for one in named if not (ROOT / one[1]).exists()} == set()
 
 
 def test_the_navigation_lists_every_page():
