@@ -102,11 +102,11 @@ class Contest:
         runs = [row["curve"] for row in self.runs(self.setting(name))]
         return [(points[0][0], statistics.fmean(value for _, value in points)) for points in zip(*runs, strict=True)]
 
-    def steps(self, name: str | None = None) -> float | None:
-        """Return the share of the steps after which ThorMuon is where the rival, or another, ends; None if never."""
+    def steps(self, name: str | None = None, own: str = "thor-muon") -> float | None:
+        """Return the share of the steps after which one of ours is where the rival, or another, ends; None if never."""
         higher = TASKS[self.task].higher
         goal = statistics.fmean(self.values(self.chosen[name or self.rival]))
-        needed = steps_to(self.curve("thor-muon"), goal, higher=higher)
+        needed = steps_to(self.curve(own), goal, higher=higher)
         return None if needed is None else needed / TASKS[self.task].steps
 
     def relative(self, name: str) -> float | None:
@@ -138,7 +138,7 @@ def tables(found: list[Contest]) -> str:
     parts = ["### Each other optimizer tuned for each task, ThorMuon with one setting", tuned(found)]
     if found and all(one.rates and one.all_ran() for one in found):
         parts += ["### One setting for all tasks", one_setting(found), "### Performance profile", profile(found)]
-    parts += ["### Steps of ThorMuon to where each tuned one ends, of its own", shares(found)]
+    parts += ["### Steps of ThorMuon, and of THOR where it was tuned, to where each tuned one ends", shares(found)]
     parts += ["### All tuned optimizers", every(found), "### Learning rates that are best", rates(found)]
     parts += ["### What a step costs", costs(found)]
     return "\n\n".join(parts)
@@ -186,12 +186,14 @@ def rates(found: list[Contest]) -> str:
 
 
 def shares(found: list[Contest]) -> str:
-    """Return the share of the steps that ThorMuon needs to where each other ends; from batch to batch it falls."""
+    """Return the share of the steps that ours need to where each other ends; from batch to batch it falls."""
     return markdown(
         ["task", *(NAMES[name] for name in PEERS)],
         [
-            [one.task, *(ratio(one.steps(name)) if one.values(one.chosen[name]) else "" for name in PEERS)]
+            [label, *(ratio(one.steps(name, own)) if one.values(one.chosen[name]) else "" for name in PEERS)]
             for one in found
+            for own in ("thor-muon", "thor", "thor-paper")
+            if (label := one.task if own == "thor-muon" else f"{one.task}: {NAMES[own]}") and own in one.chosen
         ],
     )
 
