@@ -190,10 +190,13 @@ def shares(found: list[Contest]) -> str:
     return markdown(
         ["task", *(NAMES[name] for name in PEERS)],
         [
-            [label, *(ratio(one.steps(name, own)) if one.values(one.chosen[name]) else "" for name in PEERS)]
+            [
+                one.task if own == "thor-muon" else f"{one.task}: {NAMES[own]}",
+                *(ratio(one.steps(name, own)) if one.values(one.chosen[name]) else "" for name in PEERS),
+            ]
             for one in found
             for own in ("thor-muon", "thor", "thor-paper")
-            if (label := one.task if own == "thor-muon" else f"{one.task}: {NAMES[own]}") and own in one.chosen
+            if own in one.chosen
         ],
     )
 
