@@ -1,19 +1,22 @@
-"""ThorMuon's defaults beyond the suite: SIREN, DQN, PPO, a GAN; special weights; one lr over depths and widths.
+"""ThorMuon's defaults beyond the suite: other networks, special weights, depths and widths.
 
-    python -m torch_thor.bench defaults          # runs what is missing (about a quarter of an hour of one core)
-    python -m torch_thor.bench defaults --table
+The networks are a SIREN, a DQN, PPO and a GAN; one learning rate serves all depths and widths.
 
-Cases: each is trained with AdamW(1e-3), ``ThorMuon(model)``, and the same with a tighter bound of the step
-(``max_update_ratio=0.05``) and without one (``None``), from the same weights. None of these networks has more than 10
-matrices, so the depth rule changes nothing here: the last setting is the step without both rules.
+    python -m torch_thor.bench defaults          # runs what is missing (about a quarter of an hour
+    of one core) python -m torch_thor.bench defaults --table
 
-Special weights: depthwise convolutions, of which each channel is a matrix with one row, and the factors of LoRA
-adapters are orthogonalised like every other weight, or trained by ThorMuon's AdamW (``layers="-*apart*"``); beside them
-AdamW for the whole network, with three learning rates.
+Cases: each is trained with AdamW(1e-3), ``ThorMuon(model)``, and the same with a tighter bound of
+the step (``max_update_ratio=0.05``) and without one (``None``), from the same weights. None of
+these networks has more than 10 matrices, so the depth rule changes nothing here: the last setting
+is the step without both rules.
 
-Sizes: a pre-norm transformer and a ResNet in several depths and widths, at the default learning rate, half of it and
-twice of it. The special weights and the sizes are trained for 120 steps with linear decay; the result is the loss on
-held-out data.
+Special weights: depthwise convolutions, of which each channel is a matrix with one row, and the
+factors of LoRA adapters are orthogonalised like every other weight, or trained by ThorMuon's AdamW
+(``layers="-*apart*"``); beside them AdamW for the whole network, with three learning rates.
+
+Sizes: a pre-norm transformer and a ResNet in several depths and widths, at the default learning
+rate, half of it and twice of it. The special weights and the sizes are trained for 120 steps with
+linear decay; the result is the loss on held-out data.
 """
 
 import itertools
@@ -60,7 +63,9 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def descend(model: nn.Module, make: Make, loss_of: Callable[[], Tensor], steps: int, decay: bool) -> list[float]:
+def descend(
+    model: nn.Module, make: Make, loss_of: Callable[[], Tensor], steps: int, decay: bool
+) -> list[float]:
     """Train, and return the loss of every step."""
     optimizer, losses = make(model), []
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - decay * step / steps)
@@ -74,7 +79,7 @@ def descend(model: nn.Module, make: Make, loss_of: Callable[[], Tensor], steps: 
     return losses
 
 
-# ---- cases ----------------------------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------
 
 
 class Sine(nn.Linear):
@@ -105,12 +110,17 @@ def siren(make: Make, steps: int, decay: bool) -> Result:
 
 def perceptron(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     """Return linear layers with activations between them."""
-    layers = [part for i, o in itertools.pairwise(widths) for part in (nn.Linear(i, o), activation())]
+    layers = [
+        part for i, o in itertools.pairwise(widths) for part in (nn.Linear(i, o), activation())
+    ]
     return nn.Sequential(*layers[:-1])
 
 
 class CartPole:
-    """Episodes one after another; each step is rewarded with 1, until the pole falls or after 500 steps."""
+    """Episodes one after another, with a reward of 1 for each step.
+
+    An episode ends when the pole falls, or after 500 steps.
+    """
 
     def __init__(self) -> None:
         import gymnasium
@@ -132,12 +142,19 @@ class CartPole:
     def returns(self) -> Result:
         """Return the mean return of the first and the last quarter of the training."""
         quarters = [[r for t, r in self.ended if a <= t / self.count < a + 0.25] for a in (0, 0.75)]
-        return {"first": statistics.fmean(quarters[0]), "value": statistics.fmean(quarters[1] or [0.0])}
+        return {
+            "first": statistics.fmean(quarters[0]),
+            "value": statistics.fmean(quarters[1] or [0.0]),
+        }
 
 
 def dqn(make: Make, steps: int = 6000) -> Result:
-    """Train a DQN 4-120-84-2, one update of 128 transitions for two steps, learning rate constant."""
-    game, memory = CartPole(), torch.zeros(steps, 10)  # observation, action, next observation, whether the pole fell
+    """Train a DQN 4-120-84-2 at a constant learning rate.
+
+    Every two steps there is one update of 128 transitions.
+    """
+    # observation, action, next observation, whether the pole fell
+    game, memory = CartPole(), torch.zeros(steps, 10)
     online, target = (perceptron(4, 120, 84, 2) for _ in range(2))
     optimizer = make(online)
     for step in range(steps):
@@ -152,14 +169,19 @@ def dqn(make: Make, steps: int = 6000) -> Result:
             batch = memory[torch.randint(step + 1, (128,))]
             with torch.no_grad():
                 aim = 1 + 0.99 * (1 - batch[:, 9]) * target(batch[:, 5:9]).amax(1)
-            functional.mse_loss(online(batch[:, :4]).gather(1, batch[:, 4:5].long())[:, 0], aim).backward()
+            functional.mse_loss(
+                online(batch[:, :4]).gather(1, batch[:, 4:5].long())[:, 0], aim
+            ).backward()
             optimizer.step()
             optimizer.zero_grad()
     return game.returns()
 
 
 def ppo(make: Make, rounds: int = 40) -> Result:
-    """Train PPO: 40 times 512 steps, 4 epochs of 4 batches each, linear decay, the rest as in CleanRL."""
+    """Train PPO for 40 times 512 steps, with 4 epochs of 4 batches each and linear decay.
+
+    The rest is as in CleanRL.
+    """
     game = CartPole()
     actor, critic = (perceptron(4, 64, 64, outputs, activation=nn.Tanh) for outputs in (2, 1))
     both = nn.ModuleList([actor, critic])
@@ -194,7 +216,10 @@ def ppo(make: Make, rounds: int = 40) -> Result:
 
 
 def gan(make: Make, steps: int = 600) -> Result:
-    """Train a GAN on scikit-learn's digits, both networks with the optimizer, learning rate constant."""
+    """Train a GAN on scikit-learn's digits at a constant learning rate.
+
+    Both networks are trained with the optimizer.
+    """
     from sklearn.datasets import load_digits
 
     digits = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
@@ -205,7 +230,9 @@ def gan(make: Make, steps: int = 600) -> Result:
     for _ in range(steps):
         real, false = digits[torch.randint(len(digits), (64,))], generator(torch.randn(64, 16))
         optimizers[1].zero_grad()
-        (loss(critic(real), torch.ones(64, 1)) + loss(critic(false.detach()), torch.zeros(64, 1))).backward()
+        (
+            loss(critic(real), torch.ones(64, 1)) + loss(critic(false.detach()), torch.zeros(64, 1))
+        ).backward()
         optimizers[1].step()
         optimizers[0].zero_grad()
         loss(critic(false), torch.ones(64, 1)).backward()
@@ -214,13 +241,21 @@ def gan(make: Make, steps: int = 600) -> Result:
 
 
 def frechet(one: Tensor, other: Tensor) -> float:
-    """Return the squared Fréchet distance between two samples' normal distributions (as FID, of the pixels)."""
+    """Return the squared Fréchet distance between two samples' normal distributions.
+
+    This is as in FID, but of the pixels.
+    """
     one, other = one.double(), other.double()
     roots = torch.linalg.eigvals(one.T.cov() @ other.T.cov()).real.clamp(min=0).sqrt().sum()
-    return float((one.mean(0) - other.mean(0)).square().sum() + one.var(0).sum() + other.var(0).sum() - 2 * roots)
+    return float(
+        (one.mean(0) - other.mean(0)).square().sum()
+        + one.var(0).sum()
+        + other.var(0).sum()
+        - 2 * roots
+    )
 
 
-# ---- special weights, and sizes --------------------------------------------------------------------------------------
+# ---- special weights, and sizes ------------------------------------------------------------------
 
 
 class Transformer(nn.Module):
@@ -230,7 +265,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.symbols, self.places = nn.Embedding(SYMBOLS, width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, width // 16, 4 * width, 0.0, norm_first=True, batch_first=True)
+            nn.TransformerEncoderLayer(
+                width, width // 16, 4 * width, 0.0, norm_first=True, batch_first=True
+            )
             for _ in range(blocks)
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, SYMBOLS)
@@ -251,7 +288,9 @@ def characters(make: Make, model: Transformer, reverse: bool = False) -> Result:
     def loss_of(rows: Tensor) -> Tensor:
         return next_characters(model, (rows.flip(1) if reverse else rows,))
 
-    losses = descend(model, make, lambda: loss_of(train[torch.randint(len(train), (16,))]), STEPS, True)
+    losses = descend(
+        model, make, lambda: loss_of(train[torch.randint(len(train), (16,))]), STEPS, True
+    )
     with torch.no_grad():
         return {"first": losses[0], "value": loss_of(test[:256]).item()}
 
@@ -262,7 +301,10 @@ def transformer(blocks: int, width: int, make: Make) -> Result:
 
 
 def lora(make: Make) -> Result:
-    """Train a transformer with AdamW, then LoRA adapters of rank 4 in its MLPs on the same text read backwards."""
+    """Train a transformer with AdamW, then LoRA adapters in its MLPs on reversed text.
+
+    The adapters have rank 4, and are trained on the same text read backwards.
+    """
     model = Transformer(4, 64)
     characters(OPTIMIZERS["AdamW(3e-3)"], model)
     model.requires_grad_(False)
@@ -276,7 +318,10 @@ class Adapted(nn.Module):
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
-        down, up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+        down, up = (
+            nn.Linear(base.in_features, 4, bias=False),
+            nn.Linear(4, base.out_features, bias=False),
+        )
         nn.init.zeros_(up.weight)
         self.base, self.apart = base, nn.Sequential(down, up)
 
@@ -299,7 +344,10 @@ def classifier(make: Make, *features: nn.Module, width: int) -> Result:
     model.eval()
     with torch.no_grad():
         scores = torch.cat([model(part) for part in test[:5000].split(500)])
-    return {"first": losses[0], "value": functional.cross_entropy(scores, test_labels[:5000]).item()}
+    return {
+        "first": losses[0],
+        "value": functional.cross_entropy(scores, test_labels[:5000]).item(),
+    }
 
 
 class Separable(nn.Sequential):
@@ -309,25 +357,34 @@ class Separable(nn.Sequential):
         super().__init__()
         apart = nn.Conv2d(width, width, 3, 1 if width == wide else 2, 1, groups=width, bias=False)
         self.add_module("apart", nn.Sequential(apart))
-        self.extend([nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide)])
+        self.extend(
+            [
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+                nn.Conv2d(width, wide, 1, bias=False),
+                nn.BatchNorm2d(wide),
+            ]
+        )
         self.append(nn.ReLU())
 
 
 def depthwise(make: Make) -> Result:
     """Train a network of six depthwise separable convolutions."""
     parts = [Separable(*widths) for widths in itertools.pairwise([32, 32, 64, 64, 128, 128, 128])]
-    return classifier(make, nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), *parts, width=128)
+    return classifier(
+        make, nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), *parts, width=128
+    )
 
 
 def resnet(blocks: int, width: int, make: Make) -> Result:
-    """Train a ResNet of 3 stages with so many blocks each, ``width`` to ``4 width`` channels wide."""
+    """Train a ResNet of 3 stages of ``blocks`` blocks, ``width`` to ``4 width`` channels wide."""
     widths = [width] * (blocks + 1) + [2 * width] * blocks + [4 * width] * blocks
     stages = [BasicBlock(i, o, 1 if i == o else 2) for i, o in itertools.pairwise(widths)]
     stem = (nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
     return classifier(make, *stem, *stages, width=4 * width)
 
 
-# ---- jobs and tables -------------------------------------------------------------------------------------------------
+# ---- jobs and tables -----------------------------------------------------------------------------
 
 CASES: dict[str, Callable[[Make], Result]] = {
     "SIREN, 100 steps, constant lr: loss": partial(siren, steps=100, decay=False),
@@ -339,9 +396,13 @@ CASES: dict[str, Callable[[Make], Result]] = {
     "LoRA, rank 4: loss": lora,
 }
 for blocks, width in ((4, 64), (8, 64), (16, 64), (4, 128), (4, 256)):
-    CASES[f"transformer, {blocks} blocks of {width}, {6 * blocks + 1} matrices"] = partial(transformer, blocks, width)
+    CASES[f"transformer, {blocks} blocks of {width}, {6 * blocks + 1} matrices"] = partial(
+        transformer, blocks, width
+    )
 for blocks, width in ((1, 8), (3, 8), (9, 8), (1, 16), (1, 32)):
-    CASES[f"ResNet, {6 * blocks + 2} layers, {width} wide, {6 * blocks + 4} matrices"] = partial(resnet, blocks, width)
+    CASES[f"ResNet, {6 * blocks + 2} layers, {width} wide, {6 * blocks + 4} matrices"] = partial(
+        resnet, blocks, width
+    )
 NAMES, KINDS = list(CASES), list(OPTIMIZERS)
 FORMS = {"return": ".0f", "distance": ".1f", "SIREN": ".2g"}
 # Each line: cases, optimizers, seeds.
@@ -372,14 +433,20 @@ def run(job: Job) -> Result:
 
 
 def table(rows: dict[str, Result]) -> str:
-    """Return the tables, the median and each seed's figure in each cell; what was not measured is left out."""
+    """Return the tables, with the median and each seed's figure in each cell.
+
+    What was not measured is left out.
+    """
     parts = []
     for cases, names, seeds in TABLES:
         lines = []
         for case in cases:
             form = next((form for word, form in FORMS.items() if word in case), ".4f")
             found = {
-                name: [rows.get(key_of({"case": case, "optimizer": name, "seed": seed}), {}) for seed in seeds]
+                name: [
+                    rows.get(key_of({"case": case, "optimizer": name, "seed": seed}), {})
+                    for seed in seeds
+                ]
                 for name in names
             }
             if not all(all(own) for own in found.values()):
@@ -387,12 +454,20 @@ def table(rows: dict[str, Result]) -> str:
             worst = -math.inf if "return" in case else math.inf
             values = {name: [row.get("value", worst) for row in own] for name, own in found.items()}
             cells = [
-                markdown.middle(own, form) if len(own) > 1 else markdown.number(own[0], form) for own in values.values()
+                markdown.middle(own, form) if len(own) > 1 else markdown.number(own[0], form)
+                for own in values.values()
             ]
             first = statistics.median(row.get("first", math.nan) for row in found[names[0]])
             lines.append([case, format(first, form), *cells])
             if len(seeds) == 1:
-                lines[-1].append(f"{values['lr 0.08'][0] / min(own[0] for own in values.values()):.3f}")
-        heads = ["case", "at first", *names, *(["lr 0.08 over the best"] if len(seeds) == 1 else [])]
+                lines[-1].append(
+                    f"{values['lr 0.08'][0] / min(own[0] for own in values.values()):.3f}"
+                )
+        heads = [
+            "case",
+            "at first",
+            *names,
+            *(["lr 0.08 over the best"] if len(seeds) == 1 else []),
+        ]
         parts.append(markdown.table(heads, lines))
     return "\n\n".join(parts).replace("never", "stopped")

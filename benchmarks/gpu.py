@@ -1,14 +1,19 @@
-"""The Python part of gpu.sh: checks THOR and ThorMuon on a GPU, times their steps, and trains the suite's tasks there.
+"""The Python part of gpu.sh: checks, step times and the suite's tasks on a GPU.
+
+It checks THOR and ThorMuon, times their steps, and trains the tasks there.
 
 Parts, in the order of importance, each as far as the time goes:
 
-1. checks: THOR against the float64 reference of the tests, ThorMuon against the CPU, the polar factors that a GPU
-   computes by products in bfloat16, and one process with NCCL under DDP and FSDP2 against none;
-2. step times of ResNet-50 (224 pixels, batch 256) and BERT-base (128 tokens, batch 64) in bfloat16, as in step_time.py;
+1. checks: THOR against the float64 reference of the tests, ThorMuon against the CPU, the polar
+   factors that a GPU computes by products in bfloat16, and one process with NCCL under DDP and
+   FSDP2 against none;
+2. step times of ResNet-50 (224 pixels, batch 256) and BERT-base (128 tokens, batch 64) in bfloat16,
+   as in step_time.py;
 3. tasks of the suite (suite.py), seed 0: ThorMuon with its one setting, the others with those that
    results/suite.jsonl holds as their best, or else the middle of what they are tuned over.
 
-A part that fails is reported, and the others go on. `--device cpu --tiny` runs a miniature of everything.
+A part that fails is reported, and the others go on. `--device cpu --tiny` runs a miniature of
+everything.
 """
 
 import argparse
@@ -31,7 +36,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "benchmarks")]  # a plain checkout is enough
+# a plain checkout is enough
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 TASKS = ("resnet1024", "autoencoder", "vit", "unet", "characters", "resnet128")
 OURS = {"THOR": ("THOR", {"damping": 0.3, "split_dim": 16}), "ThorMuon": ("ThorMuon", {})}
 
@@ -85,13 +91,16 @@ class Report:
         self.say("|---" * len(cells) + "|")
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def network(groups: int = 2) -> nn.Sequential:
     """Return a network with convolutions, one of them with groups, and a linear layer."""
     torch.manual_seed(0)
-    first, second = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, stride=2, groups=groups)
+    first, second = (
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.Conv2d(8, 8, 3, stride=2, groups=groups),
+    )
     return nn.Sequential(first, nn.ReLU(), second, nn.Flatten(), nn.Linear(72, 5))
 
 
@@ -99,7 +108,10 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the batches of four steps, on the CPU, in float64."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
-        yield torch.randn(6, 3, 8, 8, generator=generator).double(), torch.randint(5, (6,), generator=generator)
+        yield (
+            torch.randn(6, 3, 8, 8, generator=generator).double(),
+            torch.randint(5, (6,), generator=generator),
+        )
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -151,11 +163,21 @@ def error(found: Tensor, wanted: Tensor) -> float:
 def errors(device: torch.device) -> Iterator[tuple[str, float, float]]:
     """Yield each check: what it compares, the error and its limit."""
     single, double, cpu = torch.float32, torch.float64, torch.device("cpu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as training scripts have it; factors must not follow
+    # as training scripts have it; factors must not follow
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     wanted = {"THOR": reference(), "ThorMuon": trained("ThorMuon", cpu, double, steps=1)}
-    yield "THOR, float64, against the reference", error(trained("THOR", device, double), wanted["THOR"]), 1e-7
-    yield "THOR, float32, against the reference", error(trained("THOR", device, single), wanted["THOR"]), 0.02
-    for dtype, limit in ((double, 0.02), (single, 0.1)):  # six iterations in float64, or in bfloat16, are not exact
+    yield (
+        "THOR, float64, against the reference",
+        error(trained("THOR", device, double), wanted["THOR"]),
+        1e-7,
+    )
+    yield (
+        "THOR, float32, against the reference",
+        error(trained("THOR", device, single), wanted["THOR"]),
+        0.02,
+    )
+    # six iterations in float64, or in bfloat16, are not exact
+    for dtype, limit in ((double, 0.02), (single, 0.1)):
         found = trained("ThorMuon", device, dtype, steps=1)
         yield f"ThorMuon, {dtype}, a step against the CPU", error(found, wanted["ThorMuon"]), limit
     orthogonalise = importlib.import_module("torch_thor.curvature.polar").orthogonalise
@@ -166,13 +188,21 @@ def errors(device: torch.device) -> Iterator[tuple[str, float, float]]:
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        alone = {name: trained(name, device, single, groups=1) for name in OURS}  # FSDP2 divides no groups
+        # FSDP2 divides no groups
+        alone = {name: trained(name, device, single, groups=1) for name in OURS}
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             for name in OURS:
-                for form, wrap in (("DDP", nn.parallel.DistributedDataParallel), ("FSDP2", sharded)):
+                for form, wrap in (
+                    ("DDP", nn.parallel.DistributedDataParallel),
+                    ("FSDP2", sharded),
+                ):
                     found = trained(name, device, single, wrap, groups=1)
-                    yield f"{name}, {backend} with one process, {form}, against none", error(found, alone[name]), 1e-3
+                    yield (
+                        f"{name}, {backend} with one process, {form}, against none",
+                        error(found, alone[name]),
+                        1e-3,
+                    )
         finally:
             dist.destroy_process_group()
 
@@ -196,15 +226,21 @@ def check(report: Report, device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
-# ---- times ----------------------------------------------------------------------------------------------------------
+# ---- times ---------------------------------------------------------------------------------------
 
 
-def times(report: Report, device: torch.device, networks: Iterable[tuple[str, int, int]], rounds: int) -> Any:
+def times(
+    report: Report, device: torch.device, networks: Iterable[tuple[str, int, int]], rounds: int
+) -> Any:
     """Time the steps of the networks."""
     study = importlib.import_module("step_time")
     rows = {}
     for name, batch, side in networks:
-        rows[name] = {"job": {"model": name}, "batch": batch, **study.measure(name, device, batch, side, rounds)}
+        rows[name] = {
+            "job": {"model": name},
+            "batch": batch,
+            **study.measure(name, device, batch, side, rounds),
+        }
         if device.type == "cuda":
             torch.cuda.empty_cache()
     report.say(study.table(rows))
@@ -214,16 +250,22 @@ def times(report: Report, device: torch.device, networks: Iterable[tuple[str, in
     return rows
 
 
-# ---- trainings ------------------------------------------------------------------------------------------------------
+# ---- trainings -----------------------------------------------------------------------------------
 
 
-def train(report: Report, device: torch.device, names: Iterable[str], data: Path | None, steps: int | None) -> Any:
+def train(
+    report: Report, device: torch.device, names: Iterable[str], data: Path | None, steps: int | None
+) -> Any:
     """Train tasks of the suite."""
     suite, tasks = importlib.import_module("suite"), importlib.import_module("suite_tasks")
     if data is not None:
         load = tasks.load_images
         tasks.load_images = lambda words: load(words.model_copy(update={"root": str(data)}))
-    rows = importlib.import_module("torch_thor.bench.stores").Lines(ROOT / "benchmarks/results/suite.jsonl").rows
+    rows = (
+        importlib.import_module("torch_thor.bench.stores")
+        .Lines(ROOT / "benchmarks/results/suite.jsonl")
+        .rows
+    )
     chosen, found = suite.chosen(rows), []
     report.heads("task", "figure", "optimizer", "lr", "result", "ms a step")
     for name in names:
@@ -233,7 +275,12 @@ def train(report: Report, device: torch.device, names: Iterable[str], data: Path
                 report.row(name, task.metric, optimizer, "", "out of time", "")
                 continue
             job = {"lr": suite.CONTENDERS[optimizer].lr, **chosen.get((name, optimizer), {})}
-            job |= {"task": name, "optimizer": optimizer, "seed": 0, **(suite.ONE if optimizer == "thor-muon" else {})}
+            job |= {
+                "task": name,
+                "optimizer": optimizer,
+                "seed": 0,
+                **(suite.ONE if optimizer == "thor-muon" else {}),
+            }
             try:
                 row = suite.train(task, job)
             except ModuleNotFoundError as missing:
@@ -262,17 +309,31 @@ def on(task: Any, device: torch.device, steps: int | None) -> Any:
 
 def main() -> None:
     """Run all parts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of gpu.md and gpu.json")
-    parser.add_argument("--data", type=Path, help="folder with the four files of Fashion-MNIST (.gz)")
-    parser.add_argument("--seconds", type=float, default=480, help="no training starts later (default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="small networks and few steps, to test the script")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "gpu", help="folder of gpu.md and gpu.json"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="folder with the four files of Fashion-MNIST (.gz)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=480, help="no training starts later (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small networks and few steps, to test the script"
+    )
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device is visible to torch; --device cpu --tiny runs a miniature on the CPU")
+        raise SystemExit(
+            "no CUDA device is visible to torch; --device cpu --tiny runs a miniature on the CPU"
+        )
     device, report = torch.device(options.device), Report(options.out, options.seconds)
-    machine = report.found["machine"] = importlib.import_module("torch_thor.bench.machine").provenance()
+    machine = report.found["machine"] = importlib.import_module(
+        "torch_thor.bench.machine"
+    ).provenance()
     report.say(f"# {machine['device']}, torch {torch.__version__}, commit {machine['commit'][:8]}")
     report.part("Checks", lambda own: check(own, device))
     networks = (
@@ -282,7 +343,10 @@ def main() -> None:
     )
     report.part("Step times", lambda own: times(own, device, networks, 1 if options.tiny else 20))
     names = ("characters",) if options.tiny else TASKS
-    report.part("Trainings", lambda own: train(own, device, names, options.data, 2 if options.tiny else None))
+    report.part(
+        "Trainings",
+        lambda own: train(own, device, names, options.data, 2 if options.tiny else None),
+    )
     if report.failures:
         raise SystemExit("\n".join(["failed:", *report.failures]))
 

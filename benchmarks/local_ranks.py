@@ -18,12 +18,17 @@ from torch_thor.training.parallel import blocks
 
 
 def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call a function with rank, number of processes and `args` on all processes; return the answers by rank."""
+    """Call a function on all processes, and return the answers by rank.
+
+    The function receives the rank, the number of processes and `args`.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         answers, found = context.Queue(), {}
         ranks = [
-            context.Process(target=_serve, args=(rank, world, Path(folder) / "store", function, args, answers))
+            context.Process(
+                target=_serve, args=(rank, world, Path(folder) / "store", function, args, answers)
+            )
             for rank in range(world)
         ]
         for process in ranks:
@@ -40,7 +45,9 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     return [found[rank] for rank in range(world)]
 
 
-def _serve(rank: int, world: int, store: Path, function: Callable[..., Any], args: Any, answers: Any) -> None:
+def _serve(
+    rank: int, world: int, store: Path, function: Callable[..., Any], args: Any, answers: Any
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
@@ -55,7 +62,10 @@ def _serve(rank: int, world: int, store: Path, function: Callable[..., Any], arg
 
 
 def parallel(model: nn.Module, world: int, *, sharded: bool) -> nn.Module:
-    """Prepare a model for training on all processes: FSDP2, block by block as `torch-thor train` does, or DDP."""
+    """Prepare a model for training on all processes, with FSDP2 or DDP.
+
+    FSDP2 is applied block by block, as `torch-thor train` does.
+    """
     if not sharded:
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (world,))

@@ -1,8 +1,11 @@
-"""The step of `torch-thor train` beside the loop of README, written out, on digits: the two take turns.
+"""The step of `torch-thor train` beside the loop of README, written out, on digits.
+
+The two take turns.
 
     python benchmarks/loop_time.py
 
-Both have the same network, optimizer and batches. A step of `train` counts without evaluations and checkpoints.
+Both have the same network, optimizer and batches. A step of `train` counts without evaluations and
+checkpoints.
 """
 
 import statistics
@@ -50,19 +53,28 @@ class Turns(Observer):
 def main() -> None:
     """Print the ratio of the step times for each of the recipe's optimizers."""
     torch.set_num_threads(1)
-    words = ["device=cpu", "threads=1", "epochs=16", "eval_interval=100000", "checkpoint_interval=null"]
+    words = [
+        "device=cpu",
+        "threads=1",
+        "epochs=16",
+        "eval_interval=100000",
+        "checkpoint_interval=null",
+    ]
     for name in ("thor-muon", "thor", "sgd"):
         recipe = load_recipe("digits", [f"optimizer={name}", *words])
         task = open_task(recipe, torch.device("cpu"), print)
         run, other = (build(recipe, name, task, Ranks()) for _ in range(2))
         turns = Turns(other)
         with tempfile.TemporaryDirectory() as place, (Path(place) / "said").open("w") as said:
-            own = observers_of(run, RunFolder(Path(place)), Console(file=said), profile=False, offset=0)
+            own = observers_of(
+                run, RunFolder(Path(place)), Console(file=said), profile=False, offset=0
+            )
             train(run, [*own, turns])
         trained, written = turns.trained[20:-1], turns.written_out[20:-1]  # the last evaluates
         print(
-            f"{name}: {median_ratio(trained, written):.3f} (limit {LIMIT}), median of {len(trained)} pairs; "
-            f"{1000 * statistics.median(trained):.2f} and {1000 * statistics.median(written):.2f} ms"
+            f"{name}: {median_ratio(trained, written):.3f} (limit {LIMIT}), median of "
+            f"{len(trained)} pairs; {1000 * statistics.median(trained):.2f} and "
+            f"{1000 * statistics.median(written):.2f} ms"
         )
     print(provenance())
 

@@ -1,20 +1,25 @@
-"""What THOR and ThorMuon send on many processes, how steps scale, and what bfloat16 and divided matrices cost.
+"""What THOR and ThorMuon send on many processes, and how their steps scale.
 
-    python -m torch_thor.bench many_devices           # runs what is missing (about half an hour on two cores)
-    python -m torch_thor.bench many_devices --table
+Also what bfloat16 and divided matrices cost.
 
-- `bytes`: what one process sends, with rings: THOR's on a refresh in which all layers take new factors, those of
-  Shampoo and Muon in every step, in addition to the gradients (docs/how-to/ddp.md has the formulas).
-- `scaling`: BERT-mini (64 tokens, 8 samples for each process) on 1, 2 and 4 processes of one thread. In each round a
-  session with each number is started, in which SGD and THOR with DDP, AdamW and THOR with FSDP2 take turns. The result
-  is the time of a step over that on one process in the same round. On a machine with fewer cores than processes the
-  times are longer by that.
-- `bfloat16`: the character transformer of the suite on 2 processes with DDP, sending float32 or bfloat16; its held-out
-  loss, and the error of the first update, ‖d − d'‖ / ‖d'‖ over all preconditioned weights.
-- `rows`: the same under FSDP2 on 1, 2 and 4 processes with ThorMuon, which orthogonalises the rows of each process, or
-  whole matrices.
+    python -m torch_thor.bench many_devices           # runs what is missing (about half an hour on
+    two cores) python -m torch_thor.bench many_devices --table
 
-In the last two each process has its own part of each batch, and the learning rate falls linearly to 0.
+- `bytes`: what one process sends, with rings: THOR's on a refresh in which all layers take new
+  factors, those of Shampoo and Muon in every step, in addition to the gradients (docs/how-to/ddp.md
+  has the formulas).
+- `scaling`: BERT-mini (64 tokens, 8 samples for each process) on 1, 2 and 4 processes of one
+  thread. In each round a session with each number is started, in which SGD and THOR with DDP, AdamW
+  and THOR with FSDP2 take turns. The result is the time of a step over that on one process in the
+  same round. On a machine with fewer cores than processes the times are longer by that.
+- `bfloat16`: the character transformer of the suite on 2 processes with DDP, sending float32 or
+  bfloat16; its held-out loss, and the error of the first update, ‖d − d'‖ / ‖d'‖ over all
+  preconditioned weights.
+- `rows`: the same under FSDP2 on 1, 2 and 4 processes with ThorMuon, which orthogonalises the rows
+  of each process, or whole matrices.
+
+In the last two each process has its own part of each batch, and the learning rate falls linearly to
+0.
 """
 
 import statistics
@@ -35,16 +40,27 @@ from torch_thor.bench.markdown import table as markdown
 from torch_thor.split.observe import loss_of
 from torch_thor.tools.plan import subject_of
 from torch_thor.tools.split_dim import Subject
-from torch_thor.tools.traffic import Collective, collectives_of_refresh, collectives_of_training, laid_out
+from torch_thor.tools.traffic import (
+    Collective,
+    collectives_of_refresh,
+    collectives_of_training,
+    laid_out,
+)
 from torch_thor.training.models import bert
 from torch_thor.training.recipe import Data, Recipe, Text, Transform
 
 COUNTS, WORLDS, SEEDS = (8, 64, 256), (1, 2, 4), (0, 1, 2)
 INTERVAL, ROUNDS, STEPS = 100, 4, 5
-FORMS = {"sgd ddp": "SGD, DDP", "thor ddp": "THOR, DDP", "adamw fsdp": "AdamW, FSDP2", "thor fsdp": "THOR, FSDP2"}
+FORMS = {
+    "sgd ddp": "SGD, DDP",
+    "thor ddp": "THOR, DDP",
+    "adamw fsdp": "AdamW, FSDP2",
+    "thor fsdp": "THOR, FSDP2",
+}
 OURS = {"thor": THOR, "thor-muon": ThorMuon}
 SENT = {
-    "thor": "THOR, a refresh", "thor sharded": "THOR, FSDP2, a refresh", "gradients": "gradients", "shampoo": "Shampoo",
+    "thor": "THOR, a refresh", "thor sharded": "THOR, FSDP2, a refresh", "gradients": "gradients",
+    "shampoo": "Shampoo",
     "muon": "Muon", "muon sharded": "Muon, FSDP2",
 }  # fmt: skip
 Job = dict[str, Any]
@@ -53,7 +69,10 @@ Job = dict[str, Any]
 def jobs(rows: dict[str, Any]) -> list[Job]:
     """List all jobs."""
     found: list[Job] = [{"part": "bytes", "model": model} for model in ("resnet50", "bert-large")]
-    found += [{"part": "bfloat16", "form": form, "seed": seed, "alone": True} for form, seed in product(OURS, SEEDS)]
+    found += [
+        {"part": "bfloat16", "form": form, "seed": seed, "alone": True}
+        for form, seed in product(OURS, SEEDS)
+    ]
     found += [
         {"part": "rows", "processes": world, "whole": whole, "seed": seed, "alone": True}
         for world, whole, seed in product(WORLDS, (False, True), SEEDS)
@@ -68,32 +87,51 @@ def run(job: Job) -> dict[str, Any]:
             return {"sent": {str(n): dict(sent_by(job["model"], n)) for n in COUNTS}}
         case "bfloat16":
             found = {
-                dtype: on_ranks(2, in_bfloat16, job["form"], dtype, job["seed"])[0] for dtype in (None, "bfloat16")
+                dtype: on_ranks(2, in_bfloat16, job["form"], dtype, job["seed"])[0]
+                for dtype in (None, "bfloat16")
             }
             (exact, first), (rounded, other) = found[None], found["bfloat16"]
-            return {"float32": exact, "bfloat16": rounded, "error": ((other - first).norm() / first.norm()).item()}
+            return {
+                "float32": exact,
+                "bfloat16": rounded,
+                "error": ((other - first).norm() / first.norm()).item(),
+            }
         case "rows":
             return {"loss": on_ranks(job["processes"], in_rows, job["whole"], job["seed"])[0]}
     order = WORLDS if job["round"] % 2 == 0 else WORLDS[::-1]
     return {"seconds": {str(world): on_ranks(world, session)[0] for world in order}}
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def subject(word: str, count: int, pixels: int, length: int) -> Subject:
     """Build a model with a batch of random samples."""
     if bert.is_known(word):
-        recipe = Recipe(task="masked-lm", model=word, data=Data(name="corpus", text=Text(length=length)))
+        recipe = Recipe(
+            task="masked-lm", model=word, data=Data(name="corpus", text=Text(length=length))
+        )
     else:
-        recipe = Recipe(model=word, data=Data(name="image-folder", transform=Transform(size=pixels, resize=pixels)))
+        recipe = Recipe(
+            model=word,
+            data=Data(name="image-folder", transform=Transform(size=pixels, resize=pixels)),
+        )
     return subject_of(word, recipe, count)
 
 
 def matrix_elements(model: nn.Module) -> int:
-    """Count the elements that Muon trains: weights of two and more dimensions but embeddings and classifiers."""
-    left_out = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]  # of classes, or of pairs
+    """Count the elements that Muon trains.
+
+    These are weights of two and more dimensions, except for embeddings and classifiers.
+    """
+    left_out = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters()
+    }
+    # of classes, or of pairs
+    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
     left_out.add(id(last.weight))
     return sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in left_out)
 
@@ -117,11 +155,14 @@ def sent_by(word: str, n: int) -> Iterator[tuple[str, int]]:
     yield "muon sharded", 2 * 2 * matrices * (n - 1) // n**2
 
 
-# ---- weak scaling ---------------------------------------------------------------------------------------------------
+# ---- weak scaling --------------------------------------------------------------------------------
 
 
 def session(rank: int, world: int) -> dict[str, list[float]]:
-    """Time steps in one session: seconds by training, those of THOR's refreshes under their own name."""
+    """Time steps in one session, and return the seconds by training.
+
+    Those of THOR's refreshes are under their own name.
+    """
     warnings.simplefilter("ignore")
     steps, seconds = {}, {}
     for name in FORMS:
@@ -150,7 +191,10 @@ def session(rank: int, world: int) -> dict[str, list[float]]:
 
 
 def scaling(rounds: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Return the time of a step, a refresh in every 100th, over that on one process, by form, processes and round."""
+    """Return the time of a step over that on one process, by form, processes and round.
+
+    Every 100th step is a refresh.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     for one in rounds:
         for name, world in product(FORMS, [str(n) for n in WORLDS]):
@@ -163,13 +207,20 @@ def scaling(rounds: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-# ---- quality --------------------------------------------------------------------------------------------------------
+# ---- quality -------------------------------------------------------------------------------------
 
 
 def trained(
-    model: nn.Module, net: nn.Module, optimizer: torch.optim.Optimizer, ranks: tuple[int, int], seed: int
+    model: nn.Module,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: tuple[int, int],
+    seed: int,
 ) -> Iterator[int]:
-    """Train the character transformer of the suite, each process on its part of each batch; yield after each step."""
+    """Train the character transformer of the suite, and yield after each step.
+
+    Each process trains on its part of each batch.
+    """
     task, (rank, world) = TASKS["characters"], ranks
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / task.steps)
     for step, (windows,) in zip(range(task.steps), task.batches(task.batch, seed), strict=False):
@@ -181,21 +232,30 @@ def trained(
 
 
 def held_out(net: nn.Module) -> float:
-    """Return the held-out loss; under FSDP2 all processes compute it, because each forward pass needs all."""
+    """Return the held-out loss.
+
+    Under FSDP2 all processes compute it, because each forward pass needs all.
+    """
     task = TASKS["characters"]
     with torch.no_grad():
         return torch.cat([task.score(net, batch) for batch in task.held_out(1)]).mean().item()
 
 
-def in_bfloat16(rank: int, world: int, form: str, dtype: str | None, seed: int) -> tuple[float, torch.Tensor]:
+def in_bfloat16(
+    rank: int, world: int, form: str, dtype: str | None, seed: int
+) -> tuple[float, torch.Tensor]:
     """Return the held-out loss, and the first update."""
     torch.manual_seed(seed)
     model = TASKS["characters"].model()
-    optimizer = OURS[form](model, distributed=Distributed(communication_dtype=dtype and getattr(torch, dtype)))
+    optimizer = OURS[form](
+        model, distributed=Distributed(communication_dtype=dtype and getattr(torch, dtype))
+    )
     weights = [layer.weight for layer in optimizer.curvature.values()]
     start = torch.cat([weight.detach().flatten() for weight in weights])
     first = start
-    for step in trained(model, parallel(model, world, sharded=False), optimizer, (rank, world), seed):
+    for step in trained(
+        model, parallel(model, world, sharded=False), optimizer, (rank, world), seed
+    ):
         if step == 0:
             first = torch.cat([weight.detach().flatten() for weight in weights]) - start
     return held_out(model), first
@@ -212,7 +272,7 @@ def in_rows(rank: int, world: int, whole: bool, seed: int) -> float:
     return held_out(net)
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def table(rows: dict[str, Any]) -> str:
@@ -229,7 +289,10 @@ def table(rows: dict[str, Any]) -> str:
     scaled = [
         [
             FORMS[name],
-            *(f"{statistics.median(found[n]):.2f} ({min(found[n]):.2f}-{max(found[n]):.2f})" for n in ("2", "4")),
+            *(
+                f"{statistics.median(found[n]):.2f} ({min(found[n]):.2f}-{max(found[n]):.2f})"
+                for n in ("2", "4")
+            ),
         ]
         for name, found in ratios.items()
     ]
@@ -244,7 +307,10 @@ def table(rows: dict[str, Any]) -> str:
     in_parts = []
     for world in WORLDS:
         of_world = [row for row in parts.get("rows", []) if row["job"]["processes"] == world]
-        losses = [[row["loss"] for row in of_world if row["job"]["whole"] == whole] for whole in (False, True)]
+        losses = [
+            [row["loss"] for row in of_world if row["job"]["whole"] == whole]
+            for whole in (False, True)
+        ]
         if all(len(own) > 1 for own in losses):
             change = statistics.fmean(losses[0]) / statistics.fmean(losses[1]) - 1
             in_parts.append([str(world), *map(spread, losses), f"{change:+.1%}"])

@@ -1,13 +1,17 @@
-"""THOR's defaults on forty-two models of other projects: coverage, loss after twelve steps, time per step.
+"""THOR's defaults on forty-two models of other projects.
+
+What is measured is coverage, loss after twelve steps, and time per step.
 
     python -m torch_thor.bench models                    # about ten minutes
 
-Models and data are those of tests/models/zoo.py, and of more.py there, of which the time is not measured; one thread
-is used. Losses: twelve steps with AdamW(1e-3), ``THOR(model)`` and ``ThorMuon(model)``, from the same weights, on one
-batch and on a fresh batch in each step, with five seeds; the result is the median of the means of the last three.
-Time per step: forward pass, backward pass and optimizer, in turns; the result is the median over rounds of the ratio to
-SGD's step in the same round, with a refresh of every layer in every step, or of none after the first step. The loops
-are those of a user who changes nothing for THOR, which is not told of loss terms and padding.
+Models and data are those of tests/models/zoo.py, and of more.py there, of which the time is not
+measured; one thread is used. Losses: twelve steps with AdamW(1e-3), ``THOR(model)`` and
+``ThorMuon(model)``, from the same weights, on one batch and on a fresh batch in each step, with
+five seeds; the result is the median of the means of the last three. Time per step: forward pass,
+backward pass and optimizer, in turns; the result is the median over rounds of the ratio to SGD's
+step in the same round, with a refresh of every layer in every step, or of none after the first
+step. The loops are those of a user who changes nothing for THOR, which is not told of loss terms
+and padding.
 """
 
 import importlib
@@ -42,7 +46,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Measure all of a model."""
     torch.set_num_threads(1)
     name = job["model"]
-    with warnings.catch_warnings(action="ignore"):  # tests/models/test_defaults.py has which there are
+    # tests/models/test_defaults.py has which there are
+    with warnings.catch_warnings(action="ignore"):
         return {
             "coverage": coverage(name),
             "losses": losses(name, fresh=False),
@@ -57,18 +62,25 @@ def coverage(name: str) -> dict[str, Any]:
     for key, kind in OURS.items():
         entries = [e for e in kind(zoo.build(name).model).coverage() if e.trained]
         result["parameters"] = sum(math.prod(e.shape) for e in entries)
-        result[key] = sum(math.prod(e.shape) for e in entries if e.preconditioned) / result["parameters"]
+        result[key] = (
+            sum(math.prod(e.shape) for e in entries if e.preconditioned) / result["parameters"]
+        )
     return result
 
 
 def losses(name: str, *, fresh: bool) -> dict[str, list[list[float]]]:
-    """Train from the same weights; return by optimizer the first loss of each seed, and the mean of the last three."""
+    """Train from the same weights, and return two losses of each seed by optimizer.
+
+    They are the first loss, and the mean of the last three.
+    """
     result: dict[str, list[list[float]]] = {key: [] for key in ("adamw", *OURS)}
     for seed in SEEDS:
         for key, runs in result.items():
             subject = zoo.build(name, seed)
             if key == "adamw":
-                optimizer: torch.optim.Optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-3)
+                optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+                    subject.model.parameters(), lr=1e-3
+                )
             else:
                 optimizer = OURS[key](subject.model)
             found = zoo.train(subject, optimizer, STEPS, seed, fresh=fresh)
@@ -94,24 +106,37 @@ def ratios(name: str) -> dict[str, float]:
         if isinstance(optimizer, THOR | ThorMuon):
             done = max(layer.refreshes for layer in optimizer.curvature.values())
             assert done == (1 if key.endswith("ordinary") else ROUNDS + 1), (key, done)
-    return {key: round(median_ratio(own, times["sgd"]), 3) for key, own in times.items() if key != "sgd"}
+    return {
+        key: round(median_ratio(own, times["sgd"]), 3) for key, own in times.items() if key != "sgd"
+    }
 
 
 def table(rows: dict[str, Any]) -> str:
     """Return a line for each model, in the zoo's order."""
     heads = (
-        "model", "parameters", "preconditioned by THOR, ThorMuon", "loss, first", "one batch, AdamW(1e-3)", "… THOR",
-        "… ThorMuon", "fresh batches, AdamW(1e-3)", "… THOR", "… ThorMuon", "THOR's step over SGD's: ordinary, refresh",
+        "model", "parameters", "preconditioned by THOR, ThorMuon", "loss, first",
+        "one batch, AdamW(1e-3)", "… THOR",
+        "… ThorMuon", "fresh batches, AdamW(1e-3)", "… THOR", "… ThorMuon",
+        "THOR's step over SGD's: ordinary, refresh",
         "… ThorMuon's",
     )  # fmt: skip
     lines = []
     for row in rows.values():
         covered, times = row["coverage"], row["ratios"]
-        cells = [row["job"]["model"], f"{covered['parameters']:,}", ", ".join(f"{covered[key]:.1%}" for key in OURS)]
+        cells = [
+            row["job"]["model"],
+            f"{covered['parameters']:,}",
+            ", ".join(f"{covered[key]:.1%}" for key in OURS),
+        ]
         cells.append(_number(statistics.median(first for first, _ in row["losses"]["adamw"])))
         for kind in ("losses", "fresh"):
-            cells += [_number(statistics.median(last for _, last in runs)) for runs in row[kind].values()]
-        cells += [", ".join(f"{times[f'{key} {length}']:.2f}" for length in LENGTHS if times) for key in OURS]
+            cells += [
+                _number(statistics.median(last for _, last in runs)) for runs in row[kind].values()
+            ]
+        cells += [
+            ", ".join(f"{times[f'{key} {length}']:.2f}" for length in LENGTHS if times)
+            for key in OURS
+        ]
         lines.append(cells)
     order = list(zoo.SUBJECTS)
     return markdown(heads, sorted(lines, key=lambda cells: order.index(cells[0])))

@@ -1,11 +1,12 @@
-"""The time of a step over that of SGD, and the state that each optimizer keeps, on networks of usual size.
+"""The time of a step over SGD's, and each optimizer's state, on networks of usual size.
 
     python -m torch_thor.bench step_time           # ten minutes on two quiet cores
 
-A step is forward pass, backward pass and optimizer, of 8 images of 224 pixels or 8 texts of 128 tokens, in float32. All
-optimizers take turns step by step, in an order that is drawn anew, so a change in the speed of the machine affects all
-of them alike; the result is the median of the ratios within a round. Ours are there twice: between refreshes, and with
-a refresh of all layers in every step. The steps are a user's, not those of the application's loop.
+A step is forward pass, backward pass and optimizer, of 8 images of 224 pixels or 8 texts of 128
+tokens, in float32. All optimizers take turns step by step, in an order that is drawn anew, so a
+change in the speed of the machine affects all of them alike; the result is the median of the ratios
+within a round. Ours are there twice: between refreshes, and with a refresh of all layers in every
+step. The steps are a user's, not those of the application's loop.
 """
 
 from collections.abc import Callable
@@ -23,9 +24,14 @@ from torch_thor.bench.timing import median_ratio, state_bytes, take_turns, train
 from torch_thor.training.muon import MuonAdamW
 
 NEVER, SMALL = 10**9, 1e-6
-_THOR, _MUON = partial(THOR, lr=SMALL, weight_decay=5e-4), partial(ThorMuon, lr=SMALL, weight_decay=0.01)
+_THOR, _MUON = (
+    partial(THOR, lr=SMALL, weight_decay=5e-4),
+    partial(ThorMuon, lr=SMALL, weight_decay=0.01),
+)
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=SMALL, momentum=0.9, weight_decay=5e-4),
+    "SGD": lambda model: torch.optim.SGD(
+        model.parameters(), lr=SMALL, momentum=0.9, weight_decay=5e-4
+    ),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=SMALL),
     "Muon": partial(MuonAdamW, lr=SMALL, adamw_embeddings=True),
     "THOR": partial(_THOR, update_interval=NEVER),
@@ -43,7 +49,9 @@ def jobs(rows: dict[str, Any]) -> list[dict[str, Any]]:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Time the steps of a network."""
-    found = measure(job["model"], torch.device("cpu"), 8, 128 if job["model"] == "bert-base" else 224, ROUNDS)
+    found = measure(
+        job["model"], torch.device("cpu"), 8, 128 if job["model"] == "bert-base" else 224, ROUNDS
+    )
     return {"value": median_ratio(found["seconds"]["ThorMuon"], found["seconds"]["SGD"]), **found}
 
 
@@ -58,7 +66,9 @@ def tolerance(rows: dict[str, Any], job: dict[str, Any]) -> float:
 
 
 def measure(name: str, device: torch.device, batch: int, side: int, rounds: int) -> dict[str, Any]:
-    """Time the steps, on a GPU in bfloat16: seconds of each, and the bytes of state for each parameter.
+    """Time the steps, and return the seconds of each and the bytes of state per parameter.
+
+    On a GPU the steps are in bfloat16.
 
     Args:
         name: The network.
@@ -84,7 +94,9 @@ def measure(name: str, device: torch.device, batch: int, side: int, rounds: int)
     state = {optimizer: state_bytes(own) / elements for optimizer, own in optimizers.items()}
     return {
         "parameters": elements,
-        "seconds": {optimizer: [round(value, 5) for value in own] for optimizer, own in times.items()},
+        "seconds": {
+            optimizer: [round(value, 5) for value in own] for optimizer, own in times.items()
+        },
         "state_bytes": {optimizer: round(value, 2) for optimizer, value in state.items()},
     }
 
@@ -95,12 +107,19 @@ def build(name: str) -> nn.Module:
     if name.startswith("bert"):
         from transformers import BertConfig, BertForMaskedLM
 
-        tiny = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        tiny = {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+        }
         return BertForMaskedLM(BertConfig(**({} if name == "bert-base" else tiny)))
     return torchvision.models.get_model(name)
 
 
-def loss_of(name: str, model: nn.Module, device: torch.device, batch: int, side: int) -> Callable[[], Tensor]:
+def loss_of(
+    name: str, model: nn.Module, device: torch.device, batch: int, side: int
+) -> Callable[[], Tensor]:
     """Return the loss of a random batch."""
     fast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     if name.startswith("bert"):
@@ -112,11 +131,25 @@ def loss_of(name: str, model: nn.Module, device: torch.device, batch: int, side:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """Return bytes of state a parameter and the time of a step over that of SGD, that of a refresh in brackets."""
+    """Return the bytes of state per parameter, and the time of a step over that of SGD.
+
+    The time of a refresh is in brackets.
+    """
     names, lines = [name for name in OPTIMIZERS if "refresh" not in name], []
     for row in rows.values():
-        ratios = {name: f"{median_ratio(own, row['seconds']['SGD']):.2f}" for name, own in row["seconds"].items()}
-        refresh = {name: f" ({ratios[f'{name}, refresh']})" if f"{name}, refresh" in ratios else "" for name in names}
+        ratios = {
+            name: f"{median_ratio(own, row['seconds']['SGD']):.2f}"
+            for name, own in row["seconds"].items()
+        }
+        refresh = {
+            name: f" ({ratios[f'{name}, refresh']})" if f"{name}, refresh" in ratios else ""
+            for name in names
+        }
         state = row["state_bytes"]
-        lines.append([row["job"]["model"], *(f"{state[name]:.1f}; {ratios[name]}{refresh[name]}" for name in names)])
+        lines.append(
+            [
+                row["job"]["model"],
+                *(f"{state[name]:.1f}; {ratios[name]}{refresh[name]}" for name in names),
+            ]
+        )
     return markdown(["network", *names], lines)

@@ -1,18 +1,24 @@
-"""ThorMuon with one setting against SGD, AdamW, Muon, SOAP, PSGD-Kron and schedule-free AdamW, tuned for each task.
+"""ThorMuon with one setting against other optimizers that are tuned for each task.
 
-    python -m torch_thor.bench suite           # runs what is missing in results/suite.jsonl, then tables and pictures
-    python -m torch_thor.bench suite --table   # tables and pictures from the raw data only
+The others are SGD, AdamW, Muon, SOAP, PSGD-Kron and schedule-free AdamW.
 
-The tasks are those of suite_tasks.py, the optimizers and what they are tuned over those of suite_optimizers.py. The
-learning rate grows over the first 5 % of the steps, then falls linearly to 0 (schedule-free AdamW's stays, as it is
-meant). Tuning uses a seed that serves nothing else, and one half of the held-out data: six learning rates a factor of
-two apart, chosen around the best so far, more while the best is at an end; then another momentum with the best learning
-rate and with twice that, and for Muon two learning rates of its AdamW. The best setting runs with three other seeds,
-and the other half of the held-out data gives its figures. ThorMuon has its default setting with a weight decay of 0.01
-for all tasks; it is also tuned, to see what that is worth. Optimizers' names with `one:` have the learning rate that
-serves all tasks best on the whole, chosen with the tuning seed. Everything is trained on one thread.
+    python -m torch_thor.bench suite           # runs what is missing in results/suite.jsonl, then
+    tables and pictures python -m torch_thor.bench suite --table   # tables and pictures from the
+    raw data only
 
-The time of a step is measured apart, by the optimizers with their chosen settings in turns (jobs named `alone`).
+The tasks are those of suite_tasks.py, the optimizers and what they are tuned over those of
+suite_optimizers.py. The learning rate grows over the first 5 % of the steps, then falls linearly to
+0 (schedule-free AdamW's stays, as it is meant). Tuning uses a seed that serves nothing else, and
+one half of the held-out data: six learning rates a factor of two apart, chosen around the best so
+far, more while the best is at an end; then another momentum with the best learning rate and with
+twice that, and for Muon two learning rates of its AdamW. The best setting runs with three other
+seeds, and the other half of the held-out data gives its figures. ThorMuon has its default setting
+with a weight decay of 0.01 for all tasks; it is also tuned, to see what that is worth. Optimizers'
+names with `one:` have the learning rate that serves all tasks best on the whole, chosen with the
+tuning seed. Everything is trained on one thread.
+
+The time of a step is measured apart, by the optimizers with their chosen settings in turns (jobs
+named `alone`).
 """
 
 import math
@@ -41,7 +47,7 @@ Job = dict[str, Any]
 Rows = dict[str, dict[str, Any]]
 
 
-# ---- one run --------------------------------------------------------------------------------------------------------
+# ---- one run -------------------------------------------------------------------------------------
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -57,8 +63,16 @@ def train(task: Task, job: Job) -> dict[str, Any]:
     torch.manual_seed(job["seed"])
     model = task.model().train()
     optimizer = make(model, job)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_lr(step, task.steps, job))
-    batches, losses, curve, seconds, refreshes = task.batches(task.batch, job["seed"]), [], [], 0.0, 0
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: share_of_lr(step, task.steps, job)
+    )
+    batches, losses, curve, seconds, refreshes = (
+        task.batches(task.batch, job["seed"]),
+        [],
+        [],
+        0.0,
+        0,
+    )
     for step in range(1, task.steps + 1):
         batch = next(batches)
         started = time.perf_counter()
@@ -83,11 +97,17 @@ def train(task: Task, job: Job) -> dict[str, Any]:
 def share_of_lr(step: int, steps: int, job: Job) -> float:
     """Return the learning rate of a step, from 0, as a share of the highest."""
     grown = (step + 1) / max(1.0, WARM_UP * steps)
-    return min(1.0, grown, 1.0 if job["optimizer"] == "schedule-free" else (steps - step) / ((1 - WARM_UP) * steps))
+    return min(
+        1.0,
+        grown,
+        1.0 if job["optimizer"] == "schedule-free" else (steps - step) / ((1 - WARM_UP) * steps),
+    )
 
 
 @torch.no_grad()
-def evaluate(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, half: int) -> float:
+def evaluate(
+    task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, half: int
+) -> float:
     """Return the task's figure on half of the held-out data."""
     for part in (model, optimizer):  # schedule-free AdamW evaluates other weights than it trains
         getattr(part, "eval", lambda: None)()
@@ -98,7 +118,10 @@ def evaluate(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def time_steps(task: Task, job: Job) -> dict[str, Any]:
-    """Time the steps of all optimizers in turns: milliseconds of a step, and the bytes of state for each parameter."""
+    """Time the steps of all optimizers in turns.
+
+    The result has the milliseconds of a step, and the bytes of state for each parameter.
+    """
     batches, now, steps, optimizers, weights = task.batches(task.batch, 0), [], {}, {}, 0
     for name, setting in job["settings"].items():
         torch.manual_seed(0)
@@ -110,7 +133,9 @@ def time_steps(task: Task, job: Job) -> dict[str, Any]:
                 group["update_interval"] = SPAN
         weights = sum(parameter.numel() for parameter in model.parameters())
 
-        def step(model: torch.nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+        def step(
+            model: torch.nn.Module = model, optimizer: torch.optim.Optimizer = optimizer
+        ) -> None:
             task.loss(model, now[-1]).backward()
             task.prepare(model)
             optimizer.step()
@@ -122,11 +147,18 @@ def time_steps(task: Task, job: Job) -> dict[str, Any]:
         return f"{name} refresh" if getattr(optimizers[name], "last_refresh", ()) else name
 
     times = take_turns(
-        steps, 3 * SPAN, warm_up=SPAN, prepare=lambda: now.__setitem__(slice(None), [next(batches)]), name_of=name_of
+        steps,
+        3 * SPAN,
+        warm_up=SPAN,
+        prepare=lambda: now.__setitem__(slice(None), [next(batches)]),
+        name_of=name_of,
     )
-    # Means within spans: SOAP computes its bases anew every 10 steps. ThorMuon's two kinds of steps are told apart.
+    # Means within spans: SOAP computes its bases anew every 10 steps. ThorMuon's two kinds of steps
+    # are told apart.
     spans = {
-        name: statistics.median(statistics.fmean(own[i : i + SPAN]) for i in range(0, len(own), SPAN))
+        name: statistics.median(
+            statistics.fmean(own[i : i + SPAN]) for i in range(0, len(own), SPAN)
+        )
         for name, own in times.items()
     }
     own = {name: state_bytes(o) / weights for name, o in optimizers.items()}
@@ -136,7 +168,7 @@ def time_steps(task: Task, job: Job) -> dict[str, Any]:
     }
 
 
-# ---- what is run ----------------------------------------------------------------------------------------------------
+# ---- what is run ---------------------------------------------------------------------------------
 
 
 def jobs(rows: Rows) -> list[Job]:
@@ -144,14 +176,23 @@ def jobs(rows: Rows) -> list[Job]:
     found, best_ones = [], chosen(rows)
     for task in TASKS:
         own = [job for name in contenders(task) for job in tuning(rows, task, name)]
-        own += [job for (its, _), setting in best_ones.items() if its == task for job in confirm(setting)]
+        own += [
+            job
+            for (its, _), setting in best_ones.items()
+            if its == task
+            for job in confirm(setting)
+        ]
         own += confirm({"task": task, **ONE})
         found += own
         if all(key_of(job) in rows for job in own):
-            settings = {name: best_ones[task, name] for name in PEERS} | {"thor-muon": {"task": task, **ONE}}
+            settings = {name: best_ones[task, name] for name in PEERS} | {
+                "thor-muon": {"task": task, **ONE}
+            }
             settings |= {name: best_ones[task, name] for name in ("thor",) if task in THOR_TASKS}
             found.append({"task": task, "settings": settings, "alone": True})
-            for one in contests(rows, {key: value for key, value in best_ones.items() if key[0] == task}, {}):
+            for one in contests(
+                rows, {key: value for key, value in best_ones.items() if key[0] == task}, {}
+            ):
                 rival = one.chosen[one.rival]
                 if is_close(one, rival):
                     found += confirm(rival, MORE_SEEDS) + confirm({"task": task, **ONE}, MORE_SEEDS)
@@ -165,7 +206,10 @@ def jobs(rows: Rows) -> list[Job]:
 
 
 def is_close(one: Contest, rival: Job) -> bool:
-    """Return whether the figures of three seeds differ by less than two standard errors of the difference."""
+    """Return whether three seeds' figures differ by less than two standard errors.
+
+    The standard error is that of the difference.
+    """
     own, other = one.values(ONE)[: len(SEEDS)], one.values(rival)[: len(SEEDS)]
     error = math.sqrt(sum(statistics.variance(values) / len(values) for values in (own, other)))
     return abs(statistics.fmean(own) - statistics.fmean(other)) < 2 * error
@@ -203,11 +247,17 @@ def confirm(setting: Job, seeds: tuple[int, ...] = SEEDS) -> list[Job]:
 
 
 def tuning(rows: Rows, task: str, name: str) -> Iterator[Job]:
-    """Yield the tuning runs of an optimizer, up to the first ones without which the next are not known."""
+    """Yield the tuning runs of an optimizer, as far as they are known.
+
+    The last ones are the first without which the next are not known.
+    """
     own, lr = [], CONTENDERS[name].lr
     rates = [lr / 2, lr, 2 * lr]
     while True:
-        new = [{"task": task, "optimizer": name, "lr": float(f"{rate:.4g}"), "seed": TUNING_SEED} for rate in rates]
+        new = [
+            {"task": task, "optimizer": name, "lr": float(f"{rate:.4g}"), "seed": TUNING_SEED}
+            for rate in rates
+        ]
         yield from new
         own = sorted([*own, *new], key=lambda job: job["lr"])
         if any(key_of(job) not in rows for job in new):
@@ -239,7 +289,7 @@ def best(rows: Rows, tried: list[Job]) -> Job:
     return {key: value for key, value in best_job(rows, tried).items() if key != "seed"}
 
 
-# ---- one learning rate for all tasks ---------------------------------------------------------------------------------
+# ---- one learning rate for all tasks -------------------------------------------------------------
 
 
 def candidates(name: str) -> list[float]:
@@ -249,19 +299,26 @@ def candidates(name: str) -> list[float]:
 
 def at_rates(task: str, name: str) -> list[Job]:
     """Return the tuning runs of an optimizer at these learning rates."""
-    return [{"task": task, "optimizer": name, "lr": lr, "seed": TUNING_SEED} for lr in candidates(name)]
+    return [
+        {"task": task, "optimizer": name, "lr": lr, "seed": TUNING_SEED} for lr in candidates(name)
+    ]
 
 
 def one_rates(rows: Rows) -> dict[str, float]:
     """Return the one learning rate of each peer for all tasks; nothing while runs are missing."""
     found = {name: one_rate(rows, name) for name in PEERS}
-    return {} if None in found.values() else {name: lr for name, lr in found.items() if lr is not None}
+    return (
+        {} if None in found.values() else {name: lr for name, lr in found.items() if lr is not None}
+    )
 
 
 def one_rate(rows: Rows, name: str) -> float | None:
-    """Return the learning rate with the smallest mean logarithm of errors over the tasks; None where runs are missing.
+    """Return the learning rate with the smallest mean logarithm of errors over the tasks.
 
-    The error is the loss, or 1 - accuracy, and at most ten times the smallest of the optimizer on the task.
+    The result is None where runs are missing.
+
+    The error is the loss, or 1 - accuracy, and at most ten times the smallest of the optimizer on
+    the task.
     """
     total = dict.fromkeys(candidates(name), 0.0)
     for task in TASKS:
@@ -270,7 +327,9 @@ def one_rate(rows: Rows, name: str) -> float | None:
             if key_of(job) not in rows:
                 return None
             value = rows[key_of(job)]["value"]
-            errors[job["lr"]] = math.inf if value is None else 1 - value if TASKS[task].higher else value
+            errors[job["lr"]] = (
+                math.inf if value is None else 1 - value if TASKS[task].higher else value
+            )
         for lr, error in errors.items():
             total[lr] += math.log(min(10.0, error / min(errors.values())))
     return min(total, key=lambda lr: total[lr])

@@ -12,7 +12,9 @@ from torch_thor import THOR, ThorMuon
 from torch_thor.training.muon import MuonAdamW
 
 Make = Callable[..., torch.optim.Optimizer]
-FEWEST_RATES = 6  # learning rates that each optimizer is tried with, a factor of two apart; more if the best is an end
+# learning rates that each optimizer is tried with, a factor of two apart; more if the best is an
+# end
+FEWEST_RATES = 6
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Contender:
 
     Args:
         lr: The middle of the three learning rates that are tried first.
-        others: What is tried with the best learning rate: arguments of `make`; `factor` multiplies the learning rate.
+        others: What is tried with the best learning rate: arguments of `make`; `factor` multiplies
+            the learning rate.
         make: Makes the optimizer of a model from its learning rate and such arguments.
     """
 
@@ -42,7 +45,9 @@ def _adamw(model: nn.Module, lr: float, momentum: float = 0.9) -> torch.optim.Op
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=(momentum, 0.99), weight_decay=0.01)
 
 
-def _muon(model: nn.Module, lr: float, momentum: float = 0.95, adamw_share: float = 1.0) -> torch.optim.Optimizer:
+def _muon(
+    model: nn.Module, lr: float, momentum: float = 0.95, adamw_share: float = 1.0
+) -> torch.optim.Optimizer:
     # AdamW trains embeddings, biases and normalisation, as Muon's author recommends
     rest = {"weight_decay": 0.01, "adamw_embeddings": True}
     return MuonAdamW(model, lr=lr, momentum=momentum, adamw_lr=lr * adamw_share, **rest)
@@ -59,7 +64,9 @@ def _soap(model: nn.Module, lr: float, momentum: float = 0.95) -> torch.optim.Op
 def _kron(model: nn.Module, lr: float, momentum: float = 0.9) -> torch.optim.Optimizer:
     from pytorch_optimizer import Kron
 
-    return Kron(model.parameters(), lr=lr, momentum=momentum, weight_decay=0.01, max_size_triangular=2000)
+    return Kron(
+        model.parameters(), lr=lr, momentum=momentum, weight_decay=0.01, max_size_triangular=2000
+    )
 
 
 def _schedule_free(model: nn.Module, lr: float, momentum: float = 0.9) -> torch.optim.Optimizer:

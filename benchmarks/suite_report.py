@@ -21,7 +21,8 @@ from torch_thor.files import whole_file
 PICTURES = Path("docs/images")
 NAMES = {
     "sgd": "SGD", "adamw": "AdamW", "muon": "Muon", "soap": "SOAP", "kron": "PSGD-Kron",
-    "schedule-free": "schedule-free AdamW", "thor-muon": "ThorMuon", "thor": "THOR", "thor-paper": "THOR, unbounded",
+    "schedule-free": "schedule-free AdamW", "thor-muon": "ThorMuon", "thor": "THOR",
+    "thor-paper": "THOR, unbounded",
 }  # fmt: skip
 # distinguishable with colour vision deficiency (Okabe and Ito); ours are blue and green
 COLOURS = {
@@ -51,23 +52,30 @@ class Contest:
     rates: Mapping[str, float]
 
     def runs(self, setting: Mapping[str, Any]) -> list[Row]:
-        """Return the runs of a setting with the seeds that count, without those of diverged ones."""
+        """Return a setting's runs with the seeds that count, without those that diverged."""
         own = {"task": self.task, **setting}
         found = [self.rows.get(key_of({**own, "seed": seed})) for seed in range(10)]
         return [row for row in found if row is not None and row["value"] is not None]
 
     def all_ran(self) -> bool:
         """Return whether each peer ran with its one learning rate for all tasks."""
-        settings = [{"task": self.task, "optimizer": name, "lr": lr} for name, lr in self.rates.items()]
-        return all(key_of({**own, "seed": seed}) in self.rows for own in settings for seed in range(3))
+        settings = [
+            {"task": self.task, "optimizer": name, "lr": lr} for name, lr in self.rates.items()
+        ]
+        return all(
+            key_of({**own, "seed": seed}) in self.rows for own in settings for seed in range(3)
+        )
 
     def values(self, setting: Mapping[str, Any]) -> list[float]:
-        """Return the final figures of a setting; empty if it diverged with a seed, or was not run."""
+        """Return the final figures of a setting.
+
+        There are none if the setting diverged with a seed, or was not run.
+        """
         found = [row["value"] for row in self.runs(setting)]
         return found if len(found) >= 3 else []
 
     def error(self, setting: Mapping[str, Any]) -> float:
-        """Return the mean figure as something that is better when it is lower: a loss, or 1 - accuracy."""
+        """Return the mean figure in a form in which lower is better: a loss, or 1 - accuracy."""
         found = self.values(setting)
         if not found:
             return float("inf")
@@ -76,12 +84,19 @@ class Contest:
     @cached_property
     def rival(self) -> str:
         """The peer with the best figure, tuned."""
-        return min((name for name in PEERS if name in self.chosen), key=lambda name: self.error(self.chosen[name]))
+        return min(
+            (name for name in PEERS if name in self.chosen),
+            key=lambda name: self.error(self.chosen[name]),
+        )
 
     @cached_property
     def times(self) -> Row:
-        """Milliseconds of the steps, and bytes of state a parameter; empty if they were not measured."""
-        mine = [row for row in self.rows.values() if row["job"].get("alone") and row["job"]["task"] == self.task]
+        """Milliseconds of the steps, and bytes of state per parameter; empty if not measured."""
+        mine = [
+            row
+            for row in self.rows.values()
+            if row["job"].get("alone") and row["job"]["task"] == self.task
+        ]
         return mine[-1] if mine else {}
 
     def milliseconds(self, name: str) -> float | None:
@@ -90,7 +105,11 @@ class Contest:
             return None
         refresh = known.get(f"{name} refresh", known[name])
         runs = self.runs(self.setting(name))
-        share = statistics.fmean(run["refreshes"] for run in runs) / TASKS[self.task].steps if runs else 0.0
+        share = (
+            statistics.fmean(run["refreshes"] for run in runs) / TASKS[self.task].steps
+            if runs
+            else 0.0
+        )
         return float(known[name] + share * (refresh - known[name]))
 
     def setting(self, name: str) -> Mapping[str, Any]:
@@ -100,10 +119,16 @@ class Contest:
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Return steps and mean held-out figures."""
         runs = [row["curve"] for row in self.runs(self.setting(name))]
-        return [(points[0][0], statistics.fmean(value for _, value in points)) for points in zip(*runs, strict=True)]
+        return [
+            (points[0][0], statistics.fmean(value for _, value in points))
+            for points in zip(*runs, strict=True)
+        ]
 
     def steps(self, name: str | None = None, own: str = "thor-muon") -> float | None:
-        """Return the share of the steps after which one of ours is where the rival, or another, ends; None if never."""
+        """Return the share of the steps after which one of ours is where another ends.
+
+        The other is the rival unless it is named; the result is None if ours never gets there.
+        """
         higher = TASKS[self.task].higher
         goal = statistics.fmean(self.values(self.chosen[name or self.rival]))
         needed = steps_to(self.curve(own), goal, higher=higher)
@@ -128,43 +153,99 @@ def contests(
     for task in TASKS:
         own = {name: setting for (its, name), setting in chosen.items() if its == task}
         one = Contest(task, rows, own, rates)
-        if set(PEERS) <= set(own) and one.values(ONE) and all(one.runs(own[name]) for name in PEERS):
+        if (
+            set(PEERS) <= set(own)
+            and one.values(ONE)
+            and all(one.runs(own[name]) for name in PEERS)
+        ):
             found.append(one)
     return found
 
 
 def tables(found: list[Contest]) -> str:
-    """Return the tables: tuned peers, one setting for all tasks, the profile, batch sizes, costs."""
-    parts = ["### Each other optimizer tuned for each task, ThorMuon with one setting", tuned(found)]
+    """Return the tables: tuned peers, one setting for all, the profile, batch sizes, costs."""
+    parts = [
+        "### Each other optimizer tuned for each task, ThorMuon with one setting",
+        tuned(found),
+    ]
     if found and all(one.rates and one.all_ran() for one in found):
-        parts += ["### One setting for all tasks", one_setting(found), "### Performance profile", profile(found)]
-    parts += ["### Steps of ThorMuon, and of THOR where it was tuned, to where each tuned one ends", shares(found)]
-    parts += ["### All tuned optimizers", every(found), "### Learning rates that are best", rates(found)]
+        parts += [
+            "### One setting for all tasks",
+            one_setting(found),
+            "### Performance profile",
+            profile(found),
+        ]
+    parts += [
+        "### Steps of ThorMuon, and of THOR where it was tuned, to where each tuned one ends",
+        shares(found),
+    ]
+    parts += [
+        "### All tuned optimizers",
+        every(found),
+        "### Learning rates that are best",
+        rates(found),
+    ]
     parts += ["### What a step costs", costs(found)]
     return "\n\n".join(parts)
+
+
+def _title(contest: Contest) -> str:
+    """Return a task's title and metric, with an arrow to where it is better."""
+    task = TASKS[contest.task]
+    return f"{task.title}: {task.metric} {'↑' if task.higher else '↓'}"
+
+
+def _ours(contest: Contest) -> str:
+    """Return the figure of ThorMuon's one setting, in bold where it is the better one."""
+    is_better = contest.error(ONE) < contest.error(contest.chosen[contest.rival])
+    return f"**{shown(contest, ONE)}**" if is_better else shown(contest, ONE)
 
 
 def front(found: list[Contest]) -> str:
     """Return the table of README."""
     rows = [
-        [f"{TASKS[one.task].title}: {TASKS[one.task].metric} {'↑' if TASKS[one.task].higher else '↓'}",
-         f"{NAMES[one.rival]} {shown(one, one.chosen[one.rival])}",
-         ("**{}**" if one.error(ONE) < one.error(one.chosen[one.rival]) else "{}").format(shown(one, ONE)),
+        [_title(one), f"{NAMES[one.rival]} {shown(one, one.chosen[one.rival])}", _ours(one),
          ratio(one.steps()), ratio(one.seconds()), ratio(one.relative("sgd"))]
         for one in found if one.task in README
     ]  # fmt: skip
-    heads = ("task", "best of six others, tuned", "ThorMuon, one setting", "steps to it", "seconds", "step / SGD's")
+    heads = (
+        "task",
+        "best of six others, tuned",
+        "ThorMuon, one setting",
+        "steps to it",
+        "seconds",
+        "step / SGD's",
+    )
     return markdown(heads, sorted(rows, key=lambda row: row[0]))
 
 
 def tuned(found: list[Contest]) -> str:
     """Return the contests with the best tuned peer."""
-    heads = ["task", "figure", "best tuned", "its", "ThorMuon", "steps", "seconds", "tuned ThorMuon"]
+    heads = [
+        "task",
+        "figure",
+        "best tuned",
+        "its",
+        "ThorMuon",
+        "steps",
+        "seconds",
+        "tuned ThorMuon",
+    ]
     rows = []
     for one in found:
         best = one.chosen.get("thor-muon")
-        cells = [TASKS[one.task].title, TASKS[one.task].metric, NAMES[one.rival], shown(one, one.chosen[one.rival])]
-        cells += [shown(one, ONE), ratio(one.steps()), ratio(one.seconds()), shown(one, best) if best else ""]
+        cells = [
+            TASKS[one.task].title,
+            TASKS[one.task].metric,
+            NAMES[one.rival],
+            shown(one, one.chosen[one.rival]),
+        ]
+        cells += [
+            shown(one, ONE),
+            ratio(one.steps()),
+            ratio(one.seconds()),
+            shown(one, best) if best else "",
+        ]
         rows.append(cells)
     return markdown(heads, rows)
 
@@ -174,25 +255,43 @@ def every(found: list[Contest]) -> str:
     names = [*PEERS, "thor-muon", "thor", "thor-paper"]
     return markdown(
         ["task", *(NAMES[name] for name in names)],
-        [[one.task, *(shown(one, one.chosen[name]) if name in one.chosen else "" for name in names)] for one in found],
+        [
+            [
+                one.task,
+                *(shown(one, one.chosen[name]) if name in one.chosen else "" for name in names),
+            ]
+            for one in found
+        ],
     )
 
 
 def rates(found: list[Contest]) -> str:
     """Return the learning rates that were chosen."""
     names = [*PEERS, "thor-muon"]
-    lines = [[one.task, *(f"{one.chosen[name]['lr']:g}" for name in names if name in one.chosen)] for one in found]
-    return markdown(["task", *(NAMES[name] for name in names)], [line for line in lines if len(line) > len(names)])
+    lines = [
+        [one.task, *(f"{one.chosen[name]['lr']:g}" for name in names if name in one.chosen)]
+        for one in found
+    ]
+    return markdown(
+        ["task", *(NAMES[name] for name in names)],
+        [line for line in lines if len(line) > len(names)],
+    )
 
 
 def shares(found: list[Contest]) -> str:
-    """Return the share of the steps that ours need to where each other ends; from batch to batch it falls."""
+    """Return the share of the steps that ours need to where each other ends.
+
+    From batch to batch it falls.
+    """
     return markdown(
         ["task", *(NAMES[name] for name in PEERS)],
         [
             [
                 one.task if own == "thor-muon" else f"{one.task}: {NAMES[own]}",
-                *(ratio(one.steps(name, own)) if one.values(one.chosen[name]) else "" for name in PEERS),
+                *(
+                    ratio(one.steps(name, own)) if one.values(one.chosen[name]) else ""
+                    for name in PEERS
+                ),
             ]
             for one in found
             for own in ("thor-muon", "thor", "thor-paper")
@@ -203,21 +302,27 @@ def shares(found: list[Contest]) -> str:
 
 def one_setting(found: list[Contest]) -> str:
     """Return the figures with the learning rate of each optimizer that serves all tasks best."""
-    settings = {name: {"optimizer": name, "lr": lr} for name, lr in found[0].rates.items()} | {"thor-muon": ONE}
+    settings = {name: {"optimizer": name, "lr": lr} for name, lr in found[0].rates.items()} | {
+        "thor-muon": ONE
+    }
     heads = ["task", *(f"{NAMES[name]} ({setting['lr']:g})" for name, setting in settings.items())]
     rows = []
     for one in found:
         best = min(settings, key=lambda name: one.error(settings[name]))
         cells = {name: shown(one, setting) or "diverged" for name, setting in settings.items()}
-        rows.append([one.task, *(f"**{cell}**" if name == best else cell for name, cell in cells.items())])
+        rows.append(
+            [one.task, *(f"**{cell}**" if name == best else cell for name, cell in cells.items())]
+        )
     return markdown(heads, rows)
 
 
 def profile(found: list[Contest]) -> str:
-    """Return the share of the tasks on which the error of an optimizer is within a ratio of the best."""
+    """Return the share of tasks on which an optimizer's error is within a ratio of the best."""
     shares = profiles(found)
     heads = ["optimizer", *(f"≤ {ratio:g}" for ratio in RATIOS)]
-    return markdown(heads, [[label, *(f"{share:.0%}" for share in own)] for label, own in shares.items()])
+    return markdown(
+        heads, [[label, *(f"{share:.0%}" for share in own)] for label, own in shares.items()]
+    )
 
 
 def profiles(found: list[Contest]) -> dict[str, list[float]]:
@@ -225,7 +330,10 @@ def profiles(found: list[Contest]) -> dict[str, list[float]]:
     lines: dict[str, list[float]] = {}
     errors: dict[str, list[float]] = {}
     for one in found:
-        settings = {f"{NAMES[name]}, one setting": {"optimizer": name, "lr": lr} for name, lr in one.rates.items()}
+        settings = {
+            f"{NAMES[name]}, one setting": {"optimizer": name, "lr": lr}
+            for name, lr in one.rates.items()
+        }
         settings |= {f"{NAMES[name]}, tuned": one.chosen[name] for name in PEERS}
         settings["ThorMuon, one setting"] = ONE
         own = {label: one.error(setting) for label, setting in settings.items()}
@@ -269,11 +377,19 @@ def picture(found: list[Contest]) -> None:
     tasks = [by_name[name] for name in PANELS if name in by_name and by_name[name].times]
     if not tasks:
         return
-    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.8), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(
+        1, len(tasks), figsize=(4 * len(tasks), 3.8), squeeze=False, layout="constrained"
+    )
     for one, panel in zip(tasks, axes[0], strict=True):
         curves(panel, one)
-    handles = {label: line for panel in axes[0] for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    handles = {
+        label: line
+        for panel in axes[0]
+        for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False
+    )
     with whole_file(PICTURES / "suite.png") as temporary:
         figure.savefig(temporary, dpi=110)
     pyplot.close(figure)
@@ -288,13 +404,21 @@ def curves(panel: Axes, one: Contest) -> None:
             steps, values = zip(*one.curve(name), strict=True)
             label = f"{NAMES[name]}, {'one setting' if name == 'thor-muon' else 'tuned'}"
             wide = 2.4 if name == "thor-muon" else 1.2
-            panel.plot([step * cost / 1000 for step in steps], values, color=COLOURS[name], label=label, linewidth=wide)
-    panel.set_title(task.title.split(" on ")[0].split(" that ")[0] + f", batch {task.batch}", fontsize=10)
+            panel.plot(
+                [step * cost / 1000 for step in steps],
+                values,
+                color=COLOURS[name],
+                label=label,
+                linewidth=wide,
+            )
+    panel.set_title(
+        task.title.split(" on ")[0].split(" that ")[0] + f", batch {task.batch}", fontsize=10
+    )
     panel.set_xlabel("seconds")
     panel.set_xlim(0, 1.3 * task.steps * (one.milliseconds("thor-muon") or 0.0) / 1000)
     panel.set_ylabel(task.metric)
     ends = sorted(value for name in [*PEERS, "thor-muon"] for _, value in one.curve(name)[4:])
     low, high = ends[0], ends[-1]
-    panel.set_ylim(low - 0.05 * (high - low), ends[int(0.9 * len(ends))]) if not task.higher else panel.set_ylim(
-        ends[int(0.1 * len(ends))], high + 0.05 * (high - low)
-    )
+    panel.set_ylim(
+        low - 0.05 * (high - low), ends[int(0.9 * len(ends))]
+    ) if not task.higher else panel.set_ylim(ends[int(0.1 * len(ends))], high + 0.05 * (high - low))

@@ -1,7 +1,10 @@
-"""The tasks of the suite: each trains in seconds on one core, from data that need no download beyond Debian's.
+"""The tasks of the suite, each of which trains in seconds on one core.
 
-What is held out is cut in two: learning rates are chosen by the figure on the first half, and the tables report the
-figure on the second. A seed determines the initial weights and the order of the data, alike for every optimizer.
+Their data need no download beyond Debian's.
+
+What is held out is cut in two: learning rates are chosen by the figure on the first half, and the
+tables report the figure on the second. A seed determines the initial weights and the order of the
+data, alike for every optimizer.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +43,8 @@ class Task:
         batch: Samples in a batch.
         model: Builds the network, from torch's global random generator.
         batches: Yields batches without end, from the batch size and the seed.
-        held_out: Returns the batches of one half of what is held out: 0 to choose settings by, 1 to report.
+        held_out: Returns the batches of one half of what is held out: 0 to choose settings by, 1 to
+            report.
         loss: Returns the training loss of a batch.
         score: Returns the figure of a batch for each of its samples, as one dimension.
         prepare: Called with the network between the backward pass and the optimizer's step.
@@ -59,10 +63,12 @@ class Task:
     prepare: Callable[[nn.Module], object] = lambda model: None
 
 
-# ---- data -----------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
-def shuffled(data: Callable[[], tuple[Tensor, ...]], size: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
+def shuffled(
+    data: Callable[[], tuple[Tensor, ...]], size: int, seed: int
+) -> Iterator[tuple[Tensor, ...]]:
     """Yield batches of shuffled samples, without end."""
     tensors, generator = data(), torch.Generator().manual_seed(seed)
     while True:
@@ -93,22 +99,35 @@ def pixels(train: bool) -> tuple[Tensor]:
 
 @cache
 def noisy(train: bool) -> tuple[Tensor, Tensor]:
-    """Return Fashion-MNIST with normal noise (standard deviation 0.5 of the images'), and without it."""
+    """Return Fashion-MNIST with normal noise, and without it.
+
+    The standard deviation of the noise is 0.5 of the images'.
+    """
     clean = images(train, 28)[0][: None if train else 2000]
-    return clean + 0.5 * torch.randn(clean.shape, generator=torch.Generator().manual_seed(int(train))), clean
+    return clean + 0.5 * torch.randn(
+        clean.shape, generator=torch.Generator().manual_seed(int(train))
+    ), clean
 
 
 @cache
 def some_classes(train: bool, old: bool) -> tuple[Tensor, Tensor]:
-    """Return the images of classes 0 to 4 (`old`), or 2,000 training images and all test images of 5 to 9."""
+    """Return the images of classes 0 to 4 (`old`), or images of classes 5 to 9.
+
+    Of the latter there are 2,000 training images and all test images.
+    """
     x, y = images(train, 28)
     rows = (y < 5) == old
-    return x[rows][: None if old or not train else 2000], y[rows][: None if old or not train else 2000]
+    return x[rows][: None if old or not train else 2000], y[rows][
+        : None if old or not train else 2000
+    ]
 
 
 @cache
 def windows(train: bool) -> tuple[Tensor]:
-    """Return windows of CONTEXT + 1 characters of Python's language reference, overlapping only in the training set."""
+    """Return windows of CONTEXT + 1 characters of Python's language reference.
+
+    They overlap only in the training set.
+    """
     codes = load_characters()[not train]
     return (codes.unfold(0, CONTEXT + 1, 7 if train else CONTEXT),)
 
@@ -116,14 +135,21 @@ def windows(train: bool) -> tuple[Tensor]:
 @cache
 def places(train: bool) -> tuple[Tensor]:
     """Return points of the unit square."""
-    return (torch.rand(20_000 if train else 4_000, 2, generator=torch.Generator().manual_seed(int(train))),)
+    return (
+        torch.rand(
+            20_000 if train else 4_000, 2, generator=torch.Generator().manual_seed(int(train))
+        ),
+    )
 
 
-# ---- networks -------------------------------------------------------------------------------------------------------
+# ---- networks ------------------------------------------------------------------------------------
 
 
 class UNet(nn.Module):
-    """A U-Net (Ronneberger et al. 2015) of three scales with group normalisation, which predicts the noise."""
+    """A U-Net of three scales with group normalisation, which predicts the noise.
+
+    The architecture is that of Ronneberger et al. 2015.
+    """
 
     def __init__(self, widths: tuple[int, int, int] = (8, 16, 32)) -> None:
         super().__init__()
@@ -136,8 +162,13 @@ class UNet(nn.Module):
     @staticmethod
     def block(inputs: int, outputs: int) -> nn.Module:
         """Return two convolutions with normalisation and SiLU."""
-        convs = (nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1))
-        return nn.Sequential(*(part for conv in convs for part in (conv, nn.GroupNorm(4, outputs), nn.SiLU())))
+        convs = (
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+        )
+        return nn.Sequential(
+            *(part for conv in convs for part in (conv, nn.GroupNorm(4, outputs), nn.SiLU()))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the image without noise, (N, 1, H, W)."""
@@ -176,12 +207,20 @@ def normalizer_free() -> nn.Module:
     from timm.models.nfnet import NfCfg
     from timm.models.nfnet import NormFreeNet as Net
 
-    shape = {"depths": (1, 1, 1, 1), "channels": (32, 64, 96, 128), "stem_type": "3x3", "stem_chs": 16}
+    shape = {
+        "depths": (1, 1, 1, 1),
+        "channels": (32, 64, 96, 128),
+        "stem_type": "3x3",
+        "stem_chs": 16,
+    }
     return Net(NfCfg(**shape, num_features=128), num_classes=10, in_chans=1)
 
 
 def pretrained() -> nn.Module:
-    """Return the vision transformer after 200 steps of AdamW on classes 0 to 4, with a new head for 5 to 9."""
+    """Return the vision transformer trained on classes 0 to 4, with a new head for 5 to 9.
+
+    It was trained for 200 steps with AdamW.
+    """
     initial = torch.get_rng_state()
     model = vision_transformer(10)
     state = _pretrain()
@@ -204,7 +243,7 @@ def _pretrain() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-# ---- losses and figures ---------------------------------------------------------------------------------------------
+# ---- losses and figures --------------------------------------------------------------------------
 
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
@@ -219,7 +258,9 @@ def is_right(model: nn.Module, batch: Batch) -> Tensor:
 
 def reconstruct(model: nn.Module, batch: Batch) -> Tensor:
     """Return the binary cross-entropy of the autoencoder, summed over the pixels."""
-    return functional.binary_cross_entropy_with_logits(model(batch[0]), batch[0], reduction="sum") / len(batch[0])
+    return functional.binary_cross_entropy_with_logits(
+        model(batch[0]), batch[0], reduction="sum"
+    ) / len(batch[0])
 
 
 def reconstruction_error(model: nn.Module, batch: Batch) -> Tensor:
@@ -239,12 +280,18 @@ def noise_left(model: nn.Module, batch: Batch) -> Tensor:
 
 def next_characters(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean cross-entropy of the next characters."""
-    return functional.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
+    return functional.cross_entropy(
+        model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten()
+    )
 
 
 def per_window(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean cross-entropy of each window."""
-    return functional.cross_entropy(model(batch[0][:, :-1]).mT, batch[0][:, 1:], reduction="none").mean(1).double()
+    return (
+        functional.cross_entropy(model(batch[0][:, :-1]).mT, batch[0][:, 1:], reduction="none")
+        .mean(1)
+        .double()
+    )
 
 
 def exact(points: Tensor) -> Tensor:
@@ -253,13 +300,24 @@ def exact(points: Tensor) -> Tensor:
 
 
 def residual(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss of the physics-informed network: the residual of the equation, and the boundary values (0)."""
+    """Return the loss of the physics-informed network.
+
+    It consists of the residual of the equation, and of the boundary values (0).
+    """
     points = batch[0].clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
-    curvature = sum(torch.autograd.grad(slope[:, i].sum(), points, create_graph=True)[0][:, i] for i in (0, 1))
+    curvature = sum(
+        torch.autograd.grad(slope[:, i].sum(), points, create_graph=True)[0][:, i] for i in (0, 1)
+    )
     inner = (curvature + 8 * torch.pi**2 * exact(batch[0])).square().mean() / (8 * torch.pi**2) ** 2
     side, t = torch.arange(len(batch[0])) % 4, batch[0][:, 0]
-    edge = torch.stack([torch.where(side < 2, t, (side % 2).float()), torch.where(side < 2, (side % 2).float(), t)], 1)
+    edge = torch.stack(
+        [
+            torch.where(side < 2, t, (side % 2).float()),
+            torch.where(side < 2, (side % 2).float(), t),
+        ],
+        1,
+    )
     return inner + model(edge).square().mean()
 
 
@@ -268,7 +326,7 @@ def pde_error(model: nn.Module, batch: Batch) -> Tensor:
     return (model(batch[0])[:, 0] - exact(batch[0])).square().double()
 
 
-# ---- BERT: the application's task, read through the same functions ---------------------------------------------------
+# ---- BERT: the application's task, read through the same functions -------------------------------
 
 
 @cache
@@ -281,7 +339,11 @@ def bert(size: int, seed: int) -> MaskedLM:
 
 def bert_held_out(half: int) -> Iterator[Batch]:
     """Yield every fourth batch of the held-out documents from `half` on."""
-    yield from (batch for number, (batch, _) in enumerate(bert(32, 0).held_out(Ranks())) if number % 4 == half)
+    yield from (
+        batch
+        for number, (batch, _) in enumerate(bert(32, 0).held_out(Ranks()))
+        if number % 4 == half
+    )
 
 
 def masked_tokens(model: nn.Module, batch: Batch) -> Tensor:
@@ -293,8 +355,10 @@ def masked_tokens(model: nn.Module, batch: Batch) -> Tensor:
 
 def _bert(size: int, steps: int) -> Task:
     return Task(
-        f"BERT (2 layers of 64) on English text, batch {size}", "held-out loss on masked tokens", False, steps, size,
-        lambda: bert(32, 0).model(), lambda size, seed: bert(size, seed).batches(Ranks(), 0), bert_held_out,
+        f"BERT (2 layers of 64) on English text, batch {size}", "held-out loss on masked tokens",
+        False, steps, size,
+        lambda: bert(32, 0).model(), lambda size, seed: bert(size, seed).batches(Ranks(), 0),
+        bert_held_out,
         lambda model, batch: bert(32, 0).loss(model, batch).mean, masked_tokens,
     )  # fmt: skip
 
@@ -350,24 +414,31 @@ TASKS = {
         vision_transformer, **LARGE_IMAGES,
     ),
     "unet": Task(
-        "U-Net (8, 16, 32 wide) that denoises Fashion-MNIST, batch 32", "held-out squared error", False, 200, 32,
+        "U-Net (8, 16, 32 wide) that denoises Fashion-MNIST, batch 32", "held-out squared error",
+        False, 200, 32,
         UNet, **_of(noisy, loss=denoise, score=noise_left),
     ),
     "pinn": Task(
-        "physics-informed network (3 hidden layers of 64), Poisson equation, batch 256", "held-out squared error",
+        "physics-informed network (3 hidden layers of 64), Poisson equation, batch 256",
+        "held-out squared error",
         False, 400, 256,
         lambda: nn.Sequential(
-            nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+            nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(),
+            nn.Linear(64, 1)
         ),
         **_of(places, loss=residual, score=pde_error),
     ),
-    "lstm": Task("LSTM (2 layers of 96) on characters, batch 16", "held-out loss", False, 300, 16, LSTM, **TEXT),
+    "lstm": Task("LSTM (2 layers of 96) on characters, batch 16", "held-out loss", False, 300, 16,
+    LSTM, **TEXT),
     "nf-resnet": Task(
-        "normaliser-free ResNet with adaptive clipping on Fashion-MNIST, 14 x 14, batch 128", "test accuracy", True,
-        200, 128, normalizer_free, **IMAGES, prepare=lambda model: adaptive_clip_grad_(model.parameters(), 0.02),
+        "normaliser-free ResNet with adaptive clipping on Fashion-MNIST, 14 x 14, batch 128",
+        "test accuracy", True,
+        200, 128, normalizer_free, **IMAGES,
+        prepare=lambda model: adaptive_clip_grad_(model.parameters(), 0.02),
     ),
     "fine-tuning": Task(
-        "ViT pretrained on five classes, fine-tuned on 2,000 images of five others, batch 64", "test accuracy", True,
+        "ViT pretrained on five classes, fine-tuned on 2,000 images of five others, batch 64",
+        "test accuracy", True,
         100, 64, pretrained, **_of(some_classes, False, loss=classify, score=is_right),
     ),
 }  # fmt: skip

@@ -1,4 +1,6 @@
-"""The command line: in this process, or in processes of its own, alone or under `torchrun`, killed where they hang."""
+"""The command line: in this process, or in processes of its own, alone or under `torchrun`, killed
+where they hang.
+"""
 
 import contextlib
 import json
@@ -14,11 +16,14 @@ import pytest
 import warm
 from torch_thor.cli import main
 
-PATIENCE = 600  # seconds, for what never comes: starting takes a few, a busy machine makes them many
+# seconds, for what never comes: starting takes a few, a busy machine makes them many
+PATIENCE = 600
 
 
 def call(monkeypatch, capsys, *words):
-    """`torch-thor WORDS` in this process, which has imported torch already: (exit code, stdout, stderr)."""
+    """`torch-thor WORDS` in this process, which has imported torch already: (exit code, stdout,
+    stderr).
+    """
     monkeypatch.setattr(sys, "argv", ["torch-thor", *(str(word) for word in words)])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -42,10 +47,11 @@ def contents(folder):
 
 
 def start(folder, *words, ranks=None, script=None, cold=False):
-    """`torch-thor WORDS` in a folder, or as many as `ranks` under `torchrun`; `script` takes the command's place.
+    """`torch-thor WORDS` in a folder, or as many as `ranks` under `torchrun`; `script` takes the
+    command's place.
 
-    The processes are forked from one that has imported the application (warm.py); `cold` ones are fresh interpreters,
-    and their `torchrun` is the real one.
+    The processes are forked from one that has imported the application (warm.py); `cold` ones are
+    fresh interpreters, and their `torchrun` is the real one.
     """
     command = ["-m", "torch_thor"] if script is None else [script]
     command = [str(word) for word in (*command, *words)]
@@ -56,7 +62,13 @@ def start(folder, *words, ranks=None, script=None, cold=False):
             return warm.WarmRanks(command, folder, environment, ranks)
         return warm.WarmProcess(command, folder, environment)
     if ranks is not None:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            *command,
+        ]
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
@@ -139,5 +151,8 @@ def lines(run, optimizer, kind=None, *, timed=False):
     """The lines of `metrics.jsonl`, without their times."""
     clock = () if timed else ("seconds", "duration", "waited")
     text = (run / optimizer / "metrics.jsonl").read_text()
-    every = [{key: value for key, value in json.loads(line).items() if key not in clock} for line in text.splitlines()]
+    every = [
+        {key: value for key, value in json.loads(line).items() if key not in clock}
+        for line in text.splitlines()
+    ]
     return [line for line in every if kind in (None, line["kind"])]

@@ -33,17 +33,30 @@ def assert_same_steps(model, optimizer, reference, stream, rtol=1e-8):
         assert_same_weights(model, reference, step, rtol)
 
 
-def compare(model, stream, *, forward=by_stages, reference_options=None, thor_options=None, rtol=1e-8, **options):
+def compare(
+    model,
+    stream,
+    *,
+    forward=by_stages,
+    reference_options=None,
+    thor_options=None,
+    rtol=1e-8,
+    **options,
+):
     """Both optimizers take the same steps; all weights agree after each. Returns (THOR, reference).
 
-    Nothing bounds the steps unless `options` say so: a bound that is active hides by how much a direction is wrong.
+    Nothing bounds the steps unless `options` say so: a bound that is active hides by how much a
+    direction is wrong.
     """
     options = {"max_update_ratio": None, **options}
     reference = ReferenceTHOR(model, forward=forward, **{**options, **(reference_options or {})})
     optimizer = THOR(model, **options, **(thor_options or {}))
     start = [p.detach().clone() for p in model.parameters()]
     assert_same_steps(model, optimizer, reference, stream, rtol)
-    assert all(not p.requires_grad or not p.equal(old) for p, old in zip(model.parameters(), start, strict=True))
+    assert all(
+        not p.requires_grad or not p.equal(old)
+        for p, old in zip(model.parameters(), start, strict=True)
+    )
     return optimizer, reference
 
 
@@ -58,7 +71,9 @@ def refreshed(model, x, loss, **options):
 def assert_factors(got, expected):
     """Factors, inverses and T of one layer are those of the explicit loops."""
     assert got.rows_per_term == pytest.approx(expected.rows_per_term, rel=1e-12)
-    for dense, inverse, wanted in zip(got.factors(), got.inverses(), (expected.A, expected.G), strict=True):
+    for dense, inverse, wanted in zip(
+        got.factors(), got.inverses(), (expected.A, expected.G), strict=True
+    ):
         assert len(as_list(dense)) == len(as_list(inverse)) == len(wanted)
         for factor, inverted, want in zip(as_list(dense), as_list(inverse), wanted, strict=True):
             np.testing.assert_allclose(factor.numpy(), want, rtol=1e-10, atol=1e-13)
@@ -67,7 +82,17 @@ def assert_factors(got, expected):
 
 
 def assert_matches_reference(
-    model, x, loss, *, terms, split_dim, scale=None, forward=by_stages, mask=None, optimizer=None, **options
+    model,
+    x,
+    loss,
+    *,
+    terms,
+    split_dim,
+    scale=None,
+    forward=by_stages,
+    mask=None,
+    optimizer=None,
+    **options,
 ):
     """Factors, inverses and T of every layer are what the explicit loops give. Returns THOR."""
     if optimizer is None:
@@ -77,7 +102,9 @@ def assert_matches_reference(
     modules = dict(model.named_modules())
     for name, pairs in uses.items():
         projection = name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "out_proj")
-        expected = factors_of(None if projection else modules[name], pairs, terms, scale or terms, split_dim, mask)
+        expected = factors_of(
+            None if projection else modules[name], pairs, terms, scale or terms, split_dim, mask
+        )
         assert_factors(optimizer.curvature[name], expected)
     return optimizer
 
@@ -91,7 +118,9 @@ def having(optimizer, **attributes):
 
 
 def curvlinops_factors(model, x, labels, fisher_type):
-    """Factors of the Fisher matrix, expand setting, from an implementation that nobody here wrote."""
+    """Factors of the Fisher matrix, expand setting, from an implementation that nobody here
+    wrote.
+    """
     from curvlinops import KFACLinearOperator
 
     operator = KFACLinearOperator(

@@ -1,4 +1,6 @@
-"""Shared by all tests: one thread (two cores serve many processes), a fixed seed, the command line, pictures."""
+"""Shared by all tests: one thread (two cores serve many processes), a fixed seed, the command line,
+pictures.
+"""
 
 import functools
 
@@ -15,7 +17,8 @@ hypothesis.settings.register_profile("torch_thor", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("torch_thor")
 
 
-# These take minutes, in which processes mostly start or wait: they begin first, so that the others run beside them.
+# These take minutes, in which processes mostly start or wait: they begin first, so that the others
+# run beside them.
 FIRST = "test_killed_ranks"
 
 
@@ -25,7 +28,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def blank_pictures(request, monkeypatch):
-    """Saved pictures are blank, unless a test is marked `pictures`: drawing takes longer than a small training."""
+    """Saved pictures are blank, unless a test is marked `pictures`: drawing takes longer than a
+    small training.
+    """
     if "pictures" not in request.keywords:
         monkeypatch.setattr(Figure, "savefig", save_blank)
 

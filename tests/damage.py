@@ -5,14 +5,28 @@ import zlib
 
 import numpy as np
 
-CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # of PNG's colour types: grey, RGB, palette, grey and alpha, RGBA
+# of PNG's colour types: grey, RGB, palette, grey and alpha, RGBA
+CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
-PASSES = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1))
+PASSES = (
+    (0, 0, 8, 8),
+    (0, 4, 8, 8),
+    (4, 0, 8, 4),
+    (0, 2, 4, 4),
+    (2, 0, 4, 2),
+    (0, 1, 2, 2),
+    (1, 0, 2, 1),
+)
 TRANSPARENT = {0: struct.pack(">H", 1), 2: struct.pack(">3H", 1, 2, 3), 3: bytes([0, 128])}
 
 
 def chunk(kind, content):
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
 
 
 def rows(pixels, depth):
@@ -25,13 +39,17 @@ def rows(pixels, depth):
 
 
 def png(color, depth, *, interlaced=False, transparent=False, width=37, height=23, stated=None):
-    """A PNG of random pixels; `stated` is the size that its header tells in the place of the true one."""
+    """A PNG of random pixels; `stated` is the size that its header tells in the place of the true
+    one.
+    """
     random = np.random.default_rng(depth)
     pixels = random.integers(0, 2**depth, (height, width, CHANNELS[color]))
     parts = [pixels[y::down, x::right] for y, x, down, right in PASSES] if interlaced else [pixels]
     data = b"".join(row for part in parts if part.size for row in rows(part, depth))
     header = struct.pack(">IIBBBBB", *(stated or (width, height)), depth, color, 0, 0, interlaced)
-    palette = random.integers(0, 256, 3 * 2**depth, dtype=np.uint8).tobytes() if color == 3 else None
+    palette = (
+        random.integers(0, 256, 3 * 2**depth, dtype=np.uint8).tobytes() if color == 3 else None
+    )
     return b"".join(
         [
             b"\x89PNG\r\n\x1a\n",

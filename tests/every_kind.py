@@ -1,4 +1,6 @@
-"""A small model with layers of all kinds, and token batches for it: for tests of state and of its interactions."""
+"""A small model with layers of all kinds, and token batches for it: for tests of state and of its
+interactions.
+"""
 
 import torch
 from timm.layers import ScaledStdConv2d
@@ -27,7 +29,9 @@ class Experts(nn.Module):
 
 
 class EveryKind(nn.Module):
-    """Two branches: a decoder that is the embedding, behind attentions; and what lies inside modules."""
+    """Two branches: a decoder that is the embedding, behind attentions; and what lies inside
+    modules.
+    """
 
     def __init__(self):
         super().__init__()
@@ -69,5 +73,8 @@ def build():
 def stream():
     """Tokens of kind 3 come late, those of kind 0 go early."""
     generator = torch.Generator().manual_seed(4)
-    kinds = [torch.randint(int(step > 2), 3 + (step > 1), (4, 5), generator=generator) for step in range(STEPS)]
+    kinds = [
+        torch.randint(int(step > 2), 3 + (step > 1), (4, 5), generator=generator)
+        for step in range(STEPS)
+    ]
     return [(tokens, torch.randint(9, (4, 5), generator=generator)) for tokens in kinds]

@@ -6,5 +6,7 @@ from torch_thor.split import choice
 
 
 def fake_times(seconds):
-    """In a `with` block, `seconds(sizes, split_dims, **options)` replaces the measurement of inversions."""
+    """In a `with` block, `seconds(sizes, split_dims, **options)` replaces the measurement of
+    inversions.
+    """
     return mock.patch.object(choice, "inverse_seconds", seconds)

@@ -1,4 +1,6 @@
-"""The layers of a model, their curvature and their hooks, without an optimizer: for the tests of capture."""
+"""The layers of a model, their curvature and their hooks, without an optimizer: for the tests of
+capture.
+"""
 
 from torch_thor.capture.hooks import hooks_of
 from torch_thor.capture.inspection import Inspection
@@ -6,7 +8,9 @@ from torch_thor.curvature import LayerCurvature
 
 
 def hooked(model, **options):
-    """Returns (the curvature of each layer that can be preconditioned, by name; the hooks on the modules)."""
+    """Returns (the curvature of each layer that can be preconditioned, by name; the hooks on the
+    modules).
+    """
     found = Inspection(model, model.parameters()).layers
     layers = {
         name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix, **options)

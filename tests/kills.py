@@ -1,7 +1,9 @@
-"""Kill trainings at random moments, continue them, and compare: `python tests/kills.py [SEED]`, for ten minutes.
+"""Kill trainings at random moments, continue them, and compare: `python tests/kills.py [SEED]`, for
+ten minutes.
 
-`train digits` is killed 40 times and `train bert-tiny` 10 times, with the signal that nothing can handle. Whenever a
-run reaches its end, it must be one that was never killed, bit for bit but for its times; then the next one begins.
+`train digits` is killed 40 times and `train bert-tiny` 10 times, with the signal that nothing can
+handle. Whenever a run reaches its end, it must be one that was never killed, bit for bit but for
+its times; then the next one begins.
 """
 
 import random
@@ -43,7 +45,9 @@ def content(run):
 
 
 def kill(place, recipe, times, words):
-    """Kill a training so many times; gives the number of runs that reached their end, and the steps continued from."""
+    """Kill a training so many times; gives the number of runs that reached their end, and the steps
+    continued from.
+    """
     train = ("train", recipe, *WORDS, *words, "--out")
     for name in ("first", "whole"):  # the first one may prepare its data
         began = time.monotonic()
@@ -58,7 +62,11 @@ def kill(place, recipe, times, words):
             time.sleep(random.uniform(0, duration))
             end(process.pid)
         code, out, err = finish(process)
-        steps += [int(line.split("step ")[1].split()[0]) for line in out.splitlines() if ": continues from" in line]
+        steps += [
+            int(line.split("step ")[1].split()[0])
+            for line in out.splitlines()
+            if ": continues from" in line
+        ]
         assert "damaged" not in out + err, out + err
         if code == -signal.SIGKILL:
             kills += 1
@@ -76,8 +84,11 @@ def main(seed):
     for recipe, (times, words) in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             ends, steps = kill(Path(folder), recipe, times, words)
-        print(f"{recipe}: killed {times} times, {ends} runs reached their end and equal one that was never killed; "
-              f"continued from steps {steps}", flush=True)  # fmt: skip
+        print(
+            f"{recipe}: killed {times} times, {ends} runs reached their end and equal one that was "
+            f"never killed; continued from steps {steps}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Mutate the mathematics and the persistence in a copy, one fault at a time, and see that tests catch each.
+"""Mutate the mathematics and the persistence in a copy, one fault at a time, and see that tests
+catch each.
 
     python tests/mutations.py            # all, about ten minutes
     python tests/mutations.py NAME ...   # some
 
-The exit status is 1 if a mutation survives, or no longer applies because the code has changed: then mend its entry.
+The exit status is 1 if a mutation survives, or no longer applies because the code has changed: then
+mend its entry.
 """
 
 import os
@@ -17,12 +19,14 @@ ROOT = Path(__file__).parents[1]
 STEPS = ["tests/optim/test_layer_kinds.py", "tests/optim/test_step.py"]
 MUON = ["tests/optim/test_thor_muon.py"]
 STATE = ["tests/optim/test_state.py", "tests/optim/test_loading.py"]
-# name: (file below src/torch_thor, what stands there, what takes its place, the tests that must fail)
+# name: (file below src/torch_thor, what stands there, what takes its place, the tests that must
+# fail)
 MUTATIONS = {
     "second moment without the last block": (
         "curvature/blocks.py",
         "for run, part in zip(self.cut.runs, self.parts, strict=True):\n            own = samples",
-        "for run, part in list(zip(self.cut.runs, self.parts, strict=True))[:1]:\n            own = samples",
+        "for run, part in list(zip(self.cut.runs, self.parts, strict=True))[:1]:\n            own "
+        "= samples",
         STEPS,
     ),
     "left product transposed": (
@@ -103,8 +107,18 @@ MUTATIONS = {
         "factor.rows.div_(rows + 1)",
         STEPS,
     ),
-    "1 / T forgotten": ("optim/natural.py", "1.0 / layer.rows_per_term, scales", "1.0, scales", STEPS),
-    "a bias with A": ("optim/natural.py", "if share.is_weight else (g,)", "if share.is_weight else (a,)", STEPS),
+    "1 / T forgotten": (
+        "optim/natural.py",
+        "1.0 / layer.rows_per_term, scales",
+        "1.0, scales",
+        STEPS,
+    ),
+    "a bias with A": (
+        "optim/natural.py",
+        "if share.is_weight else (g,)",
+        "if share.is_weight else (a,)",
+        STEPS,
+    ),
     "weight decay forgotten": (
         "optim/natural.py",
         'direction.add_(parameter, alpha=float(group["weight_decay"]))',
@@ -129,8 +143,18 @@ MUTATIONS = {
         "alpha=momentum)) if False else buffers",
         STEPS,
     ),
-    "ThorMuon without depth": ("optim/orthogonal.py", "_USUAL_DEPTH / max(1, plan.depth)", "1.0", MUON),
-    "ThorMuon's norm of a tall matrix": ("optim/orthogonal.py", "max(1.0, outputs / max(1, inputs))", "1.0", MUON),
+    "ThorMuon without depth": (
+        "optim/orthogonal.py",
+        "_USUAL_DEPTH / max(1, plan.depth)",
+        "1.0",
+        MUON,
+    ),
+    "ThorMuon's norm of a tall matrix": (
+        "optim/orthogonal.py",
+        "max(1.0, outputs / max(1, inputs))",
+        "1.0",
+        MUON,
+    ),
     "polar factors of one matrix": (
         "curvature/polar.py",
         "values.maximum(noise).rsqrt()",
@@ -165,10 +189,29 @@ def survives(name: str) -> str | None:
         if old not in text:
             return f"{file} has no {old!r} any more"
         path.write_text(text.replace(old, new), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
-        environment = {**os.environ, "PYTHONPATH": str(Path(folder) / "src"), "OMP_NUM_THREADS": "1"}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            *tests,
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(folder) / "src"),
+            "OMP_NUM_THREADS": "1",
+        }
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        return None if done.returncode == 1 else f"pytest ended with {done.returncode}: {done.stdout[-300:]}"
+        return (
+            None
+            if done.returncode == 1
+            else f"pytest ended with {done.returncode}: {done.stdout[-300:]}"
+        )
 
 
 def main(names: list[str]) -> int:

@@ -10,4 +10,7 @@ def sha256(path):
 
 def add_checksum(values):
     """The manifest `values` with its own checksum."""
-    return {**values, "checksum": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}
+    return {
+        **values,
+        "checksum": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(),
+    }

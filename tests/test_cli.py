@@ -1,4 +1,6 @@
-"""The command line as a user meets it: results, errors of one line, and what the first minute shows."""
+"""The command line as a user meets it: results, errors of one line, and what the first minute
+shows.
+"""
 
 import importlib.metadata
 import json
@@ -24,10 +26,21 @@ QUICK = ["train", "digits", "epochs=1", "optimizer=sgd", "device=cpu"]
 
 
 def test_help_is_one_screen_and_needs_no_torch():
-    code = "import sys; sys.argv[1:] = ['--help']\nfrom torch_thor.cli import main\ntry: main()\nfinally: "
-    code += "assert not {'torch', 'pydantic', 'matplotlib', 'torch_thor.training.run'} & sys.modules.keys()"
+    code = """
+import sys
+sys.argv[1:] = ["--help"]
+from torch_thor.cli import main
+try:
+    main()
+finally:
+    slow = {"torch", "pydantic", "matplotlib", "torch_thor.training.run"}
+    assert not slow & sys.modules.keys()
+"""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "80"},
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") <= 25
@@ -38,8 +51,10 @@ def test_help_is_one_screen_and_needs_no_torch():
 def test_every_command_has_help(run):
     assert run("--version") == (0, f"torch-thor {__version__}\n", "")
     for words, said in {
-        ("train",): "--resume", ("eval",): "RUN_OR_CHECKPOINT", ("prepare",): "--vocab-size", ("export",): "--averaged",
-        ("split-dim",): "--pixels", ("plan",): "--devices", ("figures",): "--redraw", ("keys",): "PART", (): "train",
+        ("train",): "--resume", ("eval",): "RUN_OR_CHECKPOINT", ("prepare",): "--vocab-size",
+        ("export",): "--averaged",
+        ("split-dim",): "--pixels", ("plan",): "--devices", ("figures",): "--redraw",
+        ("keys",): "PART", (): "train",
     }.items():  # fmt: skip
         code, out, _ = run(*words, "--help")
         assert code == 0
@@ -52,10 +67,13 @@ def test_recipes_and_keys_are_one_line_each(run):
     code, out, _ = run("train", "--list")
     assert code == 0
     assert out.count("\n") <= 22
-    assert [line.split()[0] for line in out.splitlines()] == [*sorted(line.split()[0] for line in out.splitlines())]
+    assert [line.split()[0] for line in out.splitlines()] == [
+        *sorted(line.split()[0] for line in out.splitlines())
+    ]
     assert "characters " in out
     assert "digits  " in out
-    for part, said in {None: "keep_best = true", "training": "ema_decay = null", "data": "max_broken = ",
+    for part, said in {None: "keep_best = true", "training": "ema_decay = null",
+    "data": "max_broken = ",
                        "schedule": "horizon_epochs = null", "agc-sgd": "clip_factor = 0.01",
                        "thor": "trace_thresholds = [0.01, 0.0]"}.items():  # fmt: skip
         code, out, _ = run("keys", *([part] if part else []))
@@ -68,17 +86,20 @@ def test_recipes_and_keys_are_one_line_each(run):
 @pytest.mark.pictures
 def test_the_first_minute(run, tmp_path, monkeypatch):
     """What a person sees, and what is in the folder; a second run has its own."""
-    code, out, err = run("train", "steps=8", "eval_interval=4", "checkpoint_interval=4", "device=cpu")
+    code, out, err = run(
+        "train", "steps=8", "eval_interval=4", "checkpoint_interval=4", "device=cpu"
+    )
     assert (code, err) == (0, "")
     shown = [line for line in out.splitlines() if line[0] not in "┏┃┡└"]
     assert shown[0].startswith("characters: char-transformer (")
     assert ", 8 steps with each of thor-muon, adamw, muon, on cpu, threads=1" in shown[0]
     assert shown[1].startswith("thor-muon: preconditions 9 layers with ")
     assert len([line for line in shown if "│" in line]) <= 6
-    assert "thor-muon" in next(line for line in out.splitlines() if line[0] == "┃").split("┃")[2]  # it leads
+    # it leads
+    assert "thor-muon" in next(line for line in out.splitlines() if line[0] == "┃").split("┃")[2]
     assert re.fullmatch(
-        r"Steps to what adamw ends with \(held-out loss [\d.]+\): thor-muon (\d .*|not reached), adamw \d "
-        r"\([\d.]+ s\), muon (\d .*|not reached)",
+        r"Steps to what adamw ends with \(held-out loss [\d.]+\): thor-muon (\d .*|not reached), "
+        r"adamw \d \([\d.]+ s\), muon (\d .*|not reached)",
         shown[-3],
     )
     assert shown[-2] == "Curves, metrics, recipe and checkpoints are in runs/characters"
@@ -89,7 +110,8 @@ def test_the_first_minute(run, tmp_path, monkeypatch):
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     stored = (folder / "recipe.yaml").read_text()
     assert stored.count("\n") <= 25
-    assert parse(stored, "x") == load_recipe("characters", ["steps=8", "eval_interval=4", "checkpoint_interval=4",
+    assert parse(stored, "x") == load_recipe("characters",
+    ["steps=8", "eval_interval=4", "checkpoint_interval=4",
                                                             "device=cpu"])  # fmt: skip
     for one in json.loads((folder / "summary.json").read_text()):
         name = one["optimizer"]
@@ -105,14 +127,23 @@ def test_the_first_minute(run, tmp_path, monkeypatch):
 
 
 def test_a_target_a_profile_and_averages(run, tmp_path):
-    words = ["optimizer=thor", "epochs=3", "log_interval=20", "eval_interval=30", "stop_at=0.2", "ema_decay=0.5"]
+    words = [
+        "optimizer=thor",
+        "epochs=3",
+        "log_interval=20",
+        "eval_interval=30",
+        "stop_at=0.2",
+        "ema_decay=0.5",
+    ]
     code, out, err = run("train", "digits", *words, "device=cpu", "--profile", "--out", "mine")
     assert (code, err) == (0, "")
     said = [line for line in out.splitlines() if line.startswith("thor: step ")]
     assert [line.split()[2] for line in said] == ["20", "30"]
     assert ", of the averaged weights " in said[1]
     assert "1 of 6 with a refresh" in out  # step 21
-    assert [path.name for path in (tmp_path / "mine/thor/profile").iterdir()] == ["steps-00000021-00000026.json"]
+    assert [path.name for path in (tmp_path / "mine/thor/profile").iterdir()] == [
+        "steps-00000021-00000026.json"
+    ]
     summary = json.loads((tmp_path / "mine" / "summary.json").read_text())[0]
     assert summary["ended_at_target"]
     assert summary["targets"]["0.2"]["steps"] == 30
@@ -120,7 +151,11 @@ def test_a_target_a_profile_and_averages(run, tmp_path):
     assert code == 0
     plain, averaged = json.loads(out)
     assert [one["averaged"] for one in (plain, averaged)] == [False, True]
-    assert (plain["step"], plain["optimizer"], Path(plain["path"]).name) == (30, "thor", "step-00000030")
+    assert (plain["step"], plain["optimizer"], Path(plain["path"]).name) == (
+        30,
+        "thor",
+        "step-00000030",
+    )
     for name in ("loss", "top1", "top5"):
         assert (plain[name], averaged[name]) == (summary[name], summary[f"averaged_{name}"])
     code, out, _ = run("eval", "mine/thor/checkpoints/best")
@@ -140,7 +175,10 @@ def test_a_target_a_profile_and_averages(run, tmp_path):
         (["train", "digits", "fashion-mnist"], "more than one recipe"),
         (["train", "optimizer=sdg"], "optimizer="),
         (["train", "digits", "optimizer=thor", "damping=0"], "damping"),
-        (["train", "fashion-mnist", "data.root=nowhere", "data.download=false"], "Fashion-MNIST is not in nowhere"),
+        (
+            ["train", "fashion-mnist", "data.root=nowhere", "data.download=false"],
+            "Fashion-MNIST is not in nowhere",
+        ),
         (["train", "digits", "batch_size=5000"], "batch_size=5000 is larger"),
         (["train", "device=gpu7"], "device=gpu7"),
         (["train", "digits", "--resume"], "no run in runs/digits to resume"),
@@ -150,8 +188,14 @@ def test_a_target_a_profile_and_averages(run, tmp_path):
         ([*QUICK, "--out", "file"], "not a run folder"),
         (["eval", "nowhere"], "nowhere does not exist"),
         (["eval", "."], "is no checkpoint: give a run folder"),
-        (["prepare", "python", "--out", "x", "--seq-len", "128;512"], "--seq-len 128;512: must be whole numbers"),
-        (["plan", "resnet18", "--devices", "8,0"], "--devices 8,0: must be whole numbers of at least 1"),
+        (
+            ["prepare", "python", "--out", "x", "--seq-len", "128;512"],
+            "--seq-len 128;512: must be whole numbers",
+        ),
+        (
+            ["plan", "resnet18", "--devices", "8,0"],
+            "--devices 8,0: must be whole numbers of at least 1",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing_behind(run, tmp_path, words, said):
@@ -203,10 +247,15 @@ def test_the_run_in_a_folder_continues_with_its_settings(run, tmp_path):
 
 def test_a_stopped_run_names_the_command_that_continues_it(run, monkeypatch, tmp_path):
     take = torch.optim.SGD.step
-    monkeypatch.setattr(torch.optim.SGD, "step", lambda me: os.kill(os.getpid(), signal.SIGINT) or take(me))
+    monkeypatch.setattr(
+        torch.optim.SGD, "step", lambda me: os.kill(os.getpid(), signal.SIGINT) or take(me)
+    )
     code, _, err = run(*QUICK)
     assert code == 130
-    said = r"torch-thor: stopped at step \d, checkpoint written; continue with: (torch-thor train .*)\n"
+    said = (
+        r"torch-thor: stopped at step \d, checkpoint written; continue with: (torch-thor train "
+        r".*)\n"
+    )
     command = re.fullmatch(said, err)[1]
     assert command == "torch-thor train digits --resume --out runs/digits"
     monkeypatch.setattr(torch.optim.SGD, "step", take)
@@ -217,11 +266,15 @@ def test_a_stopped_run_names_the_command_that_continues_it(run, monkeypatch, tmp
 def test_a_recipe_may_ask_for_the_split_dimension_to_be_measured(run):
     code, out, _ = run("train", "digits", "optimizer=thor", "epochs=1", "split_dim=auto")
     assert code == 0
-    assert re.search(r"thor: split_dim=\d+ was measured for this network and device", " ".join(out.split()))
+    assert re.search(
+        r"thor: split_dim=\d+ was measured for this network and device", " ".join(out.split())
+    )
 
 
 def test_the_extras_are_those_of_the_project():
-    """The modules that the command line knows belong to the requirements of each extra, one to each."""
+    """The modules that the command line knows belong to the requirements of each extra, one to
+    each.
+    """
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     owners = importlib.metadata.packages_distributions()
     for extra, modules in EXTRAS.items():
@@ -238,7 +291,9 @@ def test_the_extras_are_those_of_the_project():
         (QUICK, "sklearn.datasets", None),
     ],
 )
-def test_a_missing_module_is_one_line_if_an_extra_installs_it(run, monkeypatch, words, module, extra):
+def test_a_missing_module_is_one_line_if_an_extra_installs_it(
+    run, monkeypatch, words, module, extra
+):
     """Another one is told as Python tells it."""
     monkeypatch.delitem(sys.modules, "torch_thor.commands", raising=False)
     monkeypatch.delattr(torch_thor, "commands", raising=False)

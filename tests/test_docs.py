@@ -1,7 +1,7 @@
 """The Python fragments of README and documentation run as pasted, each alone in a fresh namespace.
 
-A fragment that needs other processes, files or a long time has the comment ``<!-- not run: REASON -->`` before it. It
-is compiled, and the names that it imports are looked up.
+A fragment that needs other processes, files or a long time has the comment
+``<!-- not run: REASON -->`` before it. It is compiled, and the names that it imports are looked up.
 """
 
 import ast
@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FILE = re.compile(r"\b(?:benchmarks|recipes|tests|src)/[\w/]+\.\w+")
 FRAGMENT = re.compile(
-    r"(?:<!-- not run: (?P<reason>.*?) -->\n)?^```py(?:thon)?\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
+    r"(?:<!-- not run: (?P<reason>.*?) -->\n)?^```py(?:thon)?\n(?P<code>.*?)^```",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -31,7 +32,9 @@ def fragments():
             line = text.count("\n", 0, match.start("code")) + 1
             where = f"{page.relative_to(ROOT)}:{line}"
             # the blank lines make line numbers in errors those of the page
-            found.append(pytest.param(where, "\n" * (line - 1) + match["code"], match["reason"], id=where))
+            found.append(
+                pytest.param(where, "\n" * (line - 1) + match["code"], match["reason"], id=where)
+            )
     return found
 
 
@@ -68,14 +71,19 @@ def test_what_is_not_run_is_still_checked():
 
 def test_a_reason_belongs_to_the_fragment_that_follows_it():
     page = "<!-- not run: slow -->\n```python\na\n```\n\ntext\n\n```python\nb\n```\n"
-    assert [(match["reason"], match["code"]) for match in FRAGMENT.finditer(page)] == [("slow", "a\n"), (None, "b\n")]
+    assert [(match["reason"], match["code"]) for match in FRAGMENT.finditer(page)] == [
+        ("slow", "a\n"),
+        (None, "b\n"),
+    ]
     reasons = sum(page.read_text().count("<!-- not run:") for page in PAGES)
     assert reasons == sum(fragment.values[2] is not None for fragment in fragments())
 
 
 def test_the_coverage_table_is_that_of_the_program(capsys):
     page = (ROOT / "docs" / "tutorial" / "your-own-loop.md").read_text()
-    program = next(match["code"] for match in FRAGMENT.finditer(page) if "load_digits" in match["code"])
+    program = next(
+        match["code"] for match in FRAGMENT.finditer(page) if "load_digits" in match["code"]
+    )
     exec(program.partition("for epoch in")[0], {})
     table = capsys.readouterr().out.partition("\n)\n")[2].strip()
     assert "0.weight" in table
@@ -91,7 +99,9 @@ def test_the_files_that_pages_name_are_there():
 
 def test_the_navigation_lists_every_page():
     pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
-    listed = re.findall(r"^ +- .*: (\S+\.md)(?:  # (generated))?$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    listed = re.findall(
+        r"^ +- .*: (\S+\.md)(?:  # (generated))?$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE
+    )
     assert {page for page, generated in listed if not generated} == pages
 
 

@@ -83,7 +83,8 @@ def test_an_error_of_the_disk_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     for place in ("file", "file/new/deep"):
         with pytest.raises(
-            UserError, match=rf"--to {tmp_path / place}: .*file is a file.*: choose another folder with"
+            UserError,
+            match=rf"--to {tmp_path / place}: .*file is a file.*: choose another folder with",
         ):
             check_place(tmp_path / place, "--to")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -5,7 +5,15 @@ import warnings
 
 import pytest
 
-from golden.compare import FIRST_STEPS, FOLDER, content_of, differences, fingerprint, other_machine, read
+from golden.compare import (
+    FIRST_STEPS,
+    FOLDER,
+    content_of,
+    differences,
+    fingerprint,
+    other_machine,
+    read,
+)
 from golden.runs import RUNS, UnavailableError, end_ranks, settled
 
 
@@ -30,14 +38,18 @@ def test_every_bit_is_as_recorded(name):
         pytest.skip(f"golden run {name}: {error}")
     if moved := other_machine(golden, now):
         warnings.warn(
-            f"golden run {name} was recorded on another machine ({'; '.join(moved)}): the losses of its first "
-            f"{FIRST_STEPS} steps are compared with a tolerance, and not bit for bit",
+            f"golden run {name} was recorded on another machine ({'; '.join(moved)}): the losses "
+            f"of its first {FIRST_STEPS} steps are compared with a tolerance, and not bit for bit",
             OtherMachineWarning,
             stacklevel=1,
         )
     if found := differences(name, golden, now):
-        remedy = "Was the mathematics changed on purpose? Then record it anew, in a commit of its own:"
-        pytest.fail("\n".join([*found, f"{remedy} python tests/golden/record.py {name}"]), pytrace=False)
+        remedy = (
+            "Was the mathematics changed on purpose? Then record it anew, in a commit of its own:"
+        )
+        pytest.fail(
+            "\n".join([*found, f"{remedy} python tests/golden/record.py {name}"]), pytrace=False
+        )
 
 
 def test_every_file_is_of_a_run():
@@ -46,10 +58,14 @@ def test_every_file_is_of_a_run():
 
 def test_runs_meet_every_decision():
     for name in ("digits", "two-ranks", "every-layer"):
-        assert {line.split()[2] for line in read(name)["refreshes"]} == {"update", "keep", "stop"}, name
+        assert {line.split()[2] for line in read(name)["refreshes"]} == {
+            "update",
+            "keep",
+            "stop",
+        }, name
 
 
-# ---- the comparison itself ------------------------------------------------------------------------------------------
+# ---- the comparison itself -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -77,7 +93,11 @@ def test_every_bit_is_compared_and_the_first_step_that_differs_is_named(golden):
     found["refreshes"].append("43 0 update -")
     lines = differences("digits", golden, found)
     assert len(lines) == 4
-    for part in (f"optimizer: {key}: float32 [16, 1, 3, 3]", "model: more is new", "refreshes: 'nothing' was recorded"):
+    for part in (
+        f"optimizer: {key}: float32 [16, 1, 3, 3]",
+        "model: more is new",
+        "refreshes: 'nothing' was recorded",
+    ):
         assert any(part in line for line in lines), part
     (line,) = differences("digits", golden, golden | {"settings": ["digits"]})
     assert "its settings were" in line
@@ -88,13 +108,20 @@ def test_another_machine_is_allowed_its_rounding_and_no_more(golden):
     assert other_machine(golden, elsewhere) == [
         f"processor {golden['fingerprint']['processor']} there, another here",
     ]
-    assert differences("digits", golden, nudged(nudged(elsewhere, FIRST_STEPS, 5e-4), FIRST_STEPS + 1, 0.1)) == []
+    assert (
+        differences(
+            "digits", golden, nudged(nudged(elsewhere, FIRST_STEPS, 5e-4), FIRST_STEPS + 1, 0.1)
+        )
+        == []
+    )
     (line,) = differences("digits", golden, nudged(elsewhere, FIRST_STEPS, 2e-3))
     assert f"step {FIRST_STEPS} of 44" in line
     assert "0.001 is allowed on another machine" in line
     found = copy.deepcopy(elsewhere)
     state = found["optimizer"]
     state["state.0.momentum_buffer"] = state["state.0.momentum_buffer"][:-1] + "x"
-    state["state.2.momentum_buffer"] = state["state.2.momentum_buffer"].replace("float32", "float64")
+    state["state.2.momentum_buffer"] = state["state.2.momentum_buffer"].replace(
+        "float32", "float64"
+    )
     (line,) = differences("digits", golden, found)
     assert "state.2.momentum_buffer" in line

@@ -1,8 +1,9 @@
 """Which way imports point, in the package and in its tests.
 
-In the package arrows point one way, without circles, and no module imports a private name of another. Tests import what
-packages list in `__all__`, and private names only of the package that they lie beside: `tests/capture` of
-`torch_thor.capture`, `tests/test_files.py` of `torch_thor.files`.
+In the package arrows point one way, without circles, and no module imports a private name of
+another. Tests import what packages list in `__all__`, and private names only of the package that
+they lie beside: `tests/capture` of `torch_thor.capture`, `tests/test_files.py` of
+`torch_thor.files`.
 """
 
 import ast
@@ -14,55 +15,99 @@ import torch_thor
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src"
-FILES = sorted(str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if path != Path(__file__))
-MODULES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
-PACKAGES = {name.removesuffix(".__init__"): MODULES.pop(name) for name in [*MODULES] if name.endswith(".__init__")}
+FILES = sorted(
+    str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if path != Path(__file__)
+)
+MODULES = {
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in SOURCE.rglob("*.py")
+}
+PACKAGES = {
+    name.removesuffix(".__init__"): MODULES.pop(name)
+    for name in [*MODULES]
+    if name.endswith(".__init__")
+}
 
 COMMAND_LINE = "torch_thor.cli:main"
-# Each package may import itself and those before it. Files are written with errors that a user reads.
+# Each package may import itself and those before it. Files are written with errors that a user
+# reads.
 LAYERS = (
-    "lazy", "torch_internals", "training.errors", "files", "intervals", "schedules", "curvature", "capture",
+    "lazy", "torch_internals", "training.errors", "files", "intervals", "schedules", "curvature",
+    "capture",
     "distributed", "optim", "split", "trainers", "training", "tools", "bench", "commands", "cli",
 )  # fmt: skip
 # The package that each public name is from.
-HOMES = {name: module.split(".")[1] for module, names in torch_thor._MODULES.items() for name in names}
+HOMES = {
+    name: module.split(".")[1] for module, names in torch_thor._MODULES.items() for name in names
+}
 
 # Files that need private names of other packages: these modules, and the reason.
 EXCEPTIONS = {
     "hooked.py": ("capture.inspection capture.hooks", "makes hooks without an optimizer"),
-    "tiny.py": ("capture.hooks", "tells which modules have hooks, for which there is no public function"),
+    "tiny.py": (
+        "capture.hooks",
+        "tells which modules have hooks, for which there is no public function",
+    ),
     "fake_times.py": ("split.choice", "replaces a measurement of time"),
-    "capture/test_composites.py": ("curvature.kinds.registry", "removes the kinds that a test has registered"),
-    "optim/test_as_a_whole.py": ("curvature.refresh", "simulates that memory is exhausted during a refresh"),
-    "optim/test_whole_matrices.py": ("distributed.whole", "tests which process orthogonalises which matrix"),
+    "capture/test_composites.py": (
+        "curvature.kinds.registry",
+        "removes the kinds that a test has registered",
+    ),
+    "optim/test_as_a_whole.py": (
+        "curvature.refresh",
+        "simulates that memory is exhausted during a refresh",
+    ),
+    "optim/test_whole_matrices.py": (
+        "distributed.whole",
+        "tests which process orthogonalises which matrix",
+    ),
     "distributed/test_disagreement.py": (
         "curvature.blocks curvature.inverse",
         "simulates ranks that compute different numbers",
     ),
-    "split/test_choice.py": ("curvature.layer", "counts the statistics that exist at the same time"),
-    "distributed/test_traffic.py": ("tools.traffic", "compares what a plan counts with what is sent"),
+    "split/test_choice.py": (
+        "curvature.layer",
+        "counts the statistics that exist at the same time",
+    ),
+    "distributed/test_traffic.py": (
+        "tools.traffic",
+        "compares what a plan counts with what is sent",
+    ),
     "tools/test_bytes.py": ("training.parallel", "divides a network as a training does"),
     "tools/test_split_dim.py": ("training.recipe", "needs the crops of a recipe"),
     "bench/test_suite.py": ("training.data.small", "knows whether Debian's images are installed"),
     "warm.py": ("cli commands training.run", "imports in advance what the command line imports"),
     "word_corpus.py": ("training.text.prepare", "prepares a corpus without the command line"),
-    "training/test_observers.py": ("curvature.refresh", "tells observers of decisions without an optimizer"),
-    "test_cli.py": ("commands training.recipes", "loads the commands anew, and reads a recipe as it is written"),
+    "training/test_observers.py": (
+        "curvature.refresh",
+        "tells observers of decisions without an optimizer",
+    ),
+    "test_cli.py": (
+        "commands training.recipes",
+        "loads the commands anew, and reads a recipe as it is written",
+    ),
 }
 
 
-# ---- the package -----------------------------------------------------------------------------------------------------
+# ---- the package ---------------------------------------------------------------------------------
 
 
 @cache
 def imports_of(module):
-    """[(module, name, whether for type checkers alone)] of the imports of a module of the package from the package."""
+    """[(module, name, whether for type checkers alone)] of the imports of a module of the package
+    from the package.
+    """
     found, tree = [], ast.parse((MODULES | PACKAGES)[module].read_text())
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    blocks = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    ]
     of_types = {id(node) for block in blocks for node in ast.walk(block)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{module}: a relative import, whose package is not looked at here"
+            assert not node.level, (
+                f"{module}: a relative import, whose package is not looked at here"
+            )
             if node.module.split(".")[0] == "torch_thor":
                 found += [(node.module, alias.name, id(node) in of_types) for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -80,14 +125,17 @@ def test_arrows_point_one_way():
             if home != "__version__":
                 checked += 1
                 home = home if target != "torch_thor.training.errors" else "training.errors"
-                assert LAYERS.index(home) <= LAYERS.index(package[0]), f"{module} imports {target}.{name}"
+                assert LAYERS.index(home) <= LAYERS.index(package[0]), (
+                    f"{module} imports {target}.{name}"
+                )
     assert checked > 500
 
 
 OPTIMIZERS = ("curvature", "capture", "distributed", "optim", "split")
 # Modules of the optimizers that see each other through `if TYPE_CHECKING` alone.
 CIRCLES_OF_TYPES = (
-    "optim.base optim.persistence optim.refresh_step optim.report optim.step",  # an optimizer and its parts
+    # an optimizer and its parts
+    "optim.base optim.persistence optim.refresh_step optim.report optim.step",
 )
 
 
@@ -95,15 +143,25 @@ def circles(modules, *, with_types):
     """The groups of modules that import each other, as words without `torch_thor`."""
     reached = {}
     for module in modules:
-        pairs = [(f"{target}.{name}", target) for target, name, types in imports_of(module) if with_types or not types]
+        pairs = [
+            (f"{target}.{name}", target)
+            for target, name, types in imports_of(module)
+            if with_types or not types
+        ]
         reached[module] = {one for pair in pairs for one in pair if one in modules} - {module}
     while True:  # to the modules that those import, and so on
-        further = {module: of.union(*(reached[one] for one in of)) for module, of in reached.items()}
+        further = {
+            module: of.union(*(reached[one] for one in of)) for module, of in reached.items()
+        }
         if further == reached:
             break
         reached = further
-    found = {frozenset(one for one in of if module in reached[one]) for module, of in reached.items()} - {frozenset()}
-    return sorted(" ".join(sorted(one.removeprefix("torch_thor.") for one in circle)) for circle in found)
+    found = {
+        frozenset(one for one in of if module in reached[one]) for module, of in reached.items()
+    } - {frozenset()}
+    return sorted(
+        " ".join(sorted(one.removeprefix("torch_thor.") for one in circle)) for circle in found
+    )
 
 
 def test_no_circles():
@@ -113,11 +171,16 @@ def test_no_circles():
 
 
 def test_no_module_imports_a_private_name_of_another():
-    found = [(module, f"{t}.{name}") for module in MODULES | PACKAGES for t, name, _ in imports_of(module) if name]
+    found = [
+        (module, f"{t}.{name}")
+        for module in MODULES | PACKAGES
+        for t, name, _ in imports_of(module)
+        if name
+    ]
     assert not [(module, name) for module, name in found if re.search(r"\._(?!_version__)", name)]
 
 
-# ---- the tests -------------------------------------------------------------------------------------------------------
+# ---- the tests -----------------------------------------------------------------------------------
 
 
 def exists(module):
@@ -133,7 +196,8 @@ def public_names(package):
 
 
 def imported(code):
-    """(module, name) for each import in `code`, in scripts that it contains as text, and in names of patched objects.
+    """(module, name) for each import in `code`, in scripts that it contains as text, and in names
+    of patched objects.
 
     The name is `None` where a module is imported by its full name.
     """
@@ -153,7 +217,9 @@ def imported(code):
 
 
 def private_module(module, name):
-    """The module of which an import takes a private name; `None` for public names and other libraries."""
+    """The module of which an import takes a private name; `None` for public names and other
+    libraries.
+    """
     if module.split(".")[0] != "torch_thor" or f"{module}:{name}" == COMMAND_LINE:
         return None
     if module in PACKAGES and (name is None or name in public_names(module)):
@@ -171,8 +237,14 @@ def test_tests_import_public_names():
         found = {module for module in found if module.split(".")[1:2] != [beside]}
         allowed = {f"torch_thor.{module}" for module in EXCEPTIONS.get(file, ("",))[0].split()}
         wrong += [f"{file} imports private names of {module}" for module in sorted(found - allowed)]
-        wrong += [f"{file} no longer needs {module}: remove it from EXCEPTIONS" for module in sorted(allowed - found)]
-    assert not wrong, "import public names, or put the test beside the package that it tests:\n" + "\n".join(wrong)
+        wrong += [
+            f"{file} no longer needs {module}: remove it from EXCEPTIONS"
+            for module in sorted(allowed - found)
+        ]
+    assert not wrong, (
+        "import public names, or put the test beside the package that it tests:\n"
+        + "\n".join(wrong)
+    )
     assert set(EXCEPTIONS) <= set(FILES)
 
 
@@ -188,4 +260,5 @@ def test(patch):
 """
     assert {private_module(*one) for one in imported(code)} == {None, loop, "torch_thor.files"}
     assert private_module("torch_thor.training", "loop") == private_module(loop, None) == loop
-    assert private_module("torch_thor.training", "split") == "torch_thor.training"  # not in `__all__`
+    # not in `__all__`
+    assert private_module("torch_thor.training", "split") == "torch_thor.training"

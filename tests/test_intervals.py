@@ -51,7 +51,7 @@ def refreshes(model, optimizer, stream=STREAM):
     return steps
 
 
-# ---------------------------------------------------------------------------------------- what they say
+# ------------------------------------------------------------------------------------ what they say
 
 
 def test_steps_that_refresh():
@@ -68,7 +68,9 @@ def test_piecewise_changes_at_its_boundaries():
 
 
 def test_geometric_multiplies_on_each_refresh():
-    """Where all terms are whole nothing is rounded: the interval of refresh j is first · factor^j."""
+    """Where all terms are whole nothing is rounded: the interval of refresh j is first ·
+    factor^j.
+    """
     for first, factor, terms in ((1, 2, 12), (3, 3, 8), (16, 1.5, 5), (625, 1.2, 5)):
         schedule, step, exact = intervals.Geometric(first, 10**9, factor), 0, Fraction(first)
         for _ in range(terms):
@@ -132,10 +134,12 @@ def test_schedules_are_values():
         field = dataclasses.fields(schedule)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(schedule, field, 1)
-    assert "update_interval: Geometric(first=1, last=4, factor=1.5)" in repr(build(SCHEDULES["geometric"])[1])
+    assert "update_interval: Geometric(first=1, last=4, factor=1.5)" in repr(
+        build(SCHEDULES["geometric"])[1]
+    )
 
 
-# ------------------------------------------------------------------------------------- saved and loaded
+# --------------------------------------------------------------------------------- saved and loaded
 
 
 def saved_and_loaded(state):
@@ -158,7 +162,9 @@ def test_saved_schedule_goes_on_in_an_optimizer_with_a_number(name):
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         assert resumed.param_groups[0]["update_interval"] == SCHEDULES[name]
-        assert refreshes(other, resumed, STREAM[stop:]) == [step for step in REFRESHES[name] if step >= stop]
+        assert refreshes(other, resumed, STREAM[stop:]) == [
+            step for step in REFRESHES[name] if step >= stop
+        ]
         assert_same(weights(other), weights(whole))
 
 
@@ -166,7 +172,10 @@ def test_state_dict_holds_text_and_leaves_the_optimizer_alone():
     model, optimizer = build(SCHEDULES["epochs"])
     train(model, optimizer, STREAM[:2])
     group = optimizer.state_dict()["param_groups"][0]
-    assert group["update_interval"] == "Piecewise(boundaries=(0.5, 1.5), intervals=(1, 2, 4), steps_per_epoch=4)"
+    assert (
+        group["update_interval"]
+        == "Piecewise(boundaries=(0.5, 1.5), intervals=(1, 2, 4), steps_per_epoch=4)"
+    )
     assert optimizer.param_groups[0]["update_interval"] is SCHEDULES["epochs"]
 
 
@@ -226,7 +235,9 @@ def test_text_that_is_no_schedule_is_refused_and_nothing_has_changed():
         assert optimizer.state_dict()["param_groups"] == before["param_groups"]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process"
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_distributed_checkpoint_keeps_the_schedule(name, tmp_path):
     for flat in (False, True):
@@ -236,15 +247,20 @@ def test_distributed_checkpoint_keeps_the_schedule(name, tmp_path):
         states = get_state_dict(model, optimizer, options=options)
         dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=tmp_path / str(flat))
         other, resumed = build(100)
-        target = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, resumed, options=options)}
+        target = {
+            "model": other.state_dict(),
+            "optimizer": get_optimizer_state_dict(other, resumed, options=options),
+        }
         dcp.load(target, checkpoint_id=tmp_path / str(flat))
         other.load_state_dict(target["model"])
         set_optimizer_state_dict(other, resumed, target["optimizer"], options=options)
         assert resumed.param_groups[0]["update_interval"] == SCHEDULES[name]
-        assert refreshes(other, resumed, STREAM[5:]) == [step for step in REFRESHES[name] if step >= 5]
+        assert refreshes(other, resumed, STREAM[5:]) == [
+            step for step in REFRESHES[name] if step >= 5
+        ]
 
 
-# ----------------------------------------------------------------------------------- groups, by hand
+# ---------------------------------------------------------------------------------- groups, by hand
 
 
 def test_each_group_has_its_own():
@@ -253,7 +269,9 @@ def test_each_group_has_its_own():
     optimizer.add_param_group(
         {"params": list(model[2].parameters()), "update_interval": intervals.Piecewise([1], [1, 3])}
     )
-    optimizer.add_param_group({"params": list(model[4].parameters()), "update_interval": lambda step: 5})
+    optimizer.add_param_group(
+        {"params": list(model[4].parameters()), "update_interval": lambda step: 5}
+    )
     due = {"0": [], "2": [], "4": []}
     for batch in STREAM[:8]:
         train(model, optimizer, [batch])
@@ -277,7 +295,9 @@ def test_changed_in_the_group_between_steps():
 
 @pytest.mark.parametrize("method", [THOR, ThorMuon])
 def test_a_refresh_that_is_brought_forward_by_hand(method):
-    """The forward pass of step 2 gathers nothing, so step 3 refreshes, then step 8; stopped layers change nothing."""
+    """The forward pass of step 2 gathers nothing, so step 3 refreshes, then step 8; stopped layers
+    change nothing.
+    """
     model = mlp()
     optimizer = method(model, update_interval=5)
     first = refreshes(model, optimizer, STREAM[:2])
@@ -287,7 +307,11 @@ def test_a_refresh_that_is_brought_forward_by_hand(method):
 
 
 def test_presets_are_the_papers():
-    for name, thresholds in (("thor", (0.01, 0.0)), ("thor_stop", (0.01, 0.001)), ("thor_nt", (0.0, 0.0))):
+    for name, thresholds in (
+        ("thor", (0.01, 0.0)),
+        ("thor_stop", (0.01, 0.001)),
+        ("thor_nt", (0.0, 0.0)),
+    ):
         optimizer = THOR(mlp(), **THOR.preset(name))
         assert optimizer.param_groups[0]["trace_thresholds"] == thresholds
     with pytest.raises(ValueError, match=r"'THOR'.*'thor', 'thor_stop', 'thor_nt'"):

@@ -54,6 +54,10 @@ def test_a_name_is_that_of_its_module(package):
 
 
 def test_a_package_imports_no_library():
-    code = f"import sys, {', '.join(LAZY)}; print({{'torch', 'rich', 'pydantic'}} & {{*sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
+    code = (
+        f"import sys, {', '.join(LAZY)}; print({{'torch', 'rich', 'pydantic'}} & {{*sys.modules}})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
+    )
     assert done.stdout.strip() == "set()"

@@ -27,14 +27,15 @@ def test_public_names_are_there_torch_is_imported_with_the_first_and_nothing_els
     """`from torch_thor import *` must not pull in what only the training application needs."""
     code = """
 import sys, torch_thor
-assert "torch" not in sys.modules, "to import torch takes seconds: Ctrl-C must already be listened to"
+assert "torch" not in sys.modules, "importing torch takes seconds: Ctrl-C must be listened to"
 assert set(torch_thor.__all__) <= set(dir(torch_thor))
 for name in torch_thor.__all__:
     assert getattr(torch_thor, name) is getattr(torch_thor, name)
 assert torch_thor.THOR is torch_thor.optim.thor.THOR
 assert not hasattr(torch_thor, "THRO")
 del torch_thor; from torch_thor import *
-extras = {"torchvision", "sklearn", "pydantic", "typer", "rich", "matplotlib", "tensorboard", "safetensors"}
+extras = {"torchvision", "sklearn", "pydantic", "typer", "rich", "matplotlib", "tensorboard"}
+extras |= {"safetensors"}
 assert not extras & {*sys.modules}, extras & {*sys.modules}
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
@@ -48,21 +49,33 @@ def resolves(name):
 
 
 def test_names_in_docstrings_resolve():
-    """The target of a Sphinx role is an absolute name, or a name of the module or of a class in the module."""
+    """The target of a Sphinx role is an absolute name, or a name of the module or of a class in the
+    module.
+    """
     missing, checked = [], 0
     for path in SOURCE.rglob("*.py"):
-        module, text = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts), path.read_text()
-        places = [module, *(f"{module}.{name}" for name in re.findall(r"^class (\w+)", text, re.MULTILINE))]
+        module, text = (
+            ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts),
+            path.read_text(),
+        )
+        places = [
+            module,
+            *(f"{module}.{name}" for name in re.findall(r"^class (\w+)", text, re.MULTILINE)),
+        ]
         for role, target in re.findall(r":(mod|class|func|meth|attr|data|exc):`([^`]+)`", text):
             checked += 1
-            names = [f"{place}.{target}" for place in places] + [target] * (role == "mod" or "." in target)
+            names = [f"{place}.{target}" for place in places] + [target] * (
+                role == "mod" or "." in target
+            )
             missing += [] if any(map(resolves, names)) else [f"{module}: {target}"]
     assert not missing
     assert checked >= 20
 
 
 def test_options_in_messages_exist():
-    """`word=` in a text of the optimizer half is an option of something public, or an attribute of a layer or kind."""
+    """`word=` in a text of the optimizer half is an option of something public, or an attribute of
+    a layer or kind.
+    """
     public = [getattr(torch_thor, name) for name in torch_thor.__all__]
     public += [torch_thor.intervals.Geometric, torch_thor.intervals.Piecewise]
     public += [torch_thor.THOR.sample_fisher, torch_thor.THOR.consolidate_state_dict]
@@ -80,8 +93,14 @@ def test_options_in_messages_exist():
         "sparse",
         "use_reentrant",
     }  # shapes, and arguments of torch and of trainers
-    known |= {*dir(torch_thor.THOR), *dir(torch_thor.curvature.Kind), *dir(torch_thor.curvature.LayerCurvature)}
-    known |= {name for base in torch_thor.curvature.Kind.__mro__ for name in inspect.get_annotations(base)}
+    known |= {
+        *dir(torch_thor.THOR),
+        *dir(torch_thor.curvature.Kind),
+        *dir(torch_thor.curvature.LayerCurvature),
+    }
+    known |= {
+        name for base in torch_thor.curvature.Kind.__mro__ for name in inspect.get_annotations(base)
+    }
     for one in filter(callable, public):
         known |= {*inspect.signature(one).parameters}
     unknown, checked = [], 0
@@ -90,25 +109,44 @@ def test_options_in_messages_exist():
         tree = ast.parse(path.read_text())
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in docstrings
+            ):
                 words = re.findall(r"\b([a-z_]+)=(?!=)", node.value)
                 checked += len(words)
-                unknown += [f"{path.name}, line {node.lineno}: {word}=" for word in words if word not in known]
+                unknown += [
+                    f"{path.name}, line {node.lineno}: {word}="
+                    for word in words
+                    if word not in known
+                ]
     assert not unknown
     assert checked > 50
 
 
 def test_schedules_of_refreshes_are_imported_as_docstrings_name_them_without_torch():
-    code = "import sys; from torch_thor.intervals import Geometric; assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from torch_thor.intervals import Geometric; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_modules_are_known_to_kinds_alone():
-    """In `curvature`, which knows nothing of models, beside the kinds only what holds a parameter imports `nn`."""
+    """In `curvature`, which knows nothing of models, beside the kinds only what holds a parameter
+    imports `nn`.
+    """
     found = set()
     for path in (SOURCE / "curvature").glob("*.py"):
-        imported = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        if any(node.module == "torch" and "nn" in [alias.name for alias in node.names] for node in imported):
+        imported = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        ]
+        if any(
+            node.module == "torch" and "nn" in [alias.name for alias in node.names]
+            for node in imported
+        ):
             found.add(path.stem)
     assert found <= {"factor", "layer", "matrices"}
 
@@ -133,21 +171,37 @@ main()
 
 @pytest.mark.slow
 def test_what_is_released_trains_from_an_empty_folder_and_needs_torch_alone(tmp_path):
-    """The wheel is built from the sdist, and installed without this checkout; torch and others are those of here."""
-    subprocess.run([sys.executable, "-m", "build", "-n", "-o", tmp_path, ROOT], check=True, timeout=600)
+    """The wheel is built from the sdist, and installed without this checkout; torch and others are
+    those of here.
+    """
+    subprocess.run(
+        [sys.executable, "-m", "build", "-n", "-o", tmp_path, ROOT], check=True, timeout=600
+    )
     (wheel,), (sdist,) = tmp_path.glob("torch_thor-*.whl"), tmp_path.glob("torch_thor-*.tar.gz")
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "CITATION.cff", "recipes/digits.yaml", "tests/test_package.py"} <= inside
+    assert {
+        "LICENSE",
+        "README.md",
+        "CITATION.cff",
+        "recipes/digits.yaml",
+        "tests/test_package.py",
+    } <= inside
     venv.create(tmp_path / "venv", with_pip=True)
     place = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
     python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True, timeout=600)
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True, timeout=600
+    )
     (Path(place) / "those_of_here.pth").write_text(sysconfig.get_path("purelib"))
     (tmp_path / "empty").mkdir()
     code = f"import sys; sys.argv[1:] = ['train', '--list']{TRAINS.format(place=place)}"
     done = subprocess.run(
-        [python, "-P", "-c", code], cwd=tmp_path / "empty", capture_output=True, text=True, timeout=600
+        [python, "-P", "-c", code],
+        cwd=tmp_path / "empty",
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "digits " in done.stdout
@@ -166,7 +220,8 @@ def test_what_is_released_trains_from_an_empty_folder_and_needs_torch_alone(tmp_
 def test_the_notebook_runs_and_ends_in_a_plot(monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)  # that of notebooks
     notebook = nbformat.read(ROOT / "docs/tutorial/five-minutes.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)  # what it shows is that of the reader's machine
+    # what it shows is that of the reader's machine
+    assert not any(cell.get("outputs") for cell in notebook.cells)
     NotebookClient(notebook, timeout=600).execute()
     last = [cell for cell in notebook.cells if cell.cell_type == "code"][-1]
     assert any("image/png" in output.get("data", {}) for output in last.outputs)

@@ -1,4 +1,6 @@
-"""The reference's schedules: their published values, and damping that is driven as torch drives lr."""
+"""The reference's schedules: their published values, and damping that is driven as torch drives
+lr.
+"""
 
 import math
 
@@ -14,14 +16,31 @@ EPOCH = 5004  # steps, of 256 images
 
 
 def test_the_formulas_are_those_of_the_design():
-    for step in (0, 1, 833, EPOCH - 1, 38 * EPOCH, 39 * EPOCH - 2, 39 * EPOCH - 1, 40 * EPOCH - 1, 45 * EPOCH):
+    for step in (
+        0,
+        1,
+        833,
+        EPOCH - 1,
+        38 * EPOCH,
+        39 * EPOCH - 2,
+        39 * EPOCH - 1,
+        40 * EPOCH - 1,
+        45 * EPOCH,
+    ):
         e = (step + 1) / EPOCH
         halved = 0.25 if e >= 40 else 0.5 if e >= 39 else 1.0
-        assert resnet50_lr(step, EPOCH) == pytest.approx(0.05803 * (1 - e / 53) ** 4.0839 * halved, rel=1e-12)
+        assert resnet50_lr(step, EPOCH) == pytest.approx(
+            0.05803 * (1 - e / 53) ** 4.0839 * halved, rel=1e-12
+        )
         assert resnet50_damping(step, EPOCH) == pytest.approx(0.03 * 0.50036 ** (e / 10), rel=1e-12)
     assert resnet50_lr(53 * EPOCH, EPOCH) == 0.0  # and no complex number
-    assert resnet50_lr(39 * EPOCH, EPOCH, decay_epochs=None) == 4 * 0.5 * resnet50_lr(39 * EPOCH, EPOCH)
-    values = [polynomial(step, 30_000, start=7.035e-3, end=1e-6, power=4) for step in (0, 15_000, 30_000, 40_000)]
+    assert resnet50_lr(39 * EPOCH, EPOCH, decay_epochs=None) == 4 * 0.5 * resnet50_lr(
+        39 * EPOCH, EPOCH
+    )
+    values = [
+        polynomial(step, 30_000, start=7.035e-3, end=1e-6, power=4)
+        for step in (0, 15_000, 30_000, 40_000)
+    ]
     assert values == pytest.approx([7.035e-3, 1e-6 + 7.034e-3 / 16, 1e-6, 1e-6], rel=1e-12)
 
 

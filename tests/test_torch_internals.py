@@ -1,4 +1,6 @@
-"""What torch does not document does what the package needs of it, and is used through one module only."""
+"""What torch does not document does what the package needs of it, and is used through one module
+only.
+"""
 
 import ast
 from pathlib import Path
@@ -50,12 +52,16 @@ def test_backward_passes_are_told_apart():
 
 def test_whether_a_graph_stays():
     assert in_backward(lambda _: backward_keeps_graph()) == [False]
-    assert in_backward(lambda _: backward_keeps_graph(), run=lambda y: y.backward(retain_graph=True)) == [True]
+    assert in_backward(
+        lambda _: backward_keeps_graph(), run=lambda y: y.backward(retain_graph=True)
+    ) == [True]
 
 
 def test_whether_a_weight_is_reached():
     other = torch.ones(1, requires_grad=True)
-    reached = in_backward(lambda x: [backward_reaches(get_gradient_edge(one).node) for one in (x, other)])
+    reached = in_backward(
+        lambda x: [backward_reaches(get_gradient_edge(one).node) for one in (x, other)]
+    )
     assert reached == [[True, False]]
 
 
@@ -76,7 +82,9 @@ def test_a_checkpoint_recomputes_through_hooks():
 
     assert saved_hooks(True) is None
     for reentrant in (False, True):
-        checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=reentrant).sum().backward()
+        checkpoint(
+            forward, torch.ones(2, requires_grad=True), use_reentrant=reentrant
+        ).sum().backward()
     assert found == [(False, True), (True, True), (False, False), (True, False)]
 
 
@@ -95,7 +103,8 @@ def test_transforms_and_traces():
 
 
 def test_the_stance_of_the_compiler():
-    with torch.compiler.set_stance("default"):  # whatever the optimizers of other tests still wait for
+    # whatever the optimizers of other tests still wait for
+    with torch.compiler.set_stance("default"):
         before = compile_stance(torch)
         with torch.compiler.set_stance("eager_on_recompile"):
             inside = compile_stance(torch)
@@ -119,13 +128,21 @@ def test_trees():
     tree = {"a": [torch.ones(1), 2], "b": (3,)}
     leaves, shape = tree_flatten(tree)
     assert leaves == tree_leaves(tree) == [torch.ones(1), 2, 3]
-    assert tree_unflatten([x * 2 for x in leaves], shape) == tree_map(lambda x: x * 2, tree) == {"a": [2, 4], "b": (6,)}
+    assert (
+        tree_unflatten([x * 2 for x in leaves], shape)
+        == tree_map(lambda x: x * 2, tree)
+        == {"a": [2, 4], "b": (6,)}
+    )
 
 
 def private_names(path):
     """Dotted names of torch's that have a private part, as `torch._C._is_tracing`."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "torch"
+        ):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]

@@ -10,14 +10,18 @@ from torch import nn
 from torch_thor import ThorMuon
 from torch_thor.capture.hooks import ModuleCalls
 
-# kernel, stride, padding and so on of one convolution from 4 channels to 6, and the size of its input
+# kernel, stride, padding and so on of one convolution from 4 channels to 6, and the size of its
+# input
 CONVOLUTIONS = {
     "plain": ({"kernel_size": 3}, (5, 5)),
     "no_bias": ({"kernel_size": 3, "bias": False}, (5, 5)),
     "pointwise": ({"kernel_size": 1}, (3, 2)),
     "pointwise_strided": ({"kernel_size": 1, "stride": 2}, (5, 4)),
     "stride": ({"kernel_size": 3, "stride": 2, "padding": 1}, (6, 5)),
-    "uneven": ({"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (1, 2)}, (5, 7)),
+    "uneven": (
+        {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (1, 2)},
+        (5, 7),
+    ),
     "rows_left_over": ({"kernel_size": 2, "stride": 3}, (6, 7)),
     "dilation": ({"kernel_size": 3, "dilation": 2, "padding": 2}, (5, 6)),
     "same": ({"kernel_size": (3, 5), "padding": "same"}, (4, 5)),
@@ -26,11 +30,20 @@ CONVOLUTIONS = {
     "valid": ({"kernel_size": (2, 3), "padding": "valid"}, (4, 5)),
     "reflect": ({"kernel_size": 3, "padding": (2, 1), "padding_mode": "reflect"}, (5, 4)),
     "replicate": ({"kernel_size": 3, "padding": (1, 2), "padding_mode": "replicate"}, (4, 4)),
-    "circular": ({"kernel_size": 3, "padding": (1, 2), "padding_mode": "circular", "stride": 2}, (5, 4)),
+    "circular": (
+        {"kernel_size": 3, "padding": (1, 2), "padding_mode": "circular", "stride": 2},
+        (5, 4),
+    ),
     "same_reflect": ({"kernel_size": (4, 3), "padding": "same", "padding_mode": "reflect"}, (5, 4)),
-    "same_circular": ({"kernel_size": (2, 3), "padding": "same", "padding_mode": "circular"}, (4, 4)),
+    "same_circular": (
+        {"kernel_size": (2, 3), "padding": "same", "padding_mode": "circular"},
+        (4, 4),
+    ),
     "groups": ({"kernel_size": 3, "groups": 2, "padding": 1}, (4, 3)),
-    "groups_strided": ({"kernel_size": 2, "groups": 2, "stride": 2, "dilation": 2, "bias": False}, (7, 5)),
+    "groups_strided": (
+        {"kernel_size": 2, "groups": 2, "stride": 2, "dilation": 2, "bias": False},
+        (7, 5),
+    ),
     "depthwise": ({"kernel_size": 3, "groups": 4, "padding": 1}, (4, 3)),
     "whole_image": ({"kernel_size": (4, 3)}, (4, 3)),
 }
@@ -133,7 +146,9 @@ def weights(model):
 
 
 def assert_same(left, right, where="it"):
-    """Two trees of mappings, sequences, tensors and plain values are identical, tensors to the last bit."""
+    """Two trees of mappings, sequences, tensors and plain values are identical, tensors to the last
+    bit.
+    """
     if isinstance(left, torch.Tensor):
         assert isinstance(right, torch.Tensor), where
         assert left.dtype == right.dtype, where
@@ -163,11 +178,15 @@ def largest_difference(left, right):
 def listeners():
     """The module calls that some optimizer handles."""
     hooks = torch.nn.modules.module._global_forward_pre_hooks.values()
-    return [hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), ModuleCalls)]
+    return [
+        hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), ModuleCalls)
+    ]
 
 
 def leave_no_listeners(but=None):
-    """Remove all hooks, including those that an optimizer of another test has left; an optimizer may keep its own."""
+    """Remove all hooks, including those that an optimizer of another test has left; an optimizer
+    may keep its own.
+    """
     for listener in listeners():
         if but is None or listener is not but._capture._calls:
             listener.close()

@@ -1,7 +1,9 @@
-"""Processes that start at once: forked from one that has imported what the application needs, and done nothing else.
+"""Processes that start at once: forked from one that has imported what the application needs, and
+done nothing else.
 
-A fresh interpreter takes some seven seconds of a core to import torch and the rest. What is tested of a process seldom
-is its imports; where it is (`cold=True` in command_line.py), and where a system cannot fork, a fresh one is started.
+A fresh interpreter takes some seven seconds of a core to import torch and the rest. What is tested
+of a process seldom is its imports; where it is (`cold=True` in command_line.py), and where a system
+cannot fork, a fresh one is started.
 """
 
 import atexit
@@ -22,7 +24,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from torch import distributed as dist
 
-# torch._dynamo is what the first optimizer imports, the others are what training and its reports need
+# torch._dynamo is what the first optimizer imports, the others are what training and its reports
+# need
 PRELOADED = (
     "torch._dynamo",
     "torch.distributed",
@@ -74,7 +77,9 @@ def _become(folder, environment, words, out, err):
         ("stdout", 1, {}),
         ("stderr", 2, {"line_buffering": True, "errors": "backslashreplace"}),
     ):
-        stream = io.TextIOWrapper(io.BufferedWriter(io.FileIO(number, "w", closefd=False)), encoding="utf-8", **options)
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(io.FileIO(number, "w", closefd=False)), encoding="utf-8", **options
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     multiprocessing.current_process()._config["daemon"] = False  # it may have workers
@@ -100,12 +105,19 @@ def _become(folder, environment, words, out, err):
 
 
 class WarmProcess:
-    """`python WORDS` in a folder: what is used of `subprocess.Popen`, for a process that is forked."""
+    """`python WORDS` in a folder: what is used of `subprocess.Popen`, for a process that is
+    forked.
+    """
 
     def __init__(self, words, folder, environment):
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
         self._ours = [ours for ours, _ in pipes]
-        arguments = (str(folder), environment, [str(word) for word in words], *(theirs for _, theirs in pipes))
+        arguments = (
+            str(folder),
+            environment,
+            [str(word) for word in words],
+            *(theirs for _, theirs in pipes),
+        )
         # a daemon: if a test ends without it, so does the process
         self._process = context().Process(target=_become, args=arguments, daemon=True)
         self._process.start()
@@ -131,7 +143,9 @@ class WarmProcess:
 
 
 def read_all(connections, timeout=None, watch=lambda: None):
-    """All that is written to pipes until every writer has closed them; `watch` is called now and then."""
+    """All that is written to pipes until every writer has closed them; `watch` is called now and
+    then.
+    """
     deadline = None if timeout is None else time.monotonic() + timeout
     found = {connection: b"" for connection in connections}
     with selectors.DefaultSelector() as selector:
@@ -152,10 +166,13 @@ def read_all(connections, timeout=None, watch=lambda: None):
 
 
 class WarmRanks:
-    """`torchrun --nproc-per-node` for warm processes: the environment of its ranks, and one that fails ends all."""
+    """`torchrun --nproc-per-node` for warm processes: the environment of its ranks, and one that
+    fails ends all.
+    """
 
     def __init__(self, words, folder, environment, count):
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a port of its own
+        # at a port of its own
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = {
             **environment,
             "MASTER_ADDR": "127.0.0.1",
@@ -165,7 +182,9 @@ class WarmRanks:
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
         }
         self.ranks = [
-            WarmProcess(words, folder, {**environment, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))})
+            WarmProcess(
+                words, folder, {**environment, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))}
+            )
             for rank in range(count)
         ]
         self.pid = self.ranks[0].pid

@@ -1,8 +1,8 @@
-"""Writes the reference page that describes the program from the program, each time the site is built.
+"""The reference page that describes the program, written from it at each build of the site.
 
-MkDocs calls `on_files` (see `hooks` in mkdocs.yml). The page is generated in memory, so it cannot be out of date:
-keys, defaults and meanings come from the models of a recipe, commands and options from the command line itself.
-`python docs/hooks/reference_pages.py` prints it.
+MkDocs calls `on_files` (see `hooks` in mkdocs.yml). The page is generated in memory, so it cannot
+be out of date: keys, defaults and meanings come from the models of a recipe, commands and options
+from the command line itself. `python docs/hooks/reference_pages.py` prints it.
 """
 
 import inspect
@@ -43,7 +43,7 @@ def pages() -> dict[str, str]:
     return {"reference/command-line.md": "\n".join([*command_line(), *recipes(), *recipe_keys()])}
 
 
-# ---- recipes ----------------------------------------------------------------------------------------------------
+# ---- recipes -------------------------------------------------------------------------------------
 
 
 def recipe_keys() -> Iterator[str]:
@@ -55,22 +55,28 @@ def recipe_keys() -> Iterator[str]:
     yield """## Recipe keys
 
 `torch-thor keys` and `torch-thor keys PART` print the same in a terminal.
-A recipe is a YAML file with these keys. On the command line `KEY=VALUE` overrides a key, with dots between the levels:
+A recipe is a YAML file with these keys. On the command line `KEY=VALUE` overrides a key, with
+dots between the levels:
 
 ```bash
 torch-thor train digits epochs=3 schedule.kind=linear optimizers.thor.damping=0.1
 ```
 
-A setting of an optimizer can be written without its prefix. `lr=0.01` then sets the learning rate of every optimizer
-that the recipe trains with and that has this setting.
+A setting of an optimizer can be written without its prefix. `lr=0.01` then sets the learning rate
+of every optimizer that the recipe trains with and that has this setting.
 
-"On resume" says whether `torch-thor train --resume` accepts another value than the one the run was started with.
-[Resume and lengthen](../how-to/command-line.md#resume-and-lengthen) describes the conditions for `epochs`.
+"On resume" says whether `torch-thor train --resume` accepts another value than the one the run
+was started with. [Resume and lengthen](../how-to/command-line.md#resume-and-lengthen) describes
+the conditions for `epochs`.
 """
     yield from _section("All recipes", "", [*keys(), *keys("training")])
     for part in PARTS:
         if part != "training":
-            title = "schedule and damping_schedule" if part == "schedule" else part.removeprefix("optimizers.")
+            title = (
+                "schedule and damping_schedule"
+                if part == "schedule"
+                else part.removeprefix("optimizers.")
+            )
             yield from _section(title, f"{part}.", keys(part))
 
 
@@ -80,8 +86,16 @@ def _section(title: str, prefix: str, rows: list[tuple[str, str, str, str]]) -> 
     yield "|---|---|---|---|---|"
     for name, kind, default, meaning in rows:
         key = f"{prefix}{name}"
-        free = key in FREE_ON_RESUME or any(one.endswith(".") and key.startswith(one) for one in FREE_ON_RESUME)
-        cells = [f"`{name}`", _text(kind), f"`{default}`", _text(meaning), "may change" if free else ""]
+        free = key in FREE_ON_RESUME or any(
+            one.endswith(".") and key.startswith(one) for one in FREE_ON_RESUME
+        )
+        cells = [
+            f"`{name}`",
+            _text(kind),
+            f"`{default}`",
+            _text(meaning),
+            "may change" if free else "",
+        ]
         yield f"| {' | '.join(cells)} |"
     yield ""
 
@@ -105,7 +119,7 @@ The column "should reach" repeats what the recipe file states, with its source.
     yield ""
 
 
-# ---- the command line -------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 
 def command_line() -> Iterator[str]:
@@ -120,8 +134,8 @@ This page is generated from the program and the recipe files.
 `torch-thor COMMAND --help` prints the same text. `python -m torch_thor` is
 another way to call `torch-thor`.
 
-Exit codes: 0 for success; 2 for a mistake that the user can correct, described in one line on stderr; 130 after Ctrl-C
-or another signal that stopped the training.
+Exit codes: 0 for success; 2 for a mistake that the user can correct, described in one line on
+stderr; 130 after Ctrl-C or another signal that stopped the training.
 
 ## Commands
 """

@@ -56,7 +56,16 @@ _MODULES = {
     "torch_thor.split.choice": ("SplitChoice", "choose_split_dim"),
     "torch_thor.trainers.labels": ("follow_labels",),
 }
-_PACKAGES = ("capture", "curvature", "distributed", "intervals", "optim", "schedules", "split", "trainers")
+_PACKAGES = (
+    "capture",
+    "curvature",
+    "distributed",
+    "intervals",
+    "optim",
+    "schedules",
+    "split",
+    "trainers",
+)
 
 if not TYPE_CHECKING:
     # importing torch takes seconds, and the command line must react to Ctrl-C during that time

@@ -1,31 +1,64 @@
-"""The entry point of the command line: it runs a command, and turns errors into lines and an exit code."""
+"""The entry point of the command line, which runs a command.
+
+It turns errors into lines and an exit code.
+"""
 
 import errno
 import os
 import sys
 from io import TextIOWrapper
 
-from torch_thor.training.errors import CTRL_C, INTERRUPTED, USER_ERROR, ElsewhereError, StoppedError, UserError
+from torch_thor.training.errors import (
+    CTRL_C,
+    INTERRUPTED,
+    USER_ERROR,
+    ElsewhereError,
+    StoppedError,
+    UserError,
+)
 from torch_thor.training.printing import is_first_rank, print_message
 
 # The modules that the extras of pyproject.toml install
 EXTRAS = {
     "train": (
-        "torchvision", "PIL", "sklearn", "safetensors", "pydantic", "yaml", "filelock", "typer", "rich", "matplotlib",
+        "torchvision", "PIL", "sklearn", "safetensors", "pydantic", "yaml", "filelock", "typer",
+        "rich", "matplotlib",
         "tensorboard",
     ),
     "text": ("transformers", "tokenizers", "pyarrow", "mwparserfromhell", "bs4", "sentencex"),
     "timm": ("timm",),
 }  # fmt: skip
 # Errors of a disk, a network share or a limit on open files, which are not bugs of this program
-OUTSIDE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
+OUTSIDE = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EMFILE,
+    errno.ENFILE,
+}
+
+
+def _typer_error(error: Exception) -> tuple[int, str] | None:
+    """Return exit code and text of typer's errors of usage and of Ctrl-C; None for others."""
+    # by what they have, because typer has moved their classes more than once
+    if type(error).__name__ == "Abort":
+        return INTERRUPTED, CTRL_C if is_first_rank() else ""
+    if not hasattr(error, "format_message"):
+        return None
+    command = getattr(getattr(error, "ctx", None), "command_path", "torch-thor")
+    usage = error.format_message().removesuffix(".")
+    return USER_ERROR, f"{usage}: `{command} --help` says what is there"
 
 
 def main() -> None:
-    """Run a command. The exit code is 0, 2 (an error that the user can correct) or 130 (stopped by a signal)."""
+    """Run a command."""
+    # The exit code is 0, 2 (an error that the user can correct) or 130 (stopped by a signal).
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot encode
+            # for characters that the terminal cannot encode
+            stream.reconfigure(errors="backslashreplace")
     code = USER_ERROR
     try:
         from torch_thor.commands import app
@@ -43,21 +76,19 @@ def main() -> None:
         if code != INTERRUPTED:
             raise
         # all processes stop at the same step
-        said = "" if not is_first_rank() else str(stop) if isinstance(stop, StoppedError) else CTRL_C
+        said = (
+            "" if not is_first_rank() else str(stop) if isinstance(stop, StoppedError) else CTRL_C
+        )
     except OSError as error:
         if error.filename is None and error.errno not in OUTSIDE:
             raise
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         said = f"{where}{error.strerror}: check the path, its permissions and its disk"
     except Exception as error:
-        # typer's errors of usage and of Ctrl-C, whose classes it has moved more than once
-        if type(error).__name__ == "Abort":
-            code, said = INTERRUPTED, CTRL_C if is_first_rank() else ""
-        elif hasattr(error, "format_message"):
-            command = getattr(getattr(error, "ctx", None), "command_path", "torch-thor")
-            said = f"{error.format_message().removesuffix('.')}: `{command} --help` says what is there"
-        else:
+        of_typer = _typer_error(error)
+        if of_typer is None:
             raise
+        code, said = of_typer
     print_message(said)
     raise SystemExit(code)
 

@@ -1,4 +1,7 @@
-"""The commands of the command line. Each imports what it needs when it runs, so that --help is fast."""
+"""The commands of the command line.
+
+Each imports what it needs when it runs, so that --help is fast.
+"""
 
 import json
 import os
@@ -25,13 +28,19 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 # the options that several commands have
-Words = Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to override.")]
-Device = Annotated[str, Option(help="The device: cpu, cuda, ..., or auto for a GPU if there is one.")]
+Words = Annotated[
+    list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to override.")
+]
+Device = Annotated[
+    str, Option(help="The device: cpu, cuda, ..., or auto for a GPU if there is one.")
+]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace the results that are there.")]
 
 
 @app.callback(invoke_without_command=True)
-def _options(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
+def _options(
+    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
+) -> None:
     if version:
         typer.echo(f"torch-thor {__version__}")
         raise typer.Exit
@@ -41,18 +50,30 @@ def _options(version: Annotated[bool, Option("--version", help="Print the versio
 def train(
     words: Annotated[
         list[str] | None,
-        Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe or a YAML file, then keys to override."),
+        Argument(
+            metavar="[RECIPE] [KEY=VALUE]...",
+            help="A recipe or a YAML file, then keys to override.",
+        ),
     ] = None,
-    out: Annotated[Path | None, Option(help="The run folder (default: a new one, runs/RECIPE).")] = None,
-    resume: Annotated[bool, Option("--resume", help="Continue the run from its newest checkpoint.")] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Delete the run, and start anew.")] = False,
-    profile: Annotated[bool, Option("--profile", help="Profile a few steps, one refresh among them.")] = False,
+    out: Annotated[
+        Path | None, Option(help="The run folder (default: a new one, runs/RECIPE).")
+    ] = None,
+    resume: Annotated[
+        bool, Option("--resume", help="Continue the run from its newest checkpoint.")
+    ] = False,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Delete the run, and start anew.")
+    ] = False,
+    profile: Annotated[
+        bool, Option("--profile", help="Profile a few steps, one refresh among them.")
+    ] = False,
     list_recipes: Annotated[bool, Option("--list", help="List the recipes.")] = False,
 ) -> None:
     """Train a recipe, and compare its optimizers.
 
-    Writes curves, metrics, the recipe and checkpoints into the run folder. Ctrl-C saves a checkpoint; `--resume`
-    continues from it, bit for bit, with the settings of the run. Without `--out`, it continues the latest run.
+    Writes curves, metrics, the recipe and checkpoints into the run folder. Ctrl-C saves a
+    checkpoint; `--resume` continues from it, bit for bit, with the settings of the run. Without
+    `--out`, it continues the latest run.
 
     - `torch-thor train` compares three optimizers on a small transformer, in about a minute
 
@@ -63,19 +84,28 @@ def train(
     console = Console()
     if list_recipes:
         for name, about in recipe_list():
-            console.print(cell(f"{name:<30}  {about}"), no_wrap=True, crop=console.is_terminal, overflow="ignore")
+            console.print(
+                cell(f"{name:<30}  {about}"),
+                no_wrap=True,
+                crop=console.is_terminal,
+                overflow="ignore",
+            )
         return
     from torch_thor.training.folder import RunFolder
     from torch_thor.training.run import run_recipe
 
     names = [word for word in words or [] if "=" not in word]
-    require(len(names) < 2, f"'{' '.join(names)}' names more than one recipe: give one, then key=value words")
+    require(
+        len(names) < 2,
+        f"'{' '.join(names)}' names more than one recipe: give one, then key=value words",
+    )
     name, overrides = (names or [FIRST_RECIPE])[0], [word for word in words or [] if "=" in word]
     path = Path("runs") / Path(name).stem
     folder = RunFolder(out) if out else RunFolder.named(path, resume=resume, overwrite=overwrite)
     stored = folder.stored() if resume else None
     if stored is not None and (not names or load_recipe(name).name == stored.name):
-        recipe = override(stored, overrides)  # keys that are not overridden keep the values of the run
+        # keys that are not overridden keep the values of the run
+        recipe = override(stored, overrides)
     else:
         recipe = load_recipe(name, overrides)
     try:
@@ -85,22 +115,27 @@ def train(
         raise StoppedError(stop.step, shlex.join(command)) from stop
     if not names and is_first_rank():
         printer(console)(
-            "next: your own images: torch-thor train resnet18-cifar10-thor data.name=image-folder data.root=DIR"
+            "next: your own images: torch-thor train resnet18-cifar10-thor data.name=image-folder "
+            "data.root=DIR"
         )
 
 
 @app.command("eval")
 def evaluate(
-    path: Annotated[Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or a checkpoint in it.")],
+    path: Annotated[
+        Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or a checkpoint in it.")
+    ],
     words: Words = None,
-    as_json: Annotated[bool, Option("--json", help="Print all metrics in full precision, as JSON.")] = False,
+    as_json: Annotated[
+        bool, Option("--json", help="Print all metrics in full precision, as JSON.")
+    ] = False,
 ) -> None:
     """Evaluate a trained network on the test set.
 
     For a run folder, the newest undamaged checkpoint of each optimizer is evaluated. The path
-    `RUN/OPTIMIZER/checkpoints/best` stands for the best one. The keys device, batch_size, threads and those inside data
-    can be overridden. An image folder needs to contain only the evaluation images. Under `torchrun` the processes share
-    the data.
+    `RUN/OPTIMIZER/checkpoints/best` stands for the best one. The keys device, batch_size, threads
+    and those inside data can be overridden. An image folder needs to contain only the evaluation
+    images. Under `torchrun` the processes share the data.
 
     - `torch-thor eval runs/mine data.root=/moved/images data.workers.count=8 --json`
     """
@@ -117,53 +152,76 @@ def evaluate(
     table = Table("optimizer", "step", *(metric.title for metric in shown))
     for one in scores:
         name = f"{one.optimizer}, averaged weights" if one.averaged else one.optimizer
-        table.add_row(cell(name), str(one.step), *(metric.text(one.values[metric.name]) for metric in shown))
+        table.add_row(
+            cell(name), str(one.step), *(metric.text(one.values[metric.name]) for metric in shown)
+        )
     Console().print(table)
 
 
 @app.command("prepare")
 def prepare_text(
-    sources: Annotated[list[str], Argument(metavar="SOURCE...", help="Wikipedia dumps, text, folders, python.")],
+    sources: Annotated[
+        list[str], Argument(metavar="SOURCE...", help="Wikipedia dumps, text, folders, python.")
+    ],
     out: Annotated[Path, Option(help="The folder of the prepared corpus.")],
     vocab_size: Annotated[int, Option(help="Size of the vocabulary to train.")] = 30522,
-    seq_len: Annotated[str, Option(help="Tokens of an example: one length, or several with commas.")] = "128,512",
-    tokenizer: Annotated[Path | None, Option(help="A tokenizer.json or vocab.txt (default: train one).")] = None,
+    seq_len: Annotated[
+        str, Option(help="Tokens of an example: one length, or several with commas.")
+    ] = "128,512",
+    tokenizer: Annotated[
+        Path | None, Option(help="A tokenizer.json or vocab.txt (default: train one).")
+    ] = None,
     cased: Annotated[bool, Option("--cased", help="Keep upper case and accents.")] = False,
-    held_out: Annotated[float, Option(help="Fraction of the documents that is kept for evaluation.")] = 0.01,
+    held_out: Annotated[
+        float, Option(help="Fraction of the documents that is kept for evaluation.")
+    ] = 0.01,
     seed: Annotated[int, Option(help="Seed of the choice of these documents.")] = 0,
     language: Annotated[str, Option(help="Language code, for the rules of sentence ends.")] = "en",
-    workers: Annotated[int | None, Option(help="Number of processes (default: one per core).")] = None,
-    max_faults: Annotated[float, Option(help="Largest fraction of documents that may be unreadable.")] = 0.01,
+    workers: Annotated[
+        int | None, Option(help="Number of processes (default: one per core).")
+    ] = None,
+    max_faults: Annotated[
+        float, Option(help="Largest fraction of documents that may be unreadable.")
+    ] = 0.01,
 ) -> None:
     """Prepare text for masked-language-model training.
 
-    SOURCE is a Wikipedia dump (`*-pages-articles*.xml.bz2`), a text or HTML file (which may be compressed: .gz, .bz2,
-    .xz), a folder of such files, or `python`, which stands for the documentation that is part of Python. If the
-    preparation is stopped, the same command continues it.
+    SOURCE is a Wikipedia dump (`*-pages-articles*.xml.bz2`), a text or HTML file (which may be
+    compressed: .gz, .bz2, .xz), a folder of such files, or `python`, which stands for the
+    documentation that is part of Python. If the preparation is stopped, the same command continues
+    it.
 
     - `torch-thor prepare enwiki-latest-pages-articles.xml.bz2 --out corpora/wikipedia --workers 16`
     """
     from torch_thor.training.text.prepare import prepare
 
     prepare(
-        sources, out, vocab_size=vocab_size, lowercase=not cased, lengths=_numbers("--seq-len", seq_len), seed=seed,
-        held_out=held_out, language=language, tokenizer=tokenizer, workers=workers or os.cpu_count() or 1,
+        sources, out, vocab_size=vocab_size, lowercase=not cased,
+        lengths=_numbers("--seq-len", seq_len), seed=seed,
+        held_out=held_out, language=language, tokenizer=tokenizer,
+        workers=workers or os.cpu_count() or 1,
         max_faults=max_faults, console=Console(),
     )  # fmt: skip
 
 
 @app.command("export")
 def export_network(
-    path: Annotated[Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A checkpoint, or RUN/OPTIMIZER.")],
+    path: Annotated[
+        Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A checkpoint, or RUN/OPTIMIZER.")
+    ],
     out: Annotated[Path, Option(help="The folder to write.")],
-    form: Annotated[str, Option("--format", help="The format; transformers is the only one.")] = "transformers",
+    form: Annotated[
+        str, Option("--format", help="The format; transformers is the only one.")
+    ] = "transformers",
     averaged: Annotated[bool, Option("--averaged", help="Export the averaged weights.")] = False,
 ) -> None:
     """Write a trained network in the format of another library.
 
-    A network of `task: masked-lm` becomes a folder for `from_pretrained` of transformers, with its tokenizer.
+    A network of `task: masked-lm` becomes a folder for `from_pretrained` of transformers, with its
+    tokenizer.
 
-    - `torch-thor export runs/bert-tiny/thor --out bert-tiny`, then `AutoModel.from_pretrained("bert-tiny")`
+    - `torch-thor export runs/bert-tiny/thor --out bert-tiny`, then
+      `AutoModel.from_pretrained("bert-tiny")`
     """
     from torch_thor.training.run import export
 
@@ -172,24 +230,31 @@ def export_network(
 
 @app.command("split-dim")
 def choose_split_dim(
-    model: Annotated[str, Argument(metavar="MODEL", help="A torchvision or timm name, or FILE.py:FUNCTION.")],
+    model: Annotated[
+        str, Argument(metavar="MODEL", help="A torchvision or timm name, or FILE.py:FUNCTION.")
+    ],
     device: Device = "auto",
     batch: Annotated[int, Option(help="Number of sample images.")] = 32,
     pixels: Annotated[int, Option(help="Height and width of the sample images.")] = 224,
-    data: Annotated[Path | None, Option(help="A folder of images (default: two photographs).")] = None,
+    data: Annotated[
+        Path | None, Option(help="A folder of images (default: two photographs).")
+    ] = None,
     seed: Annotated[int, Option(help="Seed of the weights and the crops.")] = 0,
-    out: Annotated[Path | None, Option(help="The folder to write (default: runs/split-dim-MODEL).")] = None,
+    out: Annotated[
+        Path | None, Option(help="The folder to write (default: runs/split-dim-MODEL).")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Choose THOR's split dimension for a model on this device.
 
-    Cuts every factor into blocks of 1, 16, 32, ... rows, measures the loss of spectral norm and the time to invert the
-    blocks, and chooses the block size where the two curves cross. Prints tables, and writes `split_dim.png` and
-    `split_dim.json`.
+    Cuts every factor into blocks of 1, 16, 32, ... rows, measures the loss of spectral norm and the
+    time to invert the blocks, and chooses the block size where the two curves cross. Prints tables,
+    and writes `split_dim.png` and `split_dim.json`.
 
     - `torch-thor split-dim timm:vit_tiny_patch16_224 --device cuda --data photographs/`
 
-    - `torch-thor split-dim mine.py:build`, for a function that returns a model, `(model, sample_batch)` or
+    - `torch-thor split-dim mine.py:build`, for a function that returns a model,
+      `(model, sample_batch)` or
     `(model, sample_batch, loss_fn)`
     """
     given = locals()
@@ -201,23 +266,35 @@ def choose_split_dim(
 
 @app.command("plan")
 def make_plan(
-    subject: Annotated[str, Argument(help="A recipe, a name of torchvision, timm or BERT, or FILE.py:FUNCTION.")],
+    subject: Annotated[
+        str, Argument(help="A recipe, a name of torchvision, timm or BERT, or FILE.py:FUNCTION.")
+    ],
     words: Words = None,
     devices: Annotated[str, Option(help="Numbers of devices, separated by commas.")] = "1,8,64,256",
     shards: Annotated[int, Option(help="Devices that hold one copy of the weights with HSDP.")] = 8,
-    optimizer: Annotated[str | None, Option(help="thor or thor-muon (default: that of the recipe).")] = None,
-    split_dim: Annotated[int | None, Option(help="Block size of the factors (default: the recipe's).")] = None,
-    batch: Annotated[int | None, Option(help="Samples on a device, to measure times with (default: none).")] = None,
-    samples: Annotated[int | None, Option(help="Samples of all epochs, for the time of a training.")] = None,
-    bandwidth: Annotated[float, Option(help="GB/s that a device sends over the slowest links.")] = 50.0,
+    optimizer: Annotated[
+        str | None, Option(help="thor or thor-muon (default: that of the recipe).")
+    ] = None,
+    split_dim: Annotated[
+        int | None, Option(help="Block size of the factors (default: the recipe's).")
+    ] = None,
+    batch: Annotated[
+        int | None, Option(help="Samples on a device, to measure times with (default: none).")
+    ] = None,
+    samples: Annotated[
+        int | None, Option(help="Samples of all epochs, for the time of a training.")
+    ] = None,
+    bandwidth: Annotated[
+        float, Option(help="GB/s that a device sends over the slowest links.")
+    ] = 50.0,
     latency: Annotated[float, Option(help="Microseconds of a round of a ring in addition.")] = 14.0,
     device: Device = "auto",
     out: Annotated[Path | None, Option(help="The folder of plan.json (default: none).")] = None,
 ) -> None:
     """Compute what THOR keeps and sends on many devices, before renting them.
 
-    The bytes are exact. With `--batch`, a step is measured on this device, and the times of all others follow from it
-    and from the links.
+    The bytes are exact. With `--batch`, a step is measured on this device, and the times of all
+    others follow from it and from the links.
 
     - `torch-thor plan bert-large --split-dim 64 --batch 8 --devices 64,256 --bandwidth 25`
     """
@@ -230,24 +307,38 @@ def make_plan(
 
 @app.command()
 def figures(
-    name: Annotated[str | None, Argument(metavar="NAME", help="The name of a figure, or all.")] = None,
-    data: Annotated[str | None, Option(help="A recipe: fashion-mnist (the default), digits, or a file.")] = None,
+    name: Annotated[
+        str | None, Argument(metavar="NAME", help="The name of a figure, or all.")
+    ] = None,
+    data: Annotated[
+        str | None, Option(help="A recipe: fashion-mnist (the default), digits, or a file.")
+    ] = None,
     epochs: Annotated[int | None, Option(help="Passes over the training set.")] = None,
-    eval_interval: Annotated[int | None, Option(help="Steps between evaluations, at the recipe's batch.")] = None,
+    eval_interval: Annotated[
+        int | None, Option(help="Steps between evaluations, at the recipe's batch.")
+    ] = None,
     seeds: Annotated[str | None, Option(help="Seeds, one training each, such as 0,1,2.")] = None,
     batch_sizes: Annotated[str | None, Option(help="Batch sizes, such as 64,128,256.")] = None,
-    model: Annotated[str | None, Option(help="The model of split-dim: a name, or FILE.py:FUNCTION.")] = None,
-    pixels: Annotated[int | None, Option(help="Height and width of the images of split-dim.")] = None,
+    model: Annotated[
+        str | None, Option(help="The model of split-dim: a name, or FILE.py:FUNCTION.")
+    ] = None,
+    pixels: Annotated[
+        int | None, Option(help="Height and width of the images of split-dim.")
+    ] = None,
     device: Device = "auto",
     out: Annotated[Path, Option(help="The folder of the files.")] = Path("runs/figures"),
-    redraw: Annotated[bool, Option("--redraw", help="Tables and pictures alone, of results that are there.")] = False,
-    list_figures: Annotated[bool, Option("--list", help="List the figures instead of making them.")] = False,
+    redraw: Annotated[
+        bool, Option("--redraw", help="Tables and pictures alone, of results that are there.")
+    ] = False,
+    list_figures: Annotated[
+        bool, Option("--list", help="List the figures instead of making them.")
+    ] = False,
 ) -> None:
     """Reproduce the paper's figures on small data sets.
 
-    Trains on one thread, and writes NAME.jsonl (a result in each line), NAME.png and NAME.md into the folder. A result
-    that is there is not measured again, so the same command continues an interrupted measurement; other options add
-    results. To measure anew, delete NAME.jsonl.
+    Trains on one thread, and writes NAME.jsonl (a result in each line), NAME.png and NAME.md into
+    the folder. A result that is there is not measured again, so the same command continues an
+    interrupted measurement; other options add results. To measure anew, delete NAME.jsonl.
 
     - `torch-thor figures curves --data digits --seeds 0,1,2`
     """
@@ -258,7 +349,8 @@ def figures(
         return
     require(name is not None, f"name a figure ({', '.join(FIGURES)}) or all; --list describes them")
     options = {
-        "data": data, "epochs": epochs, "eval_interval": eval_interval, "model": model, "pixels": pixels,
+        "data": data, "epochs": epochs, "eval_interval": eval_interval, "model": model,
+        "pixels": pixels,
         "seeds": None if seeds is None else _numbers("--seeds", seeds, 0),
         "batch_sizes": None if batch_sizes is None else _numbers("--batch-sizes", batch_sizes),
     }  # fmt: skip
@@ -268,7 +360,9 @@ def figures(
 
 @app.command("keys")
 def list_keys(
-    part: Annotated[str | None, Argument(metavar="[PART]", help="Such as training, data or thor.")] = None,
+    part: Annotated[
+        str | None, Argument(metavar="[PART]", help="Such as training, data or thor.")
+    ] = None,
 ) -> None:
     """List the keys of recipes."""
     from torch_thor.training.recipes import PARTS, keys

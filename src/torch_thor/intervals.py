@@ -1,13 +1,17 @@
-"""Schedules of refreshes: ``THOR(model, update_interval=intervals.Geometric(10, 500, factor=1.2))``.
+"""Schedules of refreshes.
 
-A schedule is a callable from the step of a refresh, counted from 0, to the number of steps until the next refresh. The
-schedules here depend on the step alone, so a resumed run continues the schedule. Their repr describes them completely:
-it is stored in the state dict, from which ``torch_thor.THOR.load_state_dict`` makes the schedule again. Any other
-callable can be passed too, but state dicts do not contain it.
+They are passed as ``THOR(model, update_interval=intervals.Geometric(10, 500, factor=1.2))``.
 
-Each parameter group counts its own steps, and stores the counts in the group itself, so that every checkpoint contains
-them: ``group["step"]`` is the number of steps taken, ``group["next_refresh"]`` is the step of the next refresh, and
-``group["update_interval"]`` (a number, a schedule or any callable) gives the steps from one refresh to the next.
+A schedule is a callable from the step of a refresh, counted from 0, to the number of steps until
+the next refresh. The schedules here depend on the step alone, so a resumed run continues the
+schedule. Their repr describes them completely: it is stored in the state dict, from which
+``torch_thor.THOR.load_state_dict`` makes the schedule again. Any other callable can be passed too,
+but state dicts do not contain it.
+
+Each parameter group counts its own steps, and stores the counts in the group itself, so that every
+checkpoint contains them: ``group["step"]`` is the number of steps taken, ``group["next_refresh"]``
+is the step of the next refresh, and ``group["update_interval"]`` (a number, a schedule or any
+callable) gives the steps from one refresh to the next.
 """
 
 import itertools
@@ -45,7 +49,9 @@ def check_interval(name: str, value: Any) -> int:
         ValueError: it is not a whole number of at least 1.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: {name} must be a whole number of steps ≥ 1; 1 refreshes every step")
+        raise ValueError(
+            f"{name}={value!r}: {name} must be a whole number of steps ≥ 1; 1 refreshes every step"
+        )
     return value
 
 
@@ -85,17 +91,21 @@ class Constant:
 
 @dataclass(frozen=True)
 class Piecewise:
-    """A piecewise constant interval: one value up to the first boundary, the next up to the second, and so on.
+    """A piecewise constant interval: one value up to the first boundary, and so on.
 
-    ``Piecewise([500, 2000], [10, 50, 200])`` refreshes every 10 steps before step 500, every 50 before step 2000, then
-    every 200; ``Piecewise([1, 5], [50, 200, 834], steps_per_epoch=5004)`` has its boundaries after epochs 1 and 5. The
-    interval is determined at each refresh, and it may extend beyond a boundary.
+    The next value holds up to the second boundary, and so on.
+
+    ``Piecewise([500, 2000], [10, 50, 200])`` refreshes every 10 steps before step 500, every 50
+    before step 2000, then every 200; ``Piecewise([1, 5], [50, 200, 834], steps_per_epoch=5004)``
+    has its boundaries after epochs 1 and 5. The interval is determined at each refresh, and it may
+    extend beyond a boundary.
 
     Args:
-        boundaries: increasing steps above 0; or epochs, which may be fractions, if ``steps_per_epoch`` is given. From
-            each boundary on, the next interval is used.
+        boundaries: increasing steps above 0; or epochs, which may be fractions, if
+            ``steps_per_epoch`` is given. From each boundary on, the next interval is used.
         intervals: steps between refreshes, one more than there are boundaries.
-        steps_per_epoch: the number of optimizer steps in one epoch; None if the boundaries are steps.
+        steps_per_epoch: the number of optimizer steps in one epoch; None if the boundaries are
+            steps.
 
     Raises:
         ValueError: a value is out of range, or the numbers of boundaries and intervals do not fit.
@@ -109,18 +119,22 @@ class Piecewise:
         for name in ("boundaries", "intervals"):
             value = getattr(self, name)
             if not isinstance(value, list | tuple):
-                raise ValueError(f"{name}={value!r}: {name} must be a list; one number of it is [{value!r}]")
+                raise ValueError(
+                    f"{name}={value!r}: {name} must be a list; one number of it is [{value!r}]"
+                )
             object.__setattr__(self, name, tuple(value))
         if self.steps_per_epoch is not None:
             check_interval("steps_per_epoch", self.steps_per_epoch)
         elif not all(isinstance(b, int) for b in self.boundaries):
             raise ValueError(
-                f"boundaries={self.boundaries!r}: boundaries must be whole steps; give steps_per_epoch where they are "
-                f"epochs"
+                f"boundaries={self.boundaries!r}: boundaries must be whole steps; give "
+                f"steps_per_epoch where they are epochs"
             )
         edges = [0.0, *(_number("a boundary", b) for b in self.boundaries)]
         if any(later <= earlier for earlier, later in itertools.pairwise(edges)):
-            raise ValueError(f"boundaries={self.boundaries!r}: boundaries must be above 0 and rise; sort them")
+            raise ValueError(
+                f"boundaries={self.boundaries!r}: boundaries must be above 0 and rise; sort them"
+            )
         for interval in self.intervals:
             check_interval("an interval", interval)
         if len(self.intervals) != len(self.boundaries) + 1:
@@ -144,17 +158,20 @@ class Piecewise:
 
 @dataclass(frozen=True)
 class Geometric:
-    """An interval that grows by the same factor on each refresh, from ``first`` to ``last`` (Chen et al. 2021, 3.2).
+    """An interval that grows by the same factor on each refresh, from ``first`` to ``last``.
 
-    If ``last`` is the number of steps in an epoch, it ends at one refresh per epoch, as in the paper on ResNet-50. The
-    interval depends on the step alone: intervals k, factor · k, factor² · k, and so on have the closed form
-    ``first + (factor - 1) · step``, which is rounded down and bounded by ``last``.
+    It is described by Chen et al. 2021, section 3.2.
+
+    If ``last`` is the number of steps in an epoch, it ends at one refresh per epoch, as in the
+    paper on ResNet-50. The interval depends on the step alone: intervals k, factor · k, factor² ·
+    k, and so on have the closed form ``first + (factor - 1) · step``, which is rounded down and
+    bounded by ``last``.
 
     Args:
         first: the interval after the first step, in steps; at least 1.
         last: the longest interval, in steps; at least ``first``.
-        factor: the growth on each refresh, above 1: with 1.2 the interval grows from 10 to 500 in 22 refreshes, over
-            2,450 steps.
+        factor: the growth on each refresh, above 1: with 1.2 the interval grows from 10 to 500 in
+            22 refreshes, over 2,450 steps.
 
     Raises:
         ValueError: a value is out of range.
@@ -168,9 +185,13 @@ class Geometric:
         check_interval("first", self.first)
         check_interval("last", self.last)
         if self.last < self.first:
-            raise ValueError(f"last={self.last!r}: last must be first={self.first!r} or more: the interval grows")
+            raise ValueError(
+                f"last={self.last!r}: last must be first={self.first!r} or more: the interval grows"
+            )
         if _number("factor", self.factor) <= 1:
-            raise ValueError(f"factor={self.factor!r}: factor must be above 1; Constant does not grow")
+            raise ValueError(
+                f"factor={self.factor!r}: factor must be above 1; Constant does not grow"
+            )
 
     def __call__(self, step: int) -> int:
         """Return the interval in force.
@@ -181,7 +202,8 @@ class Geometric:
         Returns:
             Steps to the next refresh.
         """
-        # factor · step, and not (factor - 1) · step: in floating point 1.2 · 5 is 6, but (1.2 - 1) · 5 is not 1
+        # factor · step, and not (factor - 1) · step: in floating point 1.2 · 5 is 6, but (1.2 - 1)
+        # · 5 is not 1
         return math.floor(min(float(self.last), self.first - step + self.factor * step))
 
 

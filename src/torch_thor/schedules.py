@@ -1,4 +1,6 @@
-"""Schedules of learning rate and damping: the formulas of the reference trainings, and a scheduler of damping.
+"""Schedules of learning rate and damping, as in the reference trainings.
+
+There are the formulas of those trainings, and a scheduler of damping.
 
 .. code-block:: python
 
@@ -9,9 +11,10 @@
     lr.step()
     damping.step()
 
-The formulas depend on the step alone, which is the number of steps already taken: 0 before the first one. So a resumed
-run goes on with the same schedule. Warm-up, cosine and the like are torch's own ``lr_scheduler``, whose formulas
-``LambdaDamping`` takes too. ``OneCycleLR`` overwrites momentum unless it gets ``cycle_momentum=False``.
+The formulas depend on the step alone, which is the number of steps already taken: 0 before the
+first one. So a resumed run goes on with the same schedule. Warm-up, cosine and the like are torch's
+own ``lr_scheduler``, whose formulas ``LambdaDamping`` takes too. ``OneCycleLR`` overwrites momentum
+unless it gets ``cycle_momentum=False``.
 """
 
 import math
@@ -28,15 +31,19 @@ def resnet50_lr(
     epochs: float = 53,
     decay_epochs: float | None = 39,
 ) -> float:
-    """Return the learning rate of THOR's ResNet-50, ``lr · (1 − e/E)^decay`` with ``e = (step + 1) / steps_per_epoch``.
+    """Return the learning rate of THOR's ResNet-50, ``lr · (1 − e/E)^decay``.
+
+    Here ``e = (step + 1) / steps_per_epoch``.
 
     Args:
         step: steps already taken.
         steps_per_epoch: n, the number of optimizer steps in an epoch.
-        lr: the value at e = 0. The defaults are those of 8 devices with batches of 32 (MindSpore 2.10, ``thor``).
+        lr: the value at e = 0. The defaults are those of 8 devices with batches of 32 (MindSpore
+            2.10, ``thor``).
         decay: the exponent.
         epochs: E, the epoch at which it would be 0; the reference stops before, after 45 epochs.
-        decay_epochs: the epoch from which on it is halved, and from the next one on again; None: never.
+        decay_epochs: the epoch from which on it is halved, and from the next one on again; None:
+            never.
 
     Returns:
         The learning rate of the next step.
@@ -47,8 +54,12 @@ def resnet50_lr(
     return lr * math.ldexp(math.pow(max(0.0, 1.0 - e / epochs), decay), -halvings)
 
 
-def resnet50_damping(step: int, steps_per_epoch: float, *, damping: float = 0.03, rate: float = 0.50036) -> float:
-    """Return the damping of THOR's ResNet-50, ``damping · rate^(e / 10)`` with ``e = (step + 1) / steps_per_epoch``.
+def resnet50_damping(
+    step: int, steps_per_epoch: float, *, damping: float = 0.03, rate: float = 0.50036
+) -> float:
+    """Return the damping of THOR's ResNet-50, ``damping · rate^(e / 10)``.
+
+    Here ``e = (step + 1) / steps_per_epoch``.
 
     Args:
         step: steps already taken.
@@ -63,10 +74,12 @@ def resnet50_damping(step: int, steps_per_epoch: float, *, damping: float = 0.03
 
 
 def polynomial(step: int, total_steps: int, *, start: float, end: float, power: float) -> float:
-    """Return a value that falls from ``start`` to ``end``: ``end + (start − end) · (1 − step / total)^power``.
+    """Return a value that falls from ``start`` to ``end`` polynomially.
 
-    THOR's BERT-large has it for both: ``start=6.464e-3, end=1e-6, power=2`` for lr and ``start=7.035e-3, end=1e-6,
-    power=4`` for damping, over 30,000 steps.
+    It is ``end + (start − end) · (1 − step / total)^power``.
+
+    THOR's BERT-large has it for both: ``start=6.464e-3, end=1e-6, power=2`` for lr and
+    ``start=7.035e-3, end=1e-6, power=4`` for damping, over 30,000 steps.
 
     Args:
         step: steps already taken; from ``total_steps`` on the value stays at ``end``.
@@ -82,34 +95,40 @@ def polynomial(step: int, total_steps: int, *, start: float, end: float, power: 
 
 
 class LambdaDamping:
-    """Drives ``damping`` in every parameter group as ``torch.optim.lr_scheduler.LambdaLR`` drives ``lr``.
+    """Drives every group's ``damping`` as ``torch.optim.lr_scheduler.LambdaLR`` drives ``lr``.
 
     Args:
         optimizer: THOR or ThorMuon.
-        damping_lambda: from the number of steps taken to the factor on the damping that each group has now; or one for
-            each group.
+        damping_lambda: from the number of steps taken to the factor on the damping that each group
+            has now; or one for each group.
 
     Raises:
         ValueError: the groups have no damping, or there are not as many functions as groups.
     """
 
     def __init__(
-        self, optimizer: Any, damping_lambda: Callable[[int], float] | Sequence[Callable[[int], float]]
+        self,
+        optimizer: Any,
+        damping_lambda: Callable[[int], float] | Sequence[Callable[[int], float]],
     ) -> None:
         groups = optimizer.param_groups
         if not all("damping" in group for group in groups):
             raise ValueError(
-                f"LambdaDamping({type(optimizer).__name__}): its parameter groups must have a damping; give THOR or "
-                f"ThorMuon"
+                f"LambdaDamping({type(optimizer).__name__}): its parameter groups must have a "
+                f"damping; give THOR or ThorMuon"
             )
-        lambdas = [damping_lambda] * len(groups) if callable(damping_lambda) else list(damping_lambda)
+        lambdas = (
+            [damping_lambda] * len(groups) if callable(damping_lambda) else list(damping_lambda)
+        )
         if len(lambdas) != len(groups):
             raise ValueError(
-                f"damping_lambda: {len(lambdas)} functions for {len(groups)} parameter groups; give one, or one for "
-                f"each group"
+                f"damping_lambda: {len(lambdas)} functions for {len(groups)} parameter groups; "
+                f"give one, or one for each group"
             )
         self.optimizer, self.damping_lambdas = optimizer, lambdas
-        self.base_dampings = [float(group.setdefault("initial_damping", group["damping"])) for group in groups]
+        self.base_dampings = [
+            float(group.setdefault("initial_damping", group["damping"])) for group in groups
+        ]
         self.last_epoch = -1
         self.step()
 
@@ -138,9 +157,14 @@ class LambdaDamping:
         return {"last_epoch": self.last_epoch, "base_dampings": list(self.base_dampings)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where a state dict was saved; the groups' damping is that of their own state dict.
+        """Continue where a state dict was saved.
+
+        The groups' damping is that of their own state dict.
 
         Args:
             state_dict: a result of ``state_dict``.
         """
-        self.last_epoch, self.base_dampings = int(state_dict["last_epoch"]), list(state_dict["base_dampings"])
+        self.last_epoch, self.base_dampings = (
+            int(state_dict["last_epoch"]),
+            list(state_dict["base_dampings"]),
+        )

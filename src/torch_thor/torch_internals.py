@@ -1,8 +1,9 @@
-"""Everything that the package uses of torch and that torch does not document: private names, each with the reason.
+"""All undocumented parts of torch that the package uses: private names, each with the reason.
 
-All of them are in torch from 2.9, the oldest that is supported, to 2.14. Where a newer torch lacks one, its test in
-tests/test_torch_internals.py fails first, and this is the only module to change. Private attributes of single modules,
-tensors and parameters (``_parameters``, ``_version``) and ``torch._foreach_*`` are used in their places.
+All of them are in torch from 2.9, the oldest that is supported, to 2.14. Where a newer torch lacks
+one, its test in tests/test_torch_internals.py fails first, and this is the only module to change.
+Private attributes of single modules, tensors and parameters (``_parameters``, ``_version``) and
+``torch._foreach_*`` are used in their places.
 """
 
 from collections.abc import Callable
@@ -24,14 +25,17 @@ backward_id = torch._C._current_graph_task_id
 backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # whether the running backward pass executes a node; RuntimeError for a leaf under autograd.grad
 backward_reaches = torch._C._will_engine_execute_node
-# the hooks on saved tensors, None without; a checkpoint without reentry sets some while it recomputes
+# the hooks on saved tensors, None without; a checkpoint without reentry sets some while it
+# recomputes
 saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-# the transform of torch.func that is running, whose tensors are not those of the training; None outside
+# the transform of torch.func that is running, whose tensors are not those of the training; None
+# outside
 functorch = torch._C._functorch.peek_interpreter_stack
 # whether torch.jit.trace is running; torch.jit itself may go, and warns
 is_tracing = torch._C._is_tracing
 # the innermost TorchFunctionMode that is active, to take away one that an interrupt left behind
 function_mode: Callable[[], Any] = _get_current_function_mode
 
-# of torch: the stance of torch.compile, which torch.compiler can set but not read; slow to import, so not imported here
+# of torch: the stance of torch.compile, which torch.compiler can set but not read; slow to import,
+# so not imported here
 compile_stance: Callable[[Any], Any] = attrgetter("_dynamo.eval_frame._stance")

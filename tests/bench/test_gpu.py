@@ -1,4 +1,6 @@
-"""gpu.py, in miniature on the CPU: every part runs, and what is wrong is told while the other parts go on."""
+"""gpu.py, in miniature on the CPU: every part runs, and what is wrong is told while the other parts
+go on.
+"""
 
 import json
 import sys
@@ -16,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 def call(tmp_path, monkeypatch):
     """`python gpu.py --device cpu --tiny`: what it wrote."""
     gpu = load(str(ROOT / "benchmarks" / "gpu.py"))
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--tiny", "--out", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["gpu.py", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    )
 
     def called(failing=()):
         if failing:
@@ -48,10 +52,15 @@ def test_a_miniature_of_everything(call):
 
 def test_what_is_wrong_is_told_and_the_other_parts_go_on(call, monkeypatch):
     gpu, called = call
-    monkeypatch.setattr(gpu, "errors", lambda device: iter([("good", 0.1, 0.2), ("bad", float("nan"), 0.2)]))
+    monkeypatch.setattr(
+        gpu, "errors", lambda device: iter([("good", 0.1, 0.2), ("bad", float("nan"), 0.2)])
+    )
     monkeypatch.setattr(gpu, "times", lambda *words: 1 / 0)
     monkeypatch.setattr(gpu, "train", lambda *words: [str(torch.device("cpu"))])
     found, text = called(failing=("bad",))
-    assert found["failures"] == ["bad: nan is not below 2e-01", "Step times: ZeroDivisionError: division by zero"]
+    assert found["failures"] == [
+        "bad: nan is not below 2e-01",
+        "Step times: ZeroDivisionError: division by zero",
+    ]
     assert found["Trainings"] == ["cpu"]
     assert "FAILED: bad" in text

@@ -27,7 +27,9 @@ def test_the_keys_that_raw_data_have():
 def test_the_commit_is_that_of_a_repository_which_tracks_the_file(tmp_path, monkeypatch):
     def git(*words):
         who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-        done = subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
         return done.stdout.strip()
 
     file = tmp_path / "mine.py"

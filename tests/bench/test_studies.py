@@ -1,4 +1,6 @@
-"""The studies beside the suite: what they compute from raw data, by hand, and that their pages show it."""
+"""The studies beside the suite: what they compute from raw data, by hand, and that their pages show
+it.
+"""
 
 from pathlib import Path
 
@@ -30,8 +32,13 @@ def test_bytes_that_are_sent():
 
 def test_a_step_with_a_refresh_in_every_hundredth():
     many = study("many_devices")
-    one = {name: [1.0] for name in many.FORMS} | {"thor ddp refresh": [3.0], "thor fsdp refresh": [1.0]}
-    more = {name: [3 * seconds for seconds in times] for name, times in one.items()} | {"thor ddp refresh": [109.0]}
+    one = {name: [1.0] for name in many.FORMS} | {
+        "thor ddp refresh": [3.0],
+        "thor fsdp refresh": [1.0],
+    }
+    more = {name: [3 * seconds for seconds in times] for name, times in one.items()} | {
+        "thor ddp refresh": [109.0]
+    }
     found = many.scaling([{"1": one, "2": more, "4": more}])
     assert found["sgd ddp"] == {"1": [1.0], "2": [3.0], "4": [3.0]}
     assert found["thor ddp"]["2"] == [pytest.approx((3 + 1.06) / 1.02)]
@@ -39,20 +46,31 @@ def test_a_step_with_a_refresh_in_every_hundredth():
 
 def test_a_training_that_stopped_is_the_worst_of_its_case():
     defaults = study("defaults")
-    rows = {key_of(job): {"job": job, "first": 9.0, "value": 1.0 + job["seed"]} for job in defaults.jobs({})}
+    rows = {
+        key_of(job): {"job": job, "first": 9.0, "value": 1.0 + job["seed"]}
+        for job in defaults.jobs({})
+    }
     del rows["case DQN on CartPole: return, optimizer … bound 0.05, seed 2"]["value"]
     del rows["case LoRA, rank 4: loss, optimizer ThorMuon, defaults, seed 0"]["value"]
     rows.pop("case PPO on CartPole: return, optimizer AdamW(1e-3), seed 1")
     rows["case ResNet, 8 layers, 8 wide, 10 matrices, optimizer lr 0.16, seed 0"]["value"] = 0.5
     table = defaults.table(rows)
-    assert "| DQN on CartPole: return | 9 | 2 (1, 2, 3) | 2 (1, 2, 3) | 1 (1, 2, stopped) | 2 (1, 2, 3) |" in table
+    assert (
+        "| DQN on CartPole: return | 9 | 2 (1, 2, 3) | 2 (1, 2, 3) | 1 (1, 2, stopped) | 2 (1, 2, "
+        "3) |" in table
+    )
     assert "| 3.0000 (stopped, 2.0000, 3.0000) |" in table
     assert "PPO" not in table
-    assert "| ResNet, 8 layers, 8 wide, 10 matrices | 9.0000 | 1.0000 | 1.0000 | 0.5000 | 2.000 |" in table
+    assert (
+        "| ResNet, 8 layers, 8 wide, 10 matrices | 9.0000 | 1.0000 | 1.0000 | 0.5000 | 2.000 |"
+        in table
+    )
 
 
 def test_the_docs_show_the_raw_data():
-    text = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    text = "".join(
+        page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    )
     results = ROOT / "benchmarks" / "results"
     shown = {name: study(name).table(Lines(results / f"{name}.jsonl").rows) for name in STUDIES}
     for name, figure in FIGURES.items():

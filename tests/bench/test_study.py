@@ -1,4 +1,6 @@
-"""The runner of studies: what is missing is run and stored, whatever fails or is cut off; stale rows and `--verify`."""
+"""The runner of studies: what is missing is run and stored, whatever fails or is cut off; stale
+rows and `--verify`.
+"""
 
 import json
 import re
@@ -72,7 +74,9 @@ def test_results_lead_to_jobs_until_none_is_missing(call, tmp_path):
     assert len(ran()) == 5
     assert ran()[-1] == "{'lr': 2, 'alone': True}"
     assert Path("drawn").read_text() == "best 0.0 of 5"
-    rows = [json.loads(line) for line in Path("benchmarks/results/toy.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in Path("benchmarks/results/toy.jsonl").read_text().splitlines()
+    ]
     for row in rows:
         assert re.fullmatch(r"[0-9a-f]{40}|unknown", row["commit"])
         assert row["sources"] == study.sources()
@@ -92,7 +96,10 @@ def test_what_is_left_after_a_failure_or_a_kill_is_run_again(call):
         Path("told").write_text(told)
         with pytest.raises(UserError, match=f"1 jobs failed.*\nlr 2, seed 0: {said}"):
             call("--only", "seed 0")
-        assert set(Lines(Path("benchmarks/results/toy.jsonl")).rows) == {"lr 1, seed 0", "lr 3, seed 0"}
+        assert set(Lines(Path("benchmarks/results/toy.jsonl")).rows) == {
+            "lr 1, seed 0",
+            "lr 3, seed 0",
+        }
     Path("told").unlink()
     assert "of 5" in call()
     assert len(ran()) == len(set(ran())) == 5  # none twice
@@ -100,7 +107,10 @@ def test_what_is_left_after_a_failure_or_a_kill_is_run_again(call):
 
 def test_verify_compares_headlines_with_what_is_recorded(call, capfd):
     call()
-    for told, code, said in (("", 0, "recorded 0.1, now 0.1: agrees"), ("drift", 1, "recorded 0.1, now 1.1: DIFFERS")):
+    for told, code, said in (
+        ("", 0, "recorded 0.1, now 0.1: agrees"),
+        ("drift", 1, "recorded 0.1, now 1.1: DIFFERS"),
+    ):
         Path("told").write_text(told)
         with pytest.raises(SystemExit) as stopped:
             call("--verify")
@@ -115,7 +125,9 @@ def test_bad_words_and_full_disks_are_one_line(call, monkeypatch, tmp_path):
             call(*words)
         assert said in str(caught.value) or caught.value.code == 2
     monkeypatch.setattr(sys, "argv", ["bench", "nothing"])
-    with pytest.raises(UserError, match=r"nothing: there is no such study in benchmarks/; give one of toy, from"):
+    with pytest.raises(
+        UserError, match=r"nothing: there is no such study in benchmarks/; give one of toy, from"
+    ):
         study.main()
 
     def full(self, text, encoding):
@@ -125,7 +137,9 @@ def test_bad_words_and_full_disks_are_one_line(call, monkeypatch, tmp_path):
     store = Lines(tmp_path / "results" / "toy.jsonl")
     store.keep("lr 1", {"job": {"lr": 1}})
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(UserError, match=r"toy.jsonl cannot be written.*the same command then goes on"):
+    with pytest.raises(
+        UserError, match=r"toy.jsonl cannot be written.*the same command then goes on"
+    ):
         store.keep("lr 2", {"job": {"lr": 2}})
     monkeypatch.undo()
     assert set(Lines(store.path).rows) == {"lr 1"}
@@ -136,7 +150,10 @@ def test_the_hash_of_sources_sees_code_and_nothing_that_is_for_people():
         '"""One text."""\nx = 1  # a\nraise ValueError(f"lr={x}: too large")\n',
         '"""Two texts."""\n\nx = (1)\nraise ValueError("too large: lower it")\n',
     )
-    others = ('x = 1\nraise TypeError("too large: lower it")\n', 'x = "A"\nraise ValueError("too large")\n')
+    others = (
+        'x = 1\nraise TypeError("too large: lower it")\n',
+        'x = "A"\nraise ValueError("too large")\n',
+    )
     trees = [study._shape(study.ast.parse(text)) for text in (*alike, *others)]
     assert trees[0] == trees[1]
     assert len({*map(repr, trees)}) == 3

@@ -19,17 +19,24 @@ def suite():
 
 
 def filled(suite, best):
-    """Rows of all jobs, as if the error of an optimizer grew with the distance of its rate from `best` of the task."""
+    """Rows of all jobs, as if the error of an optimizer grew with the distance of its rate from
+    `best` of the task.
+    """
     rows, todo = {}, [None]
     while todo:
         todo = [job for job in suite.jobs(rows) if key_of(job) not in rows]
         for job in todo:
             if job.get("alone"):
                 settings = job["settings"]
-                own = {"milliseconds": dict.fromkeys(settings, 2.0), "state_bytes": dict.fromkeys(settings, 8.0)}
+                own = {
+                    "milliseconds": dict.fromkeys(settings, 2.0),
+                    "state_bytes": dict.fromkeys(settings, 8.0),
+                }
             else:
                 off = abs(math.log2(job["lr"] / suite.CONTENDERS[job["optimizer"]].lr) - best(job))
-                error = 0.1 + 0.01 * off + 0.001 * (job.get("momentum", 0.5) - 0.5) + 1e-5 * job["seed"]
+                error = (
+                    0.1 + 0.01 * off + 0.001 * (job.get("momentum", 0.5) - 0.5) + 1e-5 * job["seed"]
+                )
                 value = 1 - error if suite.TASKS[job["task"]].higher else error
                 curve = [[1, value / 2], [suite.TASKS[job["task"]].steps, value]]
                 own = {"value": value, "curve": curve, "refreshes": 0}
@@ -38,7 +45,9 @@ def filled(suite, best):
 
 
 def test_each_is_tuned_alike_and_reported_with_other_seeds(suite):
-    """The best rate is never an end of those that were tried, unless there are ten; then the best has three seeds."""
+    """The best rate is never an end of those that were tried, unless there are ten; then the best
+    has three seeds.
+    """
     far = {"vit": 3.0, "unet": -2.0, "pinn": 40.0}
     rows = filled(suite, lambda job: far.get(job["task"], 0.0))
     for task in suite.TASKS:
@@ -52,16 +61,22 @@ def test_each_is_tuned_alike_and_reported_with_other_seeds(suite):
             best = suite.best(rows, tried)
             assert all(key_of(job) in rows for job in suite.confirm(best))
     rates = suite.one_rates(rows)
-    assert rates == {name: suite.CONTENDERS[name].lr for name in suite.PEERS}  # what most tasks want
+    # what most tasks want
+    assert rates == {name: suite.CONTENDERS[name].lr for name in suite.PEERS}
     found = suite.contests(rows, suite.chosen(rows), rates)
     assert [one.task for one in found] == list(suite.TASKS)
     assert "| ThorMuon, one setting |" in suite.table(rows)
 
 
 def test_steps_and_seconds_to_the_rivals_end_by_hand(suite):
-    """The rival ends at 0.5 after 400 steps of 2 ms; ThorMuon passes 0.5 between steps 100 and 200, of 3 ms."""
+    """The rival ends at 0.5 after 400 steps of 2 ms; ThorMuon passes 0.5 between steps 100 and 200,
+    of 3 ms.
+    """
     rows = {}
-    for name, lr, curve in (("muon", 0.02, [[200, 0.9], [400, 0.5]]), ("thor-muon", 0.08, [[100, 0.6], [200, 0.4]])):
+    for name, lr, curve in (
+        ("muon", 0.02, [[200, 0.9], [400, 0.5]]),
+        ("thor-muon", 0.08, [[100, 0.6], [200, 0.4]]),
+    ):
         for seed in range(3):
             job = {"task": "autoencoder", "optimizer": name, "lr": lr, "seed": seed}
             rows[key_of(job)] = {"job": job, "value": curve[-1][1], "curve": curve, "refreshes": 40}
@@ -69,7 +84,9 @@ def test_steps_and_seconds_to_the_rivals_end_by_hand(suite):
     times = {"muon": 2.0, "thor-muon": 2.9, "thor-muon refresh": 3.9}
     rows[key_of(job)] = {"job": job, "milliseconds": times, "state_bytes": {}}
     report = load("suite_report")
-    one = report.Contest("autoencoder", rows, {"muon": {"task": "autoencoder", "optimizer": "muon", "lr": 0.02}}, {})
+    one = report.Contest(
+        "autoencoder", rows, {"muon": {"task": "autoencoder", "optimizer": "muon", "lr": 0.02}}, {}
+    )
     assert one.rival == "muon"
     assert one.steps() == pytest.approx(150 / 400)
     assert one.milliseconds("thor-muon") == pytest.approx(3.0)  # a tenth of the steps are refreshes
@@ -77,7 +94,9 @@ def test_steps_and_seconds_to_the_rivals_end_by_hand(suite):
     assert one.milliseconds("sgd") is None
 
 
-@pytest.mark.parametrize("task", ["characters", "pinn", "lstm", "vit", "unet", "nf-resnet", "resnet128", "autoencoder"])
+@pytest.mark.parametrize(
+    "task", ["characters", "pinn", "lstm", "vit", "unet", "nf-resnet", "resnet128", "autoencoder"]
+)
 def test_a_task_is_the_same_for_the_same_seed_and_its_halves_differ(suite, task):
     if task not in ("characters", "pinn", "lstm") and not DEBIAN_FASHION_MNIST.is_dir():
         pytest.skip("Debian's dataset-fashion-mnist is not installed")

@@ -1,4 +1,6 @@
-"""Tables, the numbers in them, and pictures: cells of several seeds, steps to a target, whole files."""
+"""Tables, the numbers in them, and pictures: cells of several seeds, steps to a target, whole
+files.
+"""
 
 import math
 
@@ -14,7 +16,9 @@ FALLING = [(10, 8.0), (20, 4.0), (30, 4.0)]
 
 
 def test_a_table_has_a_cell_for_each_column():
-    assert table(("a", "b"), [("1", "2"), ("3", "4")]) == "| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |"
+    assert (
+        table(("a", "b"), [("1", "2"), ("3", "4")]) == "| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |"
+    )
     for row in (("1",), ("1", "2", "3")):
         with pytest.raises(ValueError, match=f"{len(row)} cells in a table of 2 columns"):
             table(("a", "b"), [("1", "2"), row])
@@ -34,10 +38,12 @@ def test_cells_of_several_seeds_and_of_what_was_not_reached():
 @pytest.mark.parametrize(
     ("points", "target", "step"),
     [
-        (RISING, 0.6, 15), (RISING, 0.7, 20), (RISING, 0.4, 10), (RISING, 0.8, 30 + 10 * 2 / 3), (RISING, 0.95, None),
+        (RISING, 0.6, 15), (RISING, 0.7, 20), (RISING, 0.4, 10), (RISING, 0.8, 30 + 10 * 2 / 3),
+        (RISING, 0.95, None),
         (FALLING, 5.0, 17.5), (FALLING, 3.0, None), ([], 3.0, None),
     ],
-    ids=["between", "on_one", "before_the_first", "after_a_fall", "never", "downwards", "never_down", "nothing"],
+    ids=["between", "on_one", "before_the_first", "after_a_fall", "never", "downwards",
+    "never_down", "nothing"],
 )  # fmt: skip
 def test_the_first_step_that_reaches_a_target(points, target, step):
     found = steps_to(points, target, higher=points is RISING)

@@ -23,7 +23,13 @@ def test_steps_take_turns_after_a_warm_up_and_may_count_for_another_name():
 
     def step(name):
         order.append(name)
-        clock.passes(50 if order.count("batch") == 1 else 5 if name == "thor" and order.count("thor") % 2 else 1)
+        clock.passes(
+            50
+            if order.count("batch") == 1
+            else 5
+            if name == "thor" and order.count("thor") % 2
+            else 1
+        )
 
     def prepare():
         order.append("batch")
@@ -42,12 +48,17 @@ def test_steps_take_turns_after_a_warm_up_and_may_count_for_another_name():
 def test_no_step_always_follows_the_same_one():
     order = []
     take_turns({name: lambda name=name: order.append(name) for name in "abc"}, 20, warm_up=0)
-    pairs = {(x, y) for i in range(0, 60, 3) for x, y in zip(order[i : i + 2], order[i + 1 : i + 3], strict=True)}
+    pairs = {
+        (x, y)
+        for i in range(0, 60, 3)
+        for x, y in zip(order[i : i + 2], order[i + 1 : i + 3], strict=True)
+    }
     assert pairs == {(x, y) for x in "abc" for y in "abc" if x != y}
 
 
 def test_a_ratio_is_taken_within_a_round():
-    assert median_ratio([2.0, 40.0, 4.0], [1.0, 10.0, 4.0]) == 2.0  # of 2, 4 and 1, however slow the second round was
+    # of 2, 4 and 1, however slow the second round was
+    assert median_ratio([2.0, 40.0, 4.0], [1.0, 10.0, 4.0]) == 2.0
 
 
 def test_a_training_step_is_whole_and_its_state_is_counted():
@@ -57,6 +68,7 @@ def test_a_training_step_is_whole_and_its_state_is_counted():
     step = training_step(lambda: model(torch.ones(1, 2)).sum(), optimizer)
     step()
     step()
-    assert model.weight.tolist() == [[0.375, 0.375]]  # gradients of ones, momentum of 1 and 1.5: set to zero in between
+    # gradients of ones, momentum of 1 and 1.5: set to zero in between
+    assert model.weight.tolist() == [[0.375, 0.375]]
     assert model.weight.grad is None
     assert state_bytes(optimizer) == 8

@@ -1,4 +1,6 @@
-"""Which layers gather and are awaited, what a refresh and a step record of them, and which of their rows count."""
+"""Which layers gather and are awaited, what a refresh and a step record of them, and which of their
+rows count.
+"""
 
 from collections import defaultdict
 
@@ -19,7 +21,9 @@ class Net:
     """A network of three linear layers, their curvature, and who gathers it."""
 
     def __init__(self, *, sides=("A", "G"), sampled=False):
-        self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.model = nn.Sequential(
+            nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)
+        )
         states = defaultdict(dict)
         self.layers, hooks = hooked(self.model, sides=sides)
         for layer in self.layers.values():
@@ -47,12 +51,14 @@ class Net:
     def finish(self, decisions, silent=()):
         """A refresh of all layers that gather, with these decisions."""
         due = [layer for layer in self.layers.values() if layer in self.capture.gathering]
-        events = [RefreshEvent(name, 0, decision, None, 1.0) for name, decision in decisions.items()]
+        events = [
+            RefreshEvent(name, 0, decision, None, 1.0) for name, decision in decisions.items()
+        ]
         self.capture.finish_refresh(due, events, [self.layers[name] for name in silent])
         self.capture.listen()
 
 
-# ---- which layers gather, and what is recorded -----------------------------------------------------------------------
+# ---- which layers gather, and what is recorded ---------------------------------------------------
 
 
 def freeze(net):
@@ -65,7 +71,9 @@ def refreshed(*decisions):
 
     def event(net):
         net.backward()
-        net.finish({name: decision for name, decision in zip(NAMES, decisions, strict=True) if decision})
+        net.finish(
+            {name: decision for name, decision in zip(NAMES, decisions, strict=True) if decision}
+        )
 
     return event
 
@@ -104,7 +112,9 @@ def not_reached_yet(net):
 
 
 def follow_fewer(net):
-    net.capture.follow(net.model, [hook for hook in net.capture._hooks if hook.layers[0] is not net.layers["2"]])
+    net.capture.follow(
+        net.model, [hook for hook in net.capture._hooks if hook.layers[0] is not net.layers["2"]]
+    )
 
 
 DECIDED = refreshed(UPDATE, Decision.KEEP, Decision.STOP)
@@ -130,7 +140,9 @@ CASES = {
 
 
 def test_what_leads_to_which_layers_gathering():
-    """What must survive is in the state, so that a loaded optimizer listens alike; nobody hears if none is awaited."""
+    """What must survive is in the state, so that a loaded optimizer listens alike; nobody hears if
+    none is awaited.
+    """
     for events, (gathering, awaited) in CASES.items():
         net = Net()
         for event in events:
@@ -145,7 +157,7 @@ def test_what_leads_to_which_layers_gathering():
         assert not listened_to(net.model)
 
 
-# ---- what calls leave ------------------------------------------------------------------------------------------------
+# ---- what calls leave ----------------------------------------------------------------------------
 
 
 def test_only_what_gathers_gives_rows_and_loss_terms():
@@ -161,10 +173,12 @@ def test_only_what_gathers_gives_rows_and_loss_terms():
     assert net.rows() == [0, 4, 4]
 
 
-# ``+`` a forward pass, ``e`` one in an evaluation, ``b`` the backward pass of the latest, ``z`` optimizer.zero_grad(),
-# ``n`` model.zero_grad(), ``f`` the step is over: and the number of forward passes whose rows count in the end
+# ``+`` a forward pass, ``e`` one in an evaluation, ``b`` the backward pass of the latest, ``z``
+# optimizer.zero_grad(), ``n`` model.zero_grad(), ``f`` the step is over: and the number of forward
+# passes whose rows count in the end
 INPUTS = {
-    "+": 0, "e": 0, "+b": 1, "+be": 1, "+zb": 1, "+zzb": 1, "+b+b": 2, "++b": 2, "+b+zb": 1, "+z+b": 1, "+b+": 1,
+    "+": 0, "e": 0, "+b": 1, "+be": 1, "+zb": 1, "+zzb": 1, "+b+b": 2, "++b": 2, "+b+zb": 1,
+    "+z+b": 1, "+b+": 1,
     "+bz": 0, "+b+z": 0, "+zbz": 0, "+fb": 1, "+bf": 0, "+bf+b": 1, "+bn": 1, "+bn+b": 1, "+nb": 1,
 }  # fmt: skip
 
@@ -186,7 +200,8 @@ def test_which_passes_count(sides):
                     net.capture.discard()
                 if event in "zn":
                     net.model.zero_grad()
-        never_differentiated = "G" in sides and events == "++b"  # those count with the next pass where A comes alone
+        # those count with the next pass where A comes alone
+        never_differentiated = "G" in sides and events == "++b"
         assert net.rows() == [4 * (count - never_differentiated)] * 3, events
         assert net.capture.awaited == {*net.layers.values()}, events
         if "G" in sides:

@@ -1,4 +1,6 @@
-"""Composite modules: several layers in one forward, registered by the user; and the how-to page that explains them."""
+"""Composite modules: several layers in one forward, registered by the user; and the how-to page
+that explains them.
+"""
 
 import re
 import warnings
@@ -44,8 +46,12 @@ class TwoLayers(nn.Module):
 def layers_of(module):
     width, outputs = module.sizes
     for name, rows in (("first", slice(0, width)), ("second", slice(width, width + outputs))):
-        weight, bias = (ParameterView(module, attribute, rows) for attribute in ("fused", "offsets"))
-        yield InnerLayer(name, ProjectionKind(weight.of(module.fused), "TwoLayers"), weight, [bias], f"{name}_")
+        weight, bias = (
+            ParameterView(module, attribute, rows) for attribute in ("fused", "offsets")
+        )
+        yield InnerLayer(
+            name, ProjectionKind(weight.of(module.fused), "TwoLayers"), weight, [bias], f"{name}_"
+        )
 
 
 class LinearCalls(TorchFunctionMode):
@@ -67,7 +73,9 @@ class Hook(CompositeHook):
 
 
 def network(inner):
-    return nn.Sequential(nn.Linear(5, 5, dtype=torch.float64), inner, nn.Linear(5, 3, dtype=torch.float64))
+    return nn.Sequential(
+        nn.Linear(5, 5, dtype=torch.float64), inner, nn.Linear(5, 3, dtype=torch.float64)
+    )
 
 
 def fused_and_separate():
@@ -96,7 +104,9 @@ CASES = {
 def test_it_is_trained_as_separate_layers_are(kind, options, skipped, twins_skipped):
     """With bounds on the step that do not differ between one parameter and two."""
     model, twin = fused_and_separate()
-    left_out, twins_left_out = ([f"-{name}" for name in names] or None for names in (skipped, twins_skipped))
+    left_out, twins_left_out = (
+        [f"-{name}" for name in names] or None for names in (skipped, twins_skipped)
+    )
     optimizer = kind(model, split_dim=4, layers=left_out, **options)
     assert set(optimizer.curvature) == {"0", "1.first", "1.second", "2"} - set(skipped)
     train(model, optimizer, batches(7))
@@ -112,8 +122,14 @@ def test_layers_that_are_rows_of_one_weight_share_the_tensors_of_g():
     model = nn.Sequential(nn.Linear(5, 5, dtype=torch.float64), TwoLayers(outputs=3))
     optimizer = THOR(model, split_dim=None)
     train(model, optimizer, batches(1))
-    state, layers = optimizer.state[model[1].fused], [optimizer.curvature[f"1.{name}"] for name in ("first", "second")]
-    for suffix, matrices in (("", [layer.factors() for layer in layers]), ("_inverse", [c.inverses() for c in layers])):
+    state, layers = (
+        optimizer.state[model[1].fused],
+        [optimizer.curvature[f"1.{name}"] for name in ("first", "second")],
+    )
+    for suffix, matrices in (
+        ("", [layer.factors() for layer in layers]),
+        ("_inverse", [c.inverses() for c in layers]),
+    ):
         (a, wide), (own, narrow) = matrices
         assert torch.equal(state[f"first_A{suffix}"], a)
         assert torch.equal(state[f"second_A{suffix}"], own)
@@ -133,10 +149,18 @@ def test_coverage():
     model[1].extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     entries = entries_of(model)
     fused, offsets = entries["1.fused"], entries["1.offsets"]
-    assert (fused.kind, fused.factor_sizes, fused.groups, fused.note) == ("TwoLayers", (5, 5), 2, None)
+    assert (fused.kind, fused.factor_sizes, fused.groups, fused.note) == (
+        "TwoLayers",
+        (5, 5),
+        2,
+        None,
+    )
     assert (offsets.kind, offsets.factor_sizes, offsets.groups) == ("TwoLayers", (5,), 2)
     assert entries["1.extra"].reason == "belongs to no layer inside TwoLayers"
-    assert entries_of(model, layers="-1.first")["1.offsets"].note == "plain momentum for '1.first': left out by layers="
+    assert (
+        entries_of(model, layers="-1.first")["1.offsets"].note
+        == "plain momentum for '1.first': left out by layers="
+    )
     assert entries_of(model, layers="-1")["1.offsets"].reason == "left out by layers="
 
 
@@ -154,7 +178,12 @@ class Holder(nn.Module):
 def test_children_that_are_not_called():
     def layers(module):
         kind = ProjectionKind(module.inner.weight, "Holder")
-        yield InnerLayer("first", kind, ParameterView(module.inner, "weight"), [ParameterView(module.inner, "bias")])
+        yield InnerLayer(
+            "first",
+            kind,
+            ParameterView(module.inner, "weight"),
+            [ParameterView(module.inner, "bias")],
+        )
 
     for with_children, name in ((False, "1.inner"), (True, "1.first")):
         registry.COMPOSITES.classes.pop(Holder, None)
@@ -190,17 +219,37 @@ def test_a_weight_has_one_layer_where_a_kind_is_registered_for_what_looks_like_e
     assert set(THOR(nn.Sequential(PooledExperts(), nn.Linear(6, 3))).curvature) == {"0", "1"}
 
 
-# ---- what does not fit -----------------------------------------------------------------------------------------------
+# ---- what does not fit ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ((TwoLayers(), layers_of, Hook), TypeError, r"module_type=TwoLayers\(\) must be a class of .*; give the"),
-        ((TwoLayers, 3, Hook), TypeError, "layers=3 must be callable with .* of class TwoLayers; pass a function"),
-        ((TwoLayers, layers_of, None), TypeError, "hook=None must be callable with a module of class TwoLayers"),
-        ((nn.LSTM, layers_of, Hook), ValueError, "LSTM is registered already, .* registered once; register"),
-        ((nn.Linear, layers_of, Hook), ValueError, "Linear is registered already, and a class is registered once"),
+        (
+            (TwoLayers(), layers_of, Hook),
+            TypeError,
+            r"module_type=TwoLayers\(\) must be a class of .*; give the",
+        ),
+        (
+            (TwoLayers, 3, Hook),
+            TypeError,
+            "layers=3 must be callable with .* of class TwoLayers; pass a function",
+        ),
+        (
+            (TwoLayers, layers_of, None),
+            TypeError,
+            "hook=None must be callable with a module of class TwoLayers",
+        ),
+        (
+            (nn.LSTM, layers_of, Hook),
+            ValueError,
+            "LSTM is registered already, .* registered once; register",
+        ),
+        (
+            (nn.Linear, layers_of, Hook),
+            ValueError,
+            "Linear is registered already, and a class is registered once",
+        ),
     ],
 )
 def test_what_cannot_be_registered(arguments, error, match):
@@ -211,30 +260,47 @@ def test_what_cannot_be_registered(arguments, error, match):
 @pytest.mark.parametrize(
     ("layers", "match"),
     [
-        (lambda m: [{}, {"prefix": "b_"}], "layer 'first', .* has the name of another layer .*; give each layer a"),
+        (
+            lambda m: [{}, {"prefix": "b_"}],
+            "layer 'first', .* has the name of another layer .*; give each layer a",
+        ),
         (
             lambda m: [{}, {"name": "b"}],
             "layer 'b', .* the prefix '' of another layer of the same parameter; give each",
         ),
-        (lambda m: [{"weight": ParameterView(m, "fsued")}], "weight 'fsued', and .* no parameter .*; correct the name"),
-        (lambda m: [{"weight": ParameterView(m, "fused")}], r"inputs=5 of a weight of shape \(10, 5\): .* 50 numbers"),
+        (
+            lambda m: [{"weight": ParameterView(m, "fsued")}],
+            "weight 'fsued', and .* no parameter .*; correct the name",
+        ),
+        (
+            lambda m: [{"weight": ParameterView(m, "fused")}],
+            r"inputs=5 of a weight of shape \(10, 5\): .* 50 numbers",
+        ),
     ],
 )
 def test_layers_that_do_not_fit_their_module(layers, match):
     def made(module):
-        view, kind = ParameterView(module, "fused", slice(0, 5)), ProjectionKind(torch.zeros(5, 5), "TwoLayers")
-        return [InnerLayer(**{"name": "first", "kind": kind, "weight": view, **changes}) for changes in layers(module)]
+        view, kind = (
+            ParameterView(module, "fused", slice(0, 5)),
+            ProjectionKind(torch.zeros(5, 5), "TwoLayers"),
+        )
+        return [
+            InnerLayer(**{"name": "first", "kind": kind, "weight": view, **changes})
+            for changes in layers(module)
+        ]
 
     register_composite(TwoLayers, made, Hook)
     with pytest.raises(ValueError, match=match):
         THOR(network(TwoLayers()))
 
 
-# ---- the page that explains it ---------------------------------------------------------------------------------------
+# ---- the page that explains it -------------------------------------------------------------------
 
 
 def test_the_examples_of_the_how_to_page_run(capsys):
-    """Both examples, as printed; then their model is trained, and has the factors of linear layers."""
+    """Both examples, as printed; then their model is trained, and has the factors of linear
+    layers.
+    """
     names = {}
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(code, names)

@@ -29,12 +29,16 @@ OPTIONS = [
 
 @pytest.mark.parametrize("name", KINDS)
 def test_step_by_step_is_the_fused_function(name):
-    """Values, gradients and masks of dropout, for a batch, a sequence alone and packed ones; each weight is seen."""
+    """Values, gradients and masks of dropout, for a batch, a sequence alone and packed ones; each
+    weight is seen.
+    """
     packed = pack_sequence([torch.randn(n, 3).double() for n in (4, 2, 5)], enforce_sorted=False)
     inputs = torch.randn(5, 2, 3).double(), torch.randn(5, 3).double(), packed
     for options, x in product(OPTIONS, inputs):
         module, seen, results = KINDS[name](**options).double(), set(), []
-        step_by_step = RecurrenceMode(module._flat_weights_names, lambda name, *_, seen=seen: seen.add(name))
+        step_by_step = RecurrenceMode(
+            module._flat_weights_names, lambda name, *_, seen=seen: seen.add(name)
+        )
         for mode in (nullcontext(), step_by_step):
             torch.manual_seed(5)
             with mode:
@@ -42,9 +46,13 @@ def test_step_by_step_is_the_fused_function(name):
             output = output if isinstance(output, torch.Tensor) else output.data
             results.append([output, *(states if isinstance(states, tuple) else [states])])
         torch.testing.assert_close(results[1], results[0])
-        wanted, found = (torch.autograd.grad(sum((y**3).sum() for y in r), module.parameters()) for r in results)
+        wanted, found = (
+            torch.autograd.grad(sum((y**3).sum() for y in r), module.parameters()) for r in results
+        )
         torch.testing.assert_close(found, wanted)
-        assert seen == {weight for weight, _ in module.named_parameters() if weight.startswith("weight")}
+        assert seen == {
+            weight for weight, _ in module.named_parameters() if weight.startswith("weight")
+        }
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])

@@ -17,7 +17,7 @@ def reasons(found):
     return {entry.name: entry.reason for entry in found.entries if not entry.preconditioned}
 
 
-# ---- shared weights --------------------------------------------------------------------------------------------------
+# ---- shared weights ------------------------------------------------------------------------------
 
 
 def shared(first, second):
@@ -55,7 +55,9 @@ def test_a_tied_decoder_goes_with_its_embedding():
 
 
 def test_what_does_not_fit_together_has_no_factors():
-    """Neither is of one geometry, nor is one an embedding and the rest its decoders; or a module has no kind."""
+    """Neither is of one geometry, nor is one an embedding and the rest its decoders; or a module
+    has no kind.
+    """
     model = shared(nn.Embedding(7, 4), Conv1D(4, 7)).append(nn.Linear(3, 3))
     found = inspect(model)
     assert set(found.layers) == {"2"}
@@ -64,14 +66,17 @@ def test_what_does_not_fit_together_has_no_factors():
         "1.bias": "the weight of its layer is not preconditioned",
     }
     strange = nn.Bilinear(4, 1, 4, bias=False)
-    assert reasons(inspect(shared(nn.Linear(4, 4), strange)))["0.weight"] == "shared by '0.weight', '1.weight'"
+    assert (
+        reasons(inspect(shared(nn.Linear(4, 4), strange)))["0.weight"]
+        == "shared by '0.weight', '1.weight'"
+    )
     model = nn.Linear(4, 4)
     model.add_module("inside", strange)
     strange.register_parameter("weight", model.weight)
     assert reasons(inspect(model))["weight"] == "shared by 'weight', 'inside.weight'"
 
 
-# ---- normalisation ---------------------------------------------------------------------------------------------------
+# ---- normalisation -------------------------------------------------------------------------------
 
 
 class ModelRMSNorm(nn.Module):
@@ -88,17 +93,21 @@ def test_norms():
         found = inspect(nn.Sequential(nn.Linear(3, 4), norm))
         assert set(found.layers) == {"0"}
         assert set(reasons(found).values()) == {"a normalisation layer"}
-    found = inspect(nn.Sequential(nn.Linear(3, 4), ModelRMSNorm((4, 4))))  # the name alone says nothing
+    # the name alone says nothing
+    found = inspect(nn.Sequential(nn.Linear(3, 4), ModelRMSNorm((4, 4))))
     assert reasons(found) == {"1.weight": "no curvature for ModelRMSNorm"}
 
 
-# ---- attention, experts ----------------------------------------------------------------------------------------------
+# ---- attention, experts --------------------------------------------------------------------------
 
 
 def test_attentions_that_share_their_weights():
     """Neither has those of its own; what they do not share is preconditioned."""
     model = nn.ModuleDict({"a": nn.MultiheadAttention(4, 2), "b": nn.MultiheadAttention(4, 2)})
-    model["b"].in_proj_weight, model["b"].out_proj.bias = model["a"].in_proj_weight, model["a"].out_proj.bias
+    model["b"].in_proj_weight, model["b"].out_proj.bias = (
+        model["a"].in_proj_weight,
+        model["a"].out_proj.bias,
+    )
     found = inspect(model)
     assert set(found.layers) == {"a.out_proj", "b.out_proj"}
     assert all(not layer.biases for layer in found.layers.values())
@@ -118,19 +127,23 @@ class Experts(nn.Module):
 
 
 def test_experts():
-    model = nn.ModuleDict({"experts": Experts(up=(3, 6, 4), up_bias=(3, 6), down=(3, 4, 6), scale=(3,))})
+    model = nn.ModuleDict(
+        {"experts": Experts(up=(3, 6, 4), up_bias=(3, 6), down=(3, 4, 6), scale=(3,))}
+    )
     found = inspect(model)
     assert set(found.layers) == {"experts.up", "experts.down"}
     assert reasons(found) == {"experts.scale": "belongs to no layer inside Experts"}
     for count in (3, 4):  # a module that is called otherwise: its number of experts tells
         mixture = type("Mixture", (Experts,), {})(weight=(3, 6, 4))
         mixture.num_experts = count
-        assert ("1.weight" in inspect(nn.Sequential(nn.Linear(4, 4), mixture)).layers) == (count == 3)
+        assert ("1.weight" in inspect(nn.Sequential(nn.Linear(4, 4), mixture)).layers) == (
+            count == 3
+        )
     positions = Experts(positions=(1, 6, 4))  # a position embedding is no expert
     assert set(inspect(nn.Sequential(nn.Linear(4, 4), positions)).layers) == {"0"}
 
 
-# ---- what is not there, or is computed -------------------------------------------------------------------------------
+# ---- what is not there, or is computed -----------------------------------------------------------
 
 
 def test_what_the_optimizer_has_not():
@@ -144,9 +157,16 @@ def test_what_the_optimizer_has_not():
         (nn.MultiheadAttention(4, 2), "in_proj_weight", "in_proj_bias"),
         (nn.GRUCell(4, 4), "weight_hh", "bias_hh"),
     ):
-        found = Inspection(module, [p for p in module.parameters() if p is not module.get_parameter(weight)])
-        assert reasons(found) == {weight: NOT_TRAINED, bias: "the weight of its layer is not preconditioned"}
-    with pytest.raises(ValueError, match=r"parameter '0.weight' has no shape yet; run one batch through the lazy"):
+        found = Inspection(
+            module, [p for p in module.parameters() if p is not module.get_parameter(weight)]
+        )
+        assert reasons(found) == {
+            weight: NOT_TRAINED,
+            bias: "the weight of its layer is not preconditioned",
+        }
+    with pytest.raises(
+        ValueError, match=r"parameter '0.weight' has no shape yet; run one batch through the lazy"
+    ):
         inspect(nn.Sequential(nn.LazyLinear(3)))
 
 
@@ -154,11 +174,15 @@ def test_what_weights_are_computed_from():
     pruned = prune.identity(nn.Linear(3, 4), "weight")
     why = reasons(inspect(nn.Sequential(pruned, nn.Linear(4, 2))))["0.weight_orig"]
     assert why.startswith("'weight' is computed from it (pruned, weight_norm)")
-    for change in (prune.identity, parametrizations.weight_norm):  # of one of an attention's weights
+    # of one of an attention's weights
+    for change in (prune.identity, parametrizations.weight_norm):
         attention = nn.MultiheadAttention(4, 2)
         change(attention, "in_proj_weight")
         assert set(inspect(attention).layers) == {"out_proj"}
-        assert reasons(inspect(attention))["in_proj_bias"] == "the weight of its layer is not preconditioned"
+        assert (
+            reasons(inspect(attention))["in_proj_bias"]
+            == "the weight of its layer is not preconditioned"
+        )
         change((attention := nn.MultiheadAttention(4, 2)).out_proj, "weight")
         assert set(inspect(attention).layers) == {"q_proj", "k_proj", "v_proj"}
     for module, bias in (
@@ -168,12 +192,16 @@ def test_what_weights_are_computed_from():
     ):  # the weight is preconditioned as ever
         found = inspect(nn.ModuleDict({"m": prune.identity(module, bias)}))
         assert reasons(found).keys() == {f"m.{bias}_orig"}
-        assert bias not in {view.attribute for layer in found.layers.values() for view in layer.biases}
+        assert bias not in {
+            view.attribute for layer in found.layers.values() for view in layer.biases
+        }
 
 
 def test_without_g():
     """ThorMuon takes A alone: no embeddings, no biases; matrices of unknown modules are found."""
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 2))
+    model = nn.Sequential(
+        nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 2)
+    )
     found = inspect(model, matrices_alone=True)
     assert set(found.layers) == {"1"}
     assert found.layers["1"].biases == []

@@ -1,4 +1,6 @@
-"""N, the number of loss terms, found from the layers' inputs: models that people bring, whose true N is known."""
+"""N, the number of loss terms, found from the layers' inputs: models that people bring, whose true
+N is known.
+"""
 
 import copy
 import warnings
@@ -36,7 +38,9 @@ def positions_first(m, x):
 
 
 def sequence_first(m, x):
-    """nn.Transformer's layout without batch_first: the attention knows which dimension is the batch."""
+    """nn.Transformer's layout without batch_first: the attention knows which dimension is the
+    batch.
+    """
     h = m["words"](x.T)
     h = m["norm"](h + m["attention"](h, h, h)[0])
     return m["head"](torch.tanh(m["body"](h))).transpose(0, 1)
@@ -94,8 +98,12 @@ def test_the_true_number_without_a_warning(name):
 
 
 def test_layers_that_disagree_are_said_once():
-    """A head on the rows of all sequences: 6 or 30? The number that was taken is named, and how to set it."""
-    model = Forward(lambda m, x: m["head"](torch.tanh(m["body"](x)).flatten(0, 1)), body=linear(), head=linear())
+    """A head on the rows of all sequences: 6 or 30? The number that was taken is named, and how to
+    set it.
+    """
+    model = Forward(
+        lambda m, x: m["head"](torch.tanh(m["body"](x)).flatten(0, 1)), body=linear(), head=linear()
+    )
     for given, expected in ((None, N), (30, 30)):
         optimizer = having(THOR(model, update_interval=1), loss_terms=given)
         with warnings.catch_warnings(record=True) as caught:
@@ -125,12 +133,16 @@ def assert_same_factors(optimizer, other):
     for name, curvature in optimizer.curvature.items():
         if other.curvature[name].refreshes:
             assert curvature.rows_per_term == other.curvature[name].rows_per_term
-            for factor, wanted in zip(curvature.factors(), other.curvature[name].factors(), strict=True):
+            for factor, wanted in zip(
+                curvature.factors(), other.curvature[name].factors(), strict=True
+            ):
                 torch.testing.assert_close(factor, wanted)
 
 
 def test_two_backward_passes_through_one_forward():
-    """N and all factors are those of the sum of the losses; rows go with gradients that are dropped in between."""
+    """N and all factors are those of the sum of the losses; rows go with gradients that are dropped
+    in between.
+    """
     for times, drop in ((1, ""), (2, ""), (1, "optimizer"), (1, "model"), (1, "by hand")):
         model, optimizer, one, other = two_losses()
         _, alone, its_one, its_other = two_losses()
@@ -149,11 +161,13 @@ def test_two_backward_passes_through_one_forward():
         assert_same_factors(optimizer, alone)
 
 
-# -------------------------------------------------------------- micro-batches whose gradient is zero somewhere
+# --------------------------------------------------- micro-batches whose gradient is zero somewhere
 
 
 class Gained(nn.Module):
-    """A residual branch behind a gain of zero, as ReZero, fixup and zero-initialised norms have it."""
+    """A residual branch behind a gain of zero, as ReZero, fixup and zero-initialised norms have
+    it.
+    """
 
     def __init__(self):
         super().__init__()
@@ -167,7 +181,9 @@ class Gained(nn.Module):
 
 
 class ZeroNorm(Gained):
-    """No weight of a layer has a gradient, because a norm's gain before the head is zero; the head's bias has one."""
+    """No weight of a layer has a gradient, because a norm's gain before the head is zero; the
+    head's bias has one.
+    """
 
     def forward(self, x):
         return self.mask * (self.head(self.gain * self.branch(torch.tanh(self.body(x)))) + x)
@@ -183,7 +199,9 @@ def twins(kind):
 
 @pytest.mark.parametrize("kind", [Gained, ZeroNorm])
 def test_accumulation_equals_the_whole_batch(kind):
-    """32 samples in 4 micro-batches: also where a layer's gradient, or a whole micro-batch's, is zero."""
+    """32 samples in 4 micro-batches: also where a layer's gradient, or a whole micro-batch's, is
+    zero.
+    """
     for masked in ((), (0,), (1,), (0, 1), (1, 2, 3)):
         model, twin, optimizer, other = twins(kind)
         x, keep = torch.randn(32, D).double(), torch.ones(32, 1).double()
@@ -201,7 +219,9 @@ def test_accumulation_equals_the_whole_batch(kind):
 
 
 def test_gradients_zeroed_by_the_model_count():
-    """They cannot be told from gradients that are zero, as those of a micro-batch may be; no gradients can."""
+    """They cannot be told from gradients that are zero, as those of a micro-batch may be; no
+    gradients can.
+    """
     for set_to_none, terms in ((True, 8), (False, 16)):
         model, _, optimizer, _ = twins(ZeroNorm)
         for x in torch.randn(2, 8, D).double():
@@ -211,7 +231,7 @@ def test_gradients_zeroed_by_the_model_count():
         assert found(optimizer) == terms
 
 
-# ------------------------------------------------------------------------------------- the rule alone
+# ----------------------------------------------------------------------------------- the rule alone
 
 
 def call(layer, *dims, certain=False, embedding=False):
@@ -219,7 +239,9 @@ def call(layer, *dims, certain=False, embedding=False):
 
 
 def test_rule():
-    """Calls in the order of the backward pass, the head first: N, and the number nearest to the loss."""
+    """Calls in the order of the backward pass, the head first: N, and the number nearest to the
+    loss.
+    """
     for calls, number, nearest_to_loss in (
         ([call("a", 8)], 8, 8),
         ([call("b", 8), call("e", 3), call("a", 8)], 8, 8),
@@ -229,11 +251,14 @@ def test_rule():
         ([call("c", 40), call("b", 8, 5), call("a", 8, 5)], 8, 40),  # a head on rows
         ([call("b", 24), call("a", 8)], 8, 24),  # a tie
         ([call("c", 5, 8), call("b", 8, 5, certain=True), call("a", 5, 8)], 8, 8),  # sequence first
-        ([call("d", 8), call("c", 8, 2, 2), call("b", 32, 4), call("a", 8)], 8, 8),  # windows of an image
-        ([call("d", 3, 8, 16), call("c", 8, certain=True), call("b", 16, 8), call("a", 8)], 8, 8),  # DETR
+        # windows of an image
+        ([call("d", 8), call("c", 8, 2, 2), call("b", 32, 4), call("a", 8)], 8, 8),
+        # DETR
+        ([call("d", 3, 8, 16), call("c", 8, certain=True), call("b", 16, 8), call("a", 8)], 8, 8),
         ([call("c", 2, 4), call("b", 8, certain=True), call("a", 8, certain=True)], 8, 2),  # frames
         ([call("b"), call("a")], 1, 1),
-        ([call("b", 8, 5, embedding=True), call("a", 5, embedding=True)], 8, 8),  # tokens and positions
+        # tokens and positions
+        ([call("b", 8, 5, embedding=True), call("a", 5, embedding=True)], 8, 8),
     ):
         assert loss_terms_of_pass(calls) == (number, nearest_to_loss), calls
 

@@ -36,7 +36,12 @@ class Watcher:
 
 def hooks():
     """The number of torch's hooks on the calls of all modules."""
-    tables = ("forward_hooks", "forward_pre_hooks", "forward_hooks_with_kwargs", "forward_hooks_always_called")
+    tables = (
+        "forward_hooks",
+        "forward_pre_hooks",
+        "forward_hooks_with_kwargs",
+        "forward_hooks_always_called",
+    )
     return sum(len(getattr(torch_module, f"_global_{table}")) for table in tables)
 
 
@@ -56,12 +61,15 @@ def listening():
     assert hooks() == before
 
 
-# ---- who hears what --------------------------------------------------------------------------------------------------
+# ---- who hears what ------------------------------------------------------------------------------
 
 
 def test_a_call_is_heard_by_who_listens_and_nothing_is_put_on_the_module(listening):
     model, other = nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)
-    before = {name: value.copy() if isinstance(value, dict) else value for name, value in vars(model[0]).items()}
+    before = {
+        name: value.copy() if isinstance(value, dict) else value
+        for name, value in vars(model[0]).items()
+    }
     watchers = [listening(model), listening(model)]
     model(other(X))
     assert [watcher.names for watcher in watchers] == [["0"], ["0"]]
@@ -91,7 +99,7 @@ def test_nothing_is_heard_while_a_model_is_traced(listening):
     assert not watcher.seen
 
 
-# ---- what is handed over ---------------------------------------------------------------------------------------------
+# ---- what is handed over -------------------------------------------------------------------------
 
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "out_proj"]
@@ -106,14 +114,24 @@ MODULES = {
         lambda m, x: m(*[x.transpose(0, 1)] * 3)[0],
         PROJECTIONS,
     ),
-    "lstm": (lambda: nn.LSTM(4, 4, batch_first=True), lambda m, x: m(x)[0], ["weight_ih_l0", "weight_hh_l0"]),
-    "cell": (lambda: nn.GRUCell(4, 4), lambda m, x: m(x[:, 0], x[:, 1]), ["weight_ih", "weight_hh"]),
+    "lstm": (
+        lambda: nn.LSTM(4, 4, batch_first=True),
+        lambda m, x: m(x)[0],
+        ["weight_ih_l0", "weight_hh_l0"],
+    ),
+    "cell": (
+        lambda: nn.GRUCell(4, 4),
+        lambda m, x: m(x[:, 0], x[:, 1]),
+        ["weight_ih", "weight_hh"],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_layers_inside_a_module(name, listening):
-    """Seen where rows are wanted; without gradients, or where no rows are, the module's own code runs and no more."""
+    """Seen where rows are wanted; without gradients, or where no rows are, the module's own code
+    runs and no more.
+    """
     make, call, inside = MODULES[name]
     model, x = nn.ModuleDict({"m": make()}), torch.randn(3, 5, 4)
     before = call(model["m"], x)

@@ -15,12 +15,16 @@ LEFT_OUT = "left out by layers="
 
 def block():
     layers = nn.ModuleList([nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)])
-    return nn.ModuleDict({"norm": nn.LayerNorm(4), "attn": nn.MultiheadAttention(4, 2), "mlp": layers})
+    return nn.ModuleDict(
+        {"norm": nn.LayerNorm(4), "attn": nn.MultiheadAttention(4, 2), "mlp": layers}
+    )
 
 
 def transformer():
     blocks = nn.ModuleList([block(), block()])
-    return nn.ModuleDict({"embedding": nn.Embedding(7, 4), "blocks": blocks, "head": nn.Linear(4, 7)})
+    return nn.ModuleDict(
+        {"embedding": nn.Embedding(7, 4), "blocks": blocks, "head": nn.Linear(4, 7)}
+    )
 
 
 PARTS = ("norm", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj", "mlp.0", "mlp.2")
@@ -41,7 +45,8 @@ PATTERNS = [
     ("blocks.0.attn.v_proj", {"blocks.0.attn.v_proj"}),
     (["*.norm", "head"], {*NORMS, "head"}),
     (["head", "he*"], {"head"}),
-    ("module.blocks.0.mlp", {"blocks.0.mlp.0", "blocks.0.mlp.2"}),  # as DDP and torch.compile name them
+    # as DDP and torch.compile name them
+    ("module.blocks.0.mlp", {"blocks.0.mlp.0", "blocks.0.mlp.2"}),
     (["_orig_mod.module.head", "blocks._orig_mod.1.mlp.0"], {"head", "blocks.1.mlp.0"}),
 ]
 CALLABLES = [
@@ -70,14 +75,33 @@ def test_what_is_chosen_and_what_is_left_out():
         assert_chosen([f"-{pattern}" for pattern in given], NAMES - meant)
     for function, meant in CALLABLES:
         assert_chosen(function, meant)
-        assert_chosen(lambda name, module, function=function: not function(name, module), NAMES - meant)
-    assert_chosen(["blocks", "-*.norm", "-*.attn"], {f"blocks.{i}.mlp.{j}" for i in (0, 1) for j in (0, 2)})
-    assert_chosen(["-head", "-*.mlp"], NAMES - {"head"} - {name for name in NAMES if ".mlp." in name})
-    assert set(THOR(transformer()).curvature) == set(THOR(transformer(), layers=[]).curvature) == NAMES - NORMS
+        assert_chosen(
+            lambda name, module, function=function: not function(name, module), NAMES - meant
+        )
+    assert_chosen(
+        ["blocks", "-*.norm", "-*.attn"], {f"blocks.{i}.mlp.{j}" for i in (0, 1) for j in (0, 2)}
+    )
+    assert_chosen(
+        ["-head", "-*.mlp"], NAMES - {"head"} - {name for name in NAMES if ".mlp." in name}
+    )
+    assert (
+        set(THOR(transformer()).curvature)
+        == set(THOR(transformer(), layers=[]).curvature)
+        == NAMES - NORMS
+    )
 
 
 def test_what_is_no_pattern_of_this_model():
-    for pattern in ("haed", "blocks.2", "attn", "Head", "*.weight", "", ["head", "tail"], "blocks."):
+    for pattern in (
+        "haed",
+        "blocks.2",
+        "attn",
+        "Head",
+        "*.weight",
+        "",
+        ["head", "tail"],
+        "blocks.",
+    ):
         wrong = pattern[-1] if isinstance(pattern, list) else pattern
         for sign in ("", "-"):
             given = sign + pattern if isinstance(pattern, str) else [*pattern[:-1], sign + wrong]
@@ -88,7 +112,9 @@ def test_what_is_no_pattern_of_this_model():
     with pytest.raises(ValueError, match=r"0, 1, 2.* 19 and 30 more"):
         THOR(nn.Sequential(*[nn.Linear(2, 2) for _ in range(50)]), layers="-head")
     for wrong in (3, [3], ["head", None], [nn.Linear], True, {"head": 1.5, 2: 3}):
-        with pytest.raises(TypeError, match=r"layers=.*must be a name, a pattern, a list of them, or a callable"):
+        with pytest.raises(
+            TypeError, match=r"layers=.*must be a name, a pattern, a list of them, or a callable"
+        ):
             THOR(transformer(), layers=wrong)
     for nothing in ("*.norm", lambda name, module: False):
         with pytest.raises(ValueError, match="SGD"):
@@ -119,11 +145,21 @@ def test_a_projection_that_is_left_out_is_plain_sgd(settings, left_out):
     """Rows of one parameter, some with a natural gradient, some without: none stands still."""
     options = {"update_interval": 2, "weight_decay": 0.1, **settings}
     stream = [(x, cross_entropy(labels)) for x, labels in batches(6)]
-    compare(mlp(), stream, thor_options={"layers": "-2"}, reference_options={"preconditioned": ["0", "4"]}, **options)
+    compare(
+        mlp(),
+        stream,
+        thor_options={"layers": "-2"},
+        reference_options={"preconditioned": ["0", "4"]},
+        **options,
+    )
     without = [f"attn.{part}_proj" for part in left_out]
 
     def layers(model):
-        return {name: layer for name, layer in attention_layers(model, "attn").items() if name not in without}
+        return {
+            name: layer
+            for name, layer in attention_layers(model, "attn").items()
+            if name not in without
+        }
 
     def by_hand(model, x):
         output, _, seen = attention_by_hand(model.attn, "attn", x, x, x)
@@ -131,7 +167,10 @@ def test_a_projection_that_is_left_out_is_plain_sgd(settings, left_out):
 
     optimizer, _ = compare(
         OneAttention().double(),
-        [(torch.randn(5, 3, 4).double(), cross_entropy(torch.randint(4, (5, 3)))) for _ in range(5)],
+        [
+            (torch.randn(5, 3, 4).double(), cross_entropy(torch.randint(4, (5, 3))))
+            for _ in range(5)
+        ],
         forward=by_hand,
         thor_options={"layers": [f"-{name}" for name in without]},
         reference_options={"layers": layers},
@@ -147,12 +186,21 @@ def test_a_projection_that_is_left_out_is_plain_sgd(settings, left_out):
 
 
 def test_patterns_with_parameter_groups():
-    """Patterns are of the layers that are trained: one for a later group would match nothing at first."""
+    """Patterns are of the layers that are trained: one for a later group would match nothing at
+    first.
+    """
     model = transformer()
-    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is matrices]} for matrices in (True, False)]
-    assert set(THOR(groups, model=model, layers=["-head", "-*.norm"]).curvature) == NAMES - NORMS - {"head"}
+    groups = [
+        {"params": [p for p in model.parameters() if (p.ndim > 1) is matrices]}
+        for matrices in (True, False)
+    ]
+    assert set(
+        THOR(groups, model=model, layers=["-head", "-*.norm"]).curvature
+    ) == NAMES - NORMS - {"head"}
     optimizer = THOR(model["blocks"].parameters(), model=model, layers="-*.norm")
-    optimizer.add_param_group({"params": [*model["embedding"].parameters(), *model["head"].parameters()]})
+    optimizer.add_param_group(
+        {"params": [*model["embedding"].parameters(), *model["head"].parameters()]}
+    )
     assert set(optimizer.curvature) == NAMES - NORMS
 
 

@@ -1,4 +1,6 @@
-"""Products in float32: exact to its rounding by whichever library, and the user's settings stay as they are."""
+"""Products in float32: exact to its rounding by whichever library, and the user's settings stay as
+they are.
+"""
 
 from itertools import product as pairs
 
@@ -38,7 +40,13 @@ def test_products_are_exact():
             a, b = matrices(count, m, k, of_a), matrices(count, k, n, of_b)
             with ieee_float32("cpu"):
                 error = (product(a, b) - a.double() @ b.double()).abs()
-            assert (error <= 2e-6 * (a.double().abs() @ b.double().abs())).all(), (m, k, n, of_a, of_b)
+            assert (error <= 2e-6 * (a.double().abs() @ b.double().abs())).all(), (
+                m,
+                k,
+                n,
+                of_a,
+                of_b,
+            )
         a, b = matrices(count, m, k), matrices(count, k, n)
         for layout in (*LAYOUTS, "column of blocks"):
             into = matrices(count, m, n, layout)
@@ -76,7 +84,11 @@ def test_a_library_that_rounds_to_bfloat16_is_not_taken(monkeypatch):
     bmm = torch.bmm
 
     def rounding(a, b):
-        return bmm(a.bfloat16().to(a.dtype), b.bfloat16().to(b.dtype)) if a.dtype == torch.float32 else bmm(a, b)
+        return (
+            bmm(a.bfloat16().to(a.dtype), b.bfloat16().to(b.dtype))
+            if a.dtype == torch.float32
+            else bmm(a, b)
+        )
 
     monkeypatch.setattr(torch, "bmm", rounding)
     assert not find_out()

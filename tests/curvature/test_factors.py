@@ -1,4 +1,6 @@
-"""Factors of one refresh against curvlinops, and steps against the exact Fisher where it is a Kronecker product."""
+"""Factors of one refresh against curvlinops, and steps against the exact Fisher where it is a
+Kronecker product.
+"""
 
 import pytest
 import torch
@@ -23,27 +25,33 @@ def test_curvlinops_agrees():
         for name, curvature in optimizer.curvature.items():
             A, G = curvature.factors()
             torch.testing.assert_close(A, inputs[name], rtol=1e-9, atol=1e-12)
-            torch.testing.assert_close(curvature.rows_per_term * G, grads[name], rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(
+                curvature.rows_per_term * G, grads[name], rtol=1e-9, atol=1e-12
+            )
 
 
-# ---- where the Kronecker product is the Fisher itself: per-example gradients are autograd's, one at a time -----------
+# ---- where the Kronecker product is the Fisher itself: per-example gradients are autograd's, one a
 
 
 def exact(layer):
     """(the full Fisher of a weight, the mean gradient, T · G ⊗ A, and what THOR steps along).
 
-    Constant images are shown, and the gradient is at a single position: T = 6 for a kernel of one pixel. All pairs of
-    an input and a gradient come, so that E[ggᵀ ⊗ aaᵀ] = E[ggᵀ] ⊗ E[aaᵀ] exactly, and both have full rank.
+    Constant images are shown, and the gradient is at a single position: T = 6 for a kernel of one
+    pixel. All pairs of an input and a gradient come, so that E[ggᵀ ⊗ aaᵀ] = E[ggᵀ] ⊗ E[aaᵀ]
+    exactly, and both have full rank.
     """
     inputs, grads = torch.randn(6, 4).double(), torch.randn(5, 3).double()
     x = inputs.repeat_interleave(5, 0)[:, :, None, None].expand(-1, -1, 2, 3).contiguous()
     loss = lambda output, i: (output[0, :, i % 2, i % 3] * grads[i % 5]).sum()  # noqa: E731
     model = nn.Sequential(layer)
     rows = torch.stack([
-        torch.autograd.grad(loss(model(x[i : i + 1]), i), layer.weight)[0].flatten() for i in range(len(x))
+        torch.autograd.grad(loss(model(x[i : i + 1]), i),
+        layer.weight)[0].flatten() for i in range(len(x))
     ])  # fmt: skip
     before = layer.weight.detach().clone()
-    optimizer = THOR(model, lr=1.0, damping=1e-22, momentum=0.0, split_dim=None, max_update_ratio=None)
+    optimizer = THOR(
+        model, lr=1.0, damping=1e-22, momentum=0.0, split_dim=None, max_update_ratio=None
+    )
     output = model(x)
     sum(loss(output[i : i + 1], i) for i in range(len(x))).div(len(x)).backward()
     optimizer.step()

@@ -1,4 +1,5 @@
-"""What holds for every kind of layer: its rows, matrices and loss terms are those of explicit loops and of autograd.
+"""What holds for every kind of layer: its rows, matrices and loss terms are those of explicit loops
+and of autograd.
 
 Attention, experts, recurrent and registered layers have files of their own.
 """
@@ -41,9 +42,15 @@ small, sizes = st.integers(1, 3), st.integers(1, 7)
 def of_vectors(draw):
     """(a linear layer or an embedding, its input, a mask of its rows)."""
     torch.manual_seed(0)  # what is assumed depends on the numbers
-    inputs, outputs, leading = draw(sizes), draw(sizes), draw(st.lists(st.integers(1, 4), max_size=3))
+    inputs, outputs, leading = (
+        draw(sizes),
+        draw(sizes),
+        draw(st.lists(st.integers(1, 4), max_size=3)),
+    )
     kind = draw(
-        st.sampled_from([nn.Linear, Conv1D, nn.Embedding, GemmaTextScaledWordEmbedding, BartScaledWordEmbedding])
+        st.sampled_from(
+            [nn.Linear, Conv1D, nn.Embedding, GemmaTextScaledWordEmbedding, BartScaledWordEmbedding]
+        )
     )
     if kind is Conv1D:
         layer = Conv1D(outputs, inputs)
@@ -56,14 +63,24 @@ def of_vectors(draw):
     x = torch.randn(*leading, inputs).double() if is_linear else torch.randint(inputs, leading)
     keep = torch.rand(leading) < 0.7 if leading and draw(st.booleans()) else None
     counts = torch.ones(leading, dtype=torch.bool) if keep is None else keep
-    assume((counts if is_linear else counts & (x != (-1 if layer.padding_idx is None else layer.padding_idx))).any())
+    assume(
+        (
+            counts
+            if is_linear
+            else counts & (x != (-1 if layer.padding_idx is None else layer.padding_idx))
+        ).any()
+    )
     return layer.double(), x, keep
 
 
 VIEWS = {
     "plain": torch.randn,
-    "cropped": lambda *shape: torch.randn([n + 2 for n in shape])[tuple(slice(1, n + 1) for n in shape)],
-    "steps": lambda *shape: torch.randn([2 * n for n in shape])[(slice(None, None, 2),) * len(shape)],
+    "cropped": lambda *shape: torch.randn([n + 2 for n in shape])[
+        tuple(slice(1, n + 1) for n in shape)
+    ],
+    "steps": lambda *shape: torch.randn([2 * n for n in shape])[
+        (slice(None, None, 2),) * len(shape)
+    ],
     "channels_last": lambda *shape: torch.randn(shape[0], *shape[2:], shape[1]).movedim(-1, 1),
     "expanded": lambda *shape: torch.randn(1, *shape[1:]).expand(shape),
     "constant": lambda *shape: torch.randn(*shape[:2], *[1] * (len(shape) - 2)).expand(shape),
@@ -83,25 +100,38 @@ def of_images(draw, kinds, n):
         options["padding"] = draw(st.tuples(*[st.integers(0, 2)] * n))
     else:
         options |= {name: draw(small) for name in ("kernel_size", "stride", "dilation")}
-        options |= {"eps": 0.1} if kind in STANDARDISED else {"eps": 0.01, "gamma": 1.7} if kind in SCALED else {}
+        options |= (
+            {"eps": 0.1}
+            if kind in STANDARDISED
+            else {"eps": 0.01, "gamma": 1.7}
+            if kind in SCALED
+            else {}
+        )
     if kind == "transposed":
         kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[n - 1]
         limits = [max(s, d) for s, d in zip(options["stride"], options["dilation"], strict=True)]
         options["output_padding"] = tuple(draw(st.integers(0, limit - 1)) for limit in limits)
     elif kind == "plain":
         kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[n - 1]
-        options["padding_mode"] = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
+        options["padding_mode"] = draw(
+            st.sampled_from(["zeros", "reflect", "replicate", "circular"])
+        )
         options["padding"] = draw(st.sampled_from(["same", "valid", options["padding"]]))
         options["stride"] = (1,) * n if options["padding"] == "same" else options["stride"]
     layer = kind(*channels, **options).double()
     if kind in SCALED:
         nn.init.normal_(layer.gain)
-    size, images = draw(st.tuples(*[st.integers(1, 3) if n == 3 else sizes] * n)), draw(st.integers(0, 4))
+    size, images = (
+        draw(st.tuples(*[st.integers(1, 3) if n == 3 else sizes] * n)),
+        draw(st.integers(0, 4)),
+    )
     x = VIEWS[draw(st.sampled_from([*VIEWS]))](images or 1, channels[0], *size).double()
     x = x if images else x[0]  # a single image without a batch
     try:
-        some = bool((layer(x).abs() > 1e-6).any())  # not if there is no output, or it is that of the padding alone
-    except (RuntimeError, ValueError):  # the kernel does not fit, the padding is too large, or nothing is left
+        # not if there is no output, or it is that of the padding alone
+        some = bool((layer(x).abs() > 1e-6).any())
+    # the kernel does not fit, the padding is too large, or nothing is left
+    except (RuntimeError, ValueError):
         some = False
     assume(some)
     return layer, x, None
@@ -111,23 +141,35 @@ CONVOLUTIONS = [of_images(TORCHS, n) for n in (1, 2, 3)]
 
 
 def chosen(count, most, period):
-    """Indices of every k-th: k is the largest that leaves `most` and has no factor in common with the period."""
+    """Indices of every k-th: k is the largest that leaves `most` and has no factor in common with
+    the period.
+    """
     fitting = [
         k
         for k in range(1, count + 1)
-        if k == 1 or (most is not None and count >= most * k and all(period % f or k % f for f in range(2, period + 1)))
+        if k == 1
+        or (
+            most is not None
+            and count >= most * k
+            and all(period % f or k % f for f in range(2, period + 1))
+        )
     ]
     return [i for i in range(count) if i % max(fitting, default=1) == 0]
 
 
 def chosen_patches(images, pixels, most):
-    """Every k-th, where the places of image i are those of image 0 shifted by i times the golden ratio."""
+    """Every k-th, where the places of image i are those of image 0 shifted by i times the golden
+    ratio.
+    """
     if images == 1:
         return chosen(pixels, most, pixels)
     k = 1 if most is None else max(1, images * pixels // most)
     image = [row // pixels for row in range(0, images * pixels, k)]
     shifts = [i * pixels * 618034 // 1000000 if k > 1 else 0 for i in image]
-    return [i * pixels + (k * n + shift) % pixels for n, (i, shift) in enumerate(zip(image, shifts, strict=True))]
+    return [
+        i * pixels + (k * n + shift) % pixels
+        for n, (i, shift) in enumerate(zip(image, shifts, strict=True))
+    ]
 
 
 def summed(kind, x, output, *, keep=None, most=None):
@@ -151,12 +193,21 @@ def close(found, wanted, **tolerances):
     most=st.none() | st.integers(1, 30),
     piece=st.sampled_from([64, 2**23]),
 )
-@example(case=(nn.Linear(4, 3).double(), torch.randn(5, 5, 4).double(), None), split_dim=3, most=5, piece=64)
+@example(
+    case=(nn.Linear(4, 3).double(), torch.randn(5, 5, 4).double(), None),
+    split_dim=3,
+    most=5,
+    piece=64,
+)
 def test_rows_and_matrices_of_any_layer(case, split_dim, most, piece):
-    """Rows go through memory a few images at a time, if a piece is small; of many, `most` are enough for A."""
+    """Rows go through memory a few images at a time, if a piece is small; of many, `most` are
+    enough for A.
+    """
     (layer, x, keep), mask = case, None if case[2] is None else case[2].numpy()
     model, is_image = nn.Sequential(layer), hasattr(layer, "kernel_size")
-    has_batch = x.dim() == len(layer.kernel_size) + 2 if is_image else x.dim() > x.is_floating_point()
+    has_batch = (
+        x.dim() == len(layer.kernel_size) + 2 if is_image else x.dim() > x.is_floating_point()
+    )
     terms = len(x) if has_batch else 1
     optimizer = having(THOR(model, lr=0.0, damping=DAMPING, split_dim=split_dim), row_mask=keep)
     loss = lambda output: (output**3).sum() / terms  # noqa: E731
@@ -164,7 +215,9 @@ def test_rows_and_matrices_of_any_layer(case, split_dim, most, piece):
     with patch.dict(matrix_kinds._PIECE_BYTES, cpu=piece):
         loss(output).backward()
         optimizer.step()
-    assert_matches_reference(model, x, loss, terms=terms, split_dim=split_dim, optimizer=optimizer, mask=mask)
+    assert_matches_reference(
+        model, x, loss, terms=terms, split_dim=split_dim, optimizer=optimizer, mask=mask
+    )
 
     kind, (grads, uses) = kind_of(layer), gradients(model, x, loss)
     [(inputs, grad_y)], grad = uses["0"], grads["0.weight"]
@@ -172,13 +225,16 @@ def test_rows_and_matrices_of_any_layer(case, split_dim, most, piece):
     if is_image:
         places = chosen_patches(terms, math.prod(output.shape[-len(layer.kernel_size) :]), most)
     else:  # a masked row is neither taken nor stepped over; how often a token comes weighs it
-        places = chosen(len(counting[0]), most if x.is_floating_point() else None, math.prod(x.shape[1:-1]))
+        places = chosen(
+            len(counting[0]), most if x.is_floating_point() else None, math.prod(x.shape[1:-1])
+        )
     rows, found = summed(kind, x, output.shape, keep=keep, most=most)
     assert rows == len(places) == len(set(places))
     for dense, of_group in zip(found, counting, strict=True):
         close(dense, of_group[places].T @ of_group[places])
 
-    # ∇W = Σ g aᵀ, a matrix a group: the loops and the matrix's order are right; but where W is standardised
+    # ∇W = Σ g aᵀ, a matrix a group: the loops and the matrix's order are right; but where W is
+    # standardised
     pairs, weight = rows_of(layer, inputs, grad_y), torch.as_tensor(grad)
     matrix = kind.to_matrix(weight)
     by_rows = matrix.mT if kind.transposed else matrix
@@ -197,10 +253,14 @@ def test_every_so_many():
         found = list(range(0, count, spacing(count, most, period)))
         assert found == chosen(count, most, period)
         assert most is None or min(count, most) <= len(found)
-    # every place in a sample has its turn: of 64 images of 6 pixels not every 24th, always the first pixel, is taken
+    # every place in a sample has its turn: of 64 images of 6 pixels not every 24th, always the
+    # first pixel, is taken
     assert spacing(64 * 6, 16, 6) == 23
     # of 64 images of 16 pixels every second patch: not always the same eight pixels of an image
-    spread = [matrix_kinds.evenly_spread(images, 16, step, torch.device("cpu")) for images, step in ((64, 2), (512, 8))]
+    spread = [
+        matrix_kinds.evenly_spread(images, 16, step, torch.device("cpu"))
+        for images, step in ((64, 2), (512, 8))
+    ]
     few, many = (Counter((places % 16).tolist()) for places in spread)
     assert few.keys() == many.keys() == set(range(16))
     assert max(many.values()) <= 1.5 * min(many.values())
@@ -214,7 +274,9 @@ def test_batches_of_other_shapes_have_places_of_their_own():
         x = torch.randn(shape).double()
         output = module(x)
         [(wanted, _)] = rows_of(module, x.numpy(), output.detach().numpy())
-        wanted = wanted[chosen_patches(shape[0] if len(shape) == 4 else 1, math.prod(shape[-2:]), 6)]
+        wanted = wanted[
+            chosen_patches(shape[0] if len(shape) == 4 else 1, math.prod(shape[-2:]), 6)
+        ]
         rows, [found] = summed(kind, x, output.shape, most=6)
         assert rows == len(wanted)
         close(found, wanted.T @ wanted)

@@ -1,4 +1,6 @@
-"""What is special to convolutions: sizes that a call gives, weights that are standardised, and what is unknown."""
+"""What is special to convolutions: sizes that a call gives, weights that are standardised, and what
+is unknown.
+"""
 
 import copy
 
@@ -20,7 +22,11 @@ def test_output_size_given_to_the_call():
             self.sizes, self.by_name = list(sizes), by_name
 
         def forward(self, x):
-            return self.conv(input=x, output_size=self.sizes) if self.by_name else self.conv(x, self.sizes)
+            return (
+                self.conv(input=x, output_size=self.sizes)
+                if self.by_name
+                else self.conv(x, self.sizes)
+            )
 
     def forward(model, x):
         y = model(x)
@@ -35,21 +41,33 @@ def test_output_size_given_to_the_call():
 
 
 def test_no_guess_where_the_forward_is_not_known():
-    louder = type("Louder", (ScaledStdConv2d,), {"forward": lambda self, x: 2 * ScaledStdConv2d.forward(self, x)})
-    strange = type("StdConv2d", (nn.Conv2d,), {"forward": lambda self, x: nn.Conv2d.forward(self, x) - 1})
+    louder = type(
+        "Louder",
+        (ScaledStdConv2d,),
+        {"forward": lambda self, x: 2 * ScaledStdConv2d.forward(self, x)},
+    )
+    strange = type(
+        "StdConv2d", (nn.Conv2d,), {"forward": lambda self, x: nn.Conv2d.forward(self, x) - 1}
+    )
     for kind in (louder, strange):
-        entries = {e.name: e for e in THOR(nn.Sequential(nn.Conv2d(9, 9, 3), kind(2, 3, 1))).coverage()}
+        entries = {
+            e.name: e for e in THOR(nn.Sequential(nn.Conv2d(9, 9, 3), kind(2, 3, 1))).coverage()
+        }
         assert entries["1.weight"].reason == f"{kind.__name__} overrides the forward of Conv2d"
 
 
 def test_half_precision_statistics_are_those_of_float32():
     """c of a bfloat16 weight is found in float32, where the factors are."""
-    model, x = nn.Sequential(ScaledStdConv2d(4, 4, 3, gamma=1.7, groups=2)).bfloat16(), torch.randn(3, 4, 7, 6)
+    model, x = (
+        nn.Sequential(ScaledStdConv2d(4, 4, 3, gamma=1.7, groups=2)).bfloat16(),
+        torch.randn(3, 4, 7, 6),
+    )
     twin = copy.deepcopy(model).float()
     found = []
     for one, inputs in ((model, x.bfloat16()), (twin, x.bfloat16().float())):
         optimizer = THOR(one, lr=0.0, trace_thresholds=(0.0, 0.0))
-        (one(inputs).float() * 3).sum().div(3).backward()  # the gradient is a constant: no rounding of forward in it
+        # the gradient is a constant: no rounding of forward in it
+        (one(inputs).float() * 3).sum().div(3).backward()
         optimizer.step()
         found.append(optimizer.curvature["0"].factors()[1])
     torch.testing.assert_close(list(found[0]), list(found[1]), rtol=1e-5, atol=1e-7)

@@ -48,22 +48,32 @@ def test_what_does_more_than_scale_is_not_guessed():
         BartScaledWordEmbedding(7, 4, None, embed_scale=None),
     ):
         entries = {e.name: e for e in THOR(nn.Sequential(other, nn.Linear(4, 3))).coverage()}
-        assert entries["0.weight"].reason == f"{type(other).__name__} overrides the forward of Embedding"
+        assert (
+            entries["0.weight"].reason
+            == f"{type(other).__name__} overrides the forward of Embedding"
+        )
     entry = ThorMuon(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 9))).coverage()[0]
     assert entry.reason == "the input factor is diagonal"
 
 
 def test_conv1d_of_another_library():
-    other = type("Conv1D", (nn.Module,), {"forward": lambda self, x: x @ self.weight})()  # the name proves nothing
+    # the name proves nothing
+    other = type("Conv1D", (nn.Module,), {"forward": lambda self, x: x @ self.weight})()
     other.weight = nn.Parameter(torch.randn(5, 7))
     assert set(THOR(nn.Sequential(other, nn.Linear(7, 3))).curvature) == {"1"}
 
 
-# ---- the mask ----------------------------------------------------------------------------------------------------
+# ---- the mask ------------------------------------------------------------------------------------
 
 
 def language_model(padding_idx=None):
-    layers = nn.Embedding(11, 4, padding_idx), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)
+    layers = (
+        nn.Embedding(11, 4, padding_idx),
+        nn.Tanh(),
+        nn.Linear(4, 5),
+        nn.Tanh(),
+        nn.Linear(5, 3),
+    )
     return nn.Sequential(*layers).double()
 
 
@@ -75,7 +85,9 @@ def sentences():
 
 
 def test_masks_of_micro_batches_padding_index_and_predicted_tokens():
-    """Rows are the 8 real tokens, N counts the predicted: as of the same tokens without padding, in one row."""
+    """Rows are the 8 real tokens, N counts the predicted: as of the same tokens without padding, in
+    one row.
+    """
     x, labels, mask = sentences()
     some = torch.zeros_like(mask)
     some[0, 1] = some[1, 0] = some[2, 2] = True
@@ -84,14 +96,20 @@ def test_masks_of_micro_batches_padding_index_and_predicted_tokens():
         (None, 3, 128), (mask, some), (None, 5), ([slice(0, 3)], [slice(0, 1), slice(1, 3)])
     ):
         model, terms = language_model(padding), int(predicted.sum())
-        optimizer = having(THOR(model, lr=0.0, damping=DAMPING, split_dim=split_dim), loss_terms=lambda n=terms: n)
+        optimizer = having(
+            THOR(model, lr=0.0, damping=DAMPING, split_dim=split_dim), loss_terms=lambda n=terms: n
+        )
         for part in parts:
             optimizer.row_mask = mask[part]
             chosen = predicted[part]
-            cross_entropy(labels[part][chosen])(model(x[part])[chosen]).mul(int(chosen.sum()) / terms).backward()
+            cross_entropy(labels[part][chosen])(model(x[part])[chosen]).mul(
+                int(chosen.sum()) / terms
+            ).backward()
         optimizer.step()
         loss = lambda output, its=predicted[mask]: cross_entropy(labels[mask][its])(output[its])  # noqa: E731
-        assert_matches_reference(model, x[mask], loss, terms=terms, split_dim=split_dim, optimizer=optimizer)
+        assert_matches_reference(
+            model, x[mask], loss, terms=terms, split_dim=split_dim, optimizer=optimizer
+        )
 
 
 def test_mask_holds_for_layers_of_its_shape_only():
@@ -102,7 +120,9 @@ def test_mask_holds_for_layers_of_its_shape_only():
     optimizer = having(THOR(model, lr=0.0, damping=DAMPING), row_mask=mask)
     loss(model(x)).backward()
     optimizer.step()
-    assert_matches_reference(model, x, loss, terms=3, split_dim=128, optimizer=optimizer, mask=mask.numpy())
+    assert_matches_reference(
+        model, x, loss, terms=3, split_dim=128, optimizer=optimizer, mask=mask.numpy()
+    )
     assert [curvature.rows_per_term for curvature in optimizer.curvature.values()] == [8 / 3, 1]
 
 
@@ -136,9 +156,13 @@ def test_what_is_no_mask():
 def test_every_scaled_one_of_transformers():
     found = []
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
-        for name in re.findall(r"^class (\w*ScaledWordEmbedding)\(nn\.Embedding\)", path.read_text(), re.MULTILINE):
+        for name in re.findall(
+            r"^class (\w*ScaledWordEmbedding)\(nn\.Embedding\)", path.read_text(), re.MULTILINE
+        ):
             found.append(name)
             module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-            entries = THOR(nn.Sequential(getattr(module, name)(7, 4, 0, embed_scale=3.0), nn.Linear(4, 3))).coverage()
+            entries = THOR(
+                nn.Sequential(getattr(module, name)(7, 4, 0, embed_scale=3.0), nn.Linear(4, 3))
+            ).coverage()
             assert entries[0].preconditioned == (name != "T5Gemma2TextScaledWordEmbedding"), name
     assert len(found) > 10

@@ -1,4 +1,6 @@
-"""Fused experts: E layers in one 3-d weight, against E layers of the reference, each with rows and a T of its own."""
+"""Fused experts: E layers in one 3-d weight, against E layers of the reference, each with rows and
+a T of its own.
+"""
 
 import math
 
@@ -47,10 +49,15 @@ class MoeExperts(nn.Module):
         super().__init__()
         self.style = style
         self.is_transposed = style in ("matmul", "gathered")
-        for name, outputs, inputs in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
+        for name, outputs, inputs in (
+            ("gate_up_proj", 2 * INNER, HIDDEN),
+            ("down_proj", HIDDEN, INNER),
+        ):
             size = (inputs, outputs) if self.is_transposed else (outputs, inputs)
             self.register_parameter(name, nn.Parameter(torch.randn(EXPERTS, *size)))
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(EXPERTS, outputs)) if bias else None)
+            self.register_parameter(
+                f"{name}_bias", nn.Parameter(torch.randn(EXPERTS, outputs)) if bias else None
+            )
 
     def forward(self, x, chosen):
         order = chosen.argsort(stable=True)
@@ -86,7 +93,9 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, 3)
 
     def forward(self, x, chosen):
-        return self.head(self.experts(self.body(x).flatten(0, 1), chosen.flatten()).view(*x.shape[:2], HIDDEN))
+        return self.head(
+            self.experts(self.body(x).flatten(0, 1), chosen.flatten()).view(*x.shape[:2], HIDDEN)
+        )
 
 
 def by_hand(model, x):
@@ -98,9 +107,13 @@ def by_hand(model, x):
         mine = (chosen == e).nonzero()[:, 0]
         if len(mine):
             options = {"inputs_first": model.experts.is_transposed}
-            gated, more = expert_by_hand(model.experts, "experts", "gate_up_proj", e, tokens[mine], **options)
+            gated, more = expert_by_hand(
+                model.experts, "experts", "gate_up_proj", e, tokens[mine], **options
+            )
             gate, up = gated.chunk(2, dim=-1)
-            y, again = expert_by_hand(model.experts, "experts", "down_proj", e, torch.tanh(gate) * up, **options)
+            y, again = expert_by_hand(
+                model.experts, "experts", "down_proj", e, torch.tanh(gate) * up, **options
+            )
             seen += more + again
             parts.append(y)
             places.append(mine)
@@ -110,46 +123,82 @@ def by_hand(model, x):
 
 
 def stream(count):
-    """Batches of three sequences of four tokens; expert 4 has none in the first three, expert 0 in late even ones."""
+    """Batches of three sequences of four tokens; expert 4 has none in the first three, expert 0 in
+    late even ones.
+    """
     batches = []
     for step in range(count):
         none_of_the_first = step >= 6 and step % 2 == 0
         experts = torch.randint(int(none_of_the_first), EXPERTS - (step < 3), (3, 4))
-        batches.append(((torch.randn(3, 4, 3).double(), experts), cross_entropy(torch.randint(3, (3, 4)))))
+        batches.append(
+            ((torch.randn(3, 4, 3).double(), experts), cross_entropy(torch.randint(3, (3, 4))))
+        )
     return batches
 
 
 @pytest.mark.parametrize("style", PRODUCTS)
 def test_steps_are_those_of_separate_layers(style):
-    """The reference has no weights √T: a layer an expert, which keeps what it has where it gets no rows."""
+    """The reference has no weights √T: a layer an expert, which keeps what it has where it gets no
+    rows.
+    """
     split = {"bias": True, "momentum": 0.0, "split_dim": 3, "damping": 0.3}
-    everything = {"bias": True, "nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3, "split_dim": None}
+    everything = {
+        "bias": True,
+        "nesterov": True,
+        "weight_decay": 0.1,
+        "kl_clip": 1e-3,
+        "split_dim": None,
+    }
     for options in ({}, split, everything):
         options = {"update_interval": 2, "trace_thresholds": (0.0, 0.0), **options}
         model = Model(style, bias=options.pop("bias", False)).double()
         flipped = model.experts.is_transposed
-        layers = {"layers": lambda m, flipped=flipped: expert_layers(m, "experts", WEIGHTS, inputs_first=flipped)}
-        optimizer, reference = compare(model, stream(10), forward=by_hand, reference_options=layers, **options)
-        assert {name for name in optimizer.curvature if "experts" in name} == {f"experts.{name}" for name in WEIGHTS}
-        refreshes = [reference.curvature[f"experts.down_proj.{e}"].refreshes for e in range(EXPERTS)]
+        layers = {
+            "layers": lambda m, flipped=flipped: expert_layers(
+                m, "experts", WEIGHTS, inputs_first=flipped
+            )
+        }
+        optimizer, reference = compare(
+            model, stream(10), forward=by_hand, reference_options=layers, **options
+        )
+        assert {name for name in optimizer.curvature if "experts" in name} == {
+            f"experts.{name}" for name in WEIGHTS
+        }
+        refreshes = [
+            reference.curvature[f"experts.down_proj.{e}"].refreshes for e in range(EXPERTS)
+        ]
         assert 1 < max(refreshes[0], refreshes[4]) < min(refreshes[1:4])
 
 
 def test_the_trace_counts_what_an_expert_without_rows_keeps():
-    """tr(F + λI) of a refresh is that of the factors in use after it, not of the rows of the step alone."""
-    experts = Weights(lambda x, w: torch.cat([F.linear(*one) for one in zip(x, w, strict=False)]), 2, 3, 4)
-    optimizer = having(THOR(experts, lr=0.0, damping=0.5, update_interval=1, trace_thresholds=(0.0, 0.0)), loss_terms=6)
+    """tr(F + λI) of a refresh is that of the factors in use after it, not of the rows of the step
+    alone.
+    """
+    experts = Weights(
+        lambda x, w: torch.cat([F.linear(*one) for one in zip(x, w, strict=False)]), 2, 3, 4
+    )
+    optimizer = having(
+        THOR(experts, lr=0.0, damping=0.5, update_interval=1, trace_thresholds=(0.0, 0.0)),
+        loss_terms=6,
+    )
     for count in (2, 1):  # the second expert has no rows in the second step
         optimizer.zero_grad()
         experts(torch.randn(count, 3, 4).double()).square().sum().div(6).backward()
         optimizer.step()
-        traces = [a.trace() * g.trace() for a, g in zip(*optimizer.curvature["weight"].factors(), strict=True)]
+        traces = [
+            a.trace() * g.trace()
+            for a, g in zip(*optimizer.curvature["weight"].factors(), strict=True)
+        ]
         assert all(traces)
-        assert optimizer.last_refresh[0].trace == pytest.approx(sum(traces).item() + 0.5 * 24, rel=1e-6)
+        assert optimizer.last_refresh[0].trace == pytest.approx(
+            sum(traces).item() + 0.5 * 24, rel=1e-6
+        )
 
 
 def test_every_expert_sees_every_token():
-    """Dense experts: one product of the whole weight. Each is a linear layer that all rows go through."""
+    """Dense experts: one product of the whole weight. Each is a linear layer that all rows go
+    through.
+    """
     x, coefficients = torch.randn(6, 2).double(), torch.randn(3, 6, 4).double()
     for product in (
         lambda x, w: torch.bmm(x[None].expand(3, -1, -1), w.mT),
@@ -160,7 +209,9 @@ def test_every_expert_sees_every_token():
         optimizer = having(THOR(model, lr=0.0, split_dim=None), loss_terms=6)
         (model(x) * coefficients).sum().div(6).backward()
         optimizer.step()
-        for a, g, gradient in zip(*optimizer.curvature["weight"].factors(), coefficients, strict=True):
+        for a, g, gradient in zip(
+            *optimizer.curvature["weight"].factors(), coefficients, strict=True
+        ):
             torch.testing.assert_close(a, x.T @ x / 6)
             torch.testing.assert_close(g, gradient.T @ gradient / 6)
 
@@ -170,20 +221,38 @@ def test_a_product_that_is_not_understood_is_said_and_trained_plainly():
     model = nn.Sequential(nn.Linear(4, 4).double(), experts)
     optimizer, before = THOR(model), experts.weight.detach().clone()
     model(torch.randn(5, 4).double()).square().mean().backward()
-    with pytest.warns(RuntimeWarning, match=r"layer '1\.weight': it has a gradient and no statistics"):
+    with pytest.warns(
+        RuntimeWarning, match=r"layer '1\.weight': it has a gradient and no statistics"
+    ):
         optimizer.step()
     assert (optimizer.curvature["0"].refreshes, optimizer.curvature["1.weight"].refreshes) == (1, 0)
     assert not torch.equal(experts.weight, before)
     assert not next(e for e in optimizer.coverage() if e.name == "1.weight").preconditioned
 
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+}
+HEADS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 MODELS = {
     "mixtral": {},
-    "qwen2_moe": {"num_experts": 6, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    },
     "gpt_oss": {"head_dim": 8},  # inputs first, biases
-    "llama4_text": {"intermediate_size_mlp": 32, "moe_layers": [0, 1], "head_dim": 8},  # every expert sees every token
+    # every expert sees every token
+    "llama4_text": {"intermediate_size_mlp": 32, "moe_layers": [0, 1], "head_dim": 8},
     "jetmoe": {"kv_channels": 8},  # one weight a module
 }
 
@@ -192,7 +261,9 @@ def trained(name, implementation, method=THOR, **options):
     """A model and its optimizer after three steps; the same start for every implementation."""
     torch.manual_seed(3)
     chosen = {} if implementation is None else {"experts_implementation": implementation}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SIZES, **HEADS, **MODELS[name]}), **chosen)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(name, **{**SIZES, **HEADS, **MODELS[name]}), **chosen
+    )
     optimizer = method(model, **options)
     tokens = torch.randint(1, 32, (4, 6), generator=torch.Generator().manual_seed(1))
     for _ in range(3):
@@ -204,13 +275,21 @@ def trained(name, implementation, method=THOR, **options):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
-    """All experts have factors, next to everything is covered, and no product warns; the same whatever multiplies."""
+    """All experts have factors, next to everything is covered, and no product warns; the same
+    whatever multiplies.
+    """
     found, with_choice = [], name in ("mixtral", "qwen2_moe")
     for implementation in ("eager", "grouped_mm", "batched_mm") if with_choice else (None,):
         model, optimizer = trained(name, implementation, kl_clip=1e-3)
         covered = [entry for entry in optimizer.coverage() if entry.preconditioned]
-        assert sum(math.prod(e.shape) for e in covered) > 0.95 * sum(p.numel() for p in model.parameters())
-        experts = [optimizer.curvature[e.name] for e in covered if e.kind == "Experts" and len(e.shape) == 3]
+        assert sum(math.prod(e.shape) for e in covered) > 0.95 * sum(
+            p.numel() for p in model.parameters()
+        )
+        experts = [
+            optimizer.curvature[e.name]
+            for e in covered
+            if e.kind == "Experts" and len(e.shape) == 3
+        ]
         assert {layer.refreshes for layer in experts} == {1}
         found.append([layer.factors() for layer in experts])
     for other in found[1:]:

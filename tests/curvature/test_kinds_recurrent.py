@@ -27,7 +27,9 @@ class Reader(nn.Module):
         output, states = self.rnn(x)
         h = states[0] if isinstance(states, tuple) else states
         last = torch.cat(list(h[-self.directions :]), -1)
-        return self.head(last if lengths is not None else last + output.mean(1 if self.rnn.batch_first else 0))
+        return self.head(
+            last if lengths is not None else last + output.mean(1 if self.rnn.batch_first else 0)
+        )
 
 
 def by_hand(model, x):
@@ -60,7 +62,10 @@ MODELS = {
 }
 
 
-OPTIONS = {"reference_options": {"layers": lambda model: recurrent_layers(model, "rnn")}, "update_interval": 2}
+OPTIONS = {
+    "reference_options": {"layers": lambda model: recurrent_layers(model, "rnn")},
+    "update_interval": 2,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -68,7 +73,9 @@ def test_steps(name):
     """Those of the loops, for a batch and for packed sequences."""
     for packed in (False, True):
         model = Reader(MODELS[name]()).double()
-        optimizer, reference = compare(model, list(stream(6, packed=packed)), forward=by_hand, split_dim=5, **OPTIONS)
+        optimizer, reference = compare(
+            model, list(stream(6, packed=packed)), forward=by_hand, split_dim=5, **OPTIONS
+        )
         assert set(optimizer.curvature) == set(reference.curvature)
         assert optimizer.curvature["rnn.weight_hh_l0"].rows_per_term == (3 if packed else 5)
 
@@ -91,7 +98,9 @@ def cell_by_hand(model, x):
     rnn, seen, rows = model.rnn, [], []
 
     def product(which, row):
-        y = nn.functional.linear(row, getattr(rnn, f"weight_{which}"), getattr(rnn, f"bias_{which}"))
+        y = nn.functional.linear(
+            row, getattr(rnn, f"weight_{which}"), getattr(rnn, f"bias_{which}")
+        )
         seen.append((f"rnn.weight_{which}", row, y))
         return y
 
@@ -111,7 +120,9 @@ def test_steps_of_a_cell():
 
 
 def test_rows_and_terms():
-    """N of a first layer: the batch, 1 for a sequence alone; a mask (N, L) holds for the rows of both projections."""
+    """N of a first layer: the batch, 1 for a sequence alone; a mask (N, L) holds for the rows of
+    both projections.
+    """
     mask = torch.tensor([[True, True, False], [True, False, False]])
     for layer, shape, row_mask, expected in (
         (nn.GRU(3, 4), (6, 3), None, 6.0),
@@ -127,10 +138,13 @@ def test_rows_and_terms():
 
 def test_coverage():
     Other = type("Other", (nn.LSTM,), {"forward": lambda self, x: nn.LSTM.forward(self, 2 * x)})
-    model = nn.ModuleDict({"a": nn.LSTM(3, 4, proj_size=2), "b": nn.GRUCell(3, 4), "c": Other(3, 4)})
+    model = nn.ModuleDict(
+        {"a": nn.LSTM(3, 4, proj_size=2), "b": nn.GRUCell(3, 4), "c": Other(3, 4)}
+    )
     entries = {e.name: e for e in THOR(model).coverage()}
     assert {name: (e.kind, e.factor_sizes) for name, e in entries.items() if e.preconditioned} == {
-        "a.weight_ih_l0": ("LSTM", (3, 16)), "a.weight_hh_l0": ("LSTM", (2, 16)), "a.weight_hr_l0": ("LSTM", (4, 2)),
+        "a.weight_ih_l0": ("LSTM", (3, 16)), "a.weight_hh_l0": ("LSTM", (2, 16)),
+        "a.weight_hr_l0": ("LSTM", (4, 2)),
         "a.bias_ih_l0": ("LSTM", (16,)), "a.bias_hh_l0": ("LSTM", (16,)),
         "b.weight_ih": ("GRUCell", (3, 12)), "b.weight_hh": ("GRUCell", (4, 12)),
         "b.bias_ih": ("GRUCell", (12,)), "b.bias_hh": ("GRUCell", (12,)),
@@ -139,7 +153,9 @@ def test_coverage():
 
 
 def test_evaluation_and_frozen_layers_are_as_without_thor():
-    """An evaluation on a refresh step has the bits of the fused kernels and no rows; what is frozen has no gradient."""
+    """An evaluation on a refresh step has the bits of the fused kernels and no rows; what is frozen
+    has no gradient.
+    """
     model = nn.ModuleDict({"rnn": nn.LSTM(3, 4, proj_size=2), "head": nn.Linear(2, 3)})
     x = torch.randn(5, 2, 3)
     with torch.no_grad():  # both times: with gradients torch may choose another kernel
@@ -153,5 +169,8 @@ def test_evaluation_and_frozen_layers_are_as_without_thor():
         model["head"](output).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert {event.layer for event in optimizer.last_refresh} == {"head", *(() if frozen else optimizer.curvature)}
+        assert {event.layer for event in optimizer.last_refresh} == {
+            "head",
+            *(() if frozen else optimizer.curvature),
+        }
         assert optimizer.curvature["rnn.weight_hh_l0"].rows_per_term == 5

@@ -1,4 +1,6 @@
-"""Layers of the user's own, with a kind that is registered for them: they are trained as linear layers are."""
+"""Layers of the user's own, with a kind that is registered for them: they are trained as linear
+layers are.
+"""
 
 import math
 from itertools import product
@@ -58,7 +60,9 @@ class CopiedKind(TurnedKind):
 
 
 class PerHead(nn.Module):
-    """A projection to heads of two numbers: the weight is (in, heads, 2); no parameter has its usual name."""
+    """A projection to heads of two numbers: the weight is (in, heads, 2); no parameter has its
+    usual name.
+    """
 
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -86,7 +90,11 @@ def as_linear(model):
     found = []
     for layer in model:
         own = [p.detach() for p in layer.parameters()]
-        found += [own[0].flatten(1).mT, own[1].flatten()] if own and not isinstance(layer, nn.Linear) else own
+        found += (
+            [own[0].flatten(1).mT, own[1].flatten()]
+            if own and not isinstance(layer, nn.Linear)
+            else own
+        )
     return found
 
 
@@ -122,28 +130,39 @@ def test_steps_and_factors_are_those_of_linear_layers(layer):
     """Nothing but the place of the numbers is another."""
     stream = [(torch.randn(3, 4, 5).double(), torch.randint(3, (3, 4))) for _ in range(8)]
     for (method, options, mask), split_dim in product(CASES, (None, 4)):
-        options = {"update_interval": 3, "split_dim": split_dim, "max_update_ratio": None, **options}
+        options = {
+            "update_interval": 3,
+            "split_dim": split_dim,
+            "max_update_ratio": None,
+            **options,
+        }
         models, optimizers = twins(layer), []
         for model in models:
             optimizers.append(having(method(model, **options), row_mask=mask))
             train(model, optimizers[-1], stream)
         # polar factors are iterated to some accuracy
-        accuracy = {"rtol": 1e-6, "atol": 1e-8} if method is ThorMuon else {"rtol": 1e-8, "atol": 1e-10}
+        accuracy = (
+            {"rtol": 1e-6, "atol": 1e-8} if method is ThorMuon else {"rtol": 1e-8, "atol": 1e-10}
+        )
         torch.testing.assert_close(*map(as_linear, models), **accuracy)
-        for one, other in zip(*(optimizer.curvature.values() for optimizer in optimizers), strict=True):
+        for one, other in zip(
+            *(optimizer.curvature.values() for optimizer in optimizers), strict=True
+        ):
             assert (one.refreshes, one.rows_per_term) == (other.refreshes, other.rows_per_term)
             assert one.refreshes > 1
             torch.testing.assert_close(one.factors(), other.factors(), rtol=1e-6, atol=1e-9)
 
 
-# ---- which modules ---------------------------------------------------------------------------------------------------
+# ---- which modules -------------------------------------------------------------------------------
 
 
 def test_which_modules():
     """Those of the class and of subclasses that run its forward; of several classes the nearest."""
     Named = type("Named", (InOut,), {})
     Doubled = type("Doubled", (InOut,), {"forward": lambda self, x: 2 * InOut.forward(self, x)})
-    Gated = type("Gated", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x).tanh()})
+    Gated = type(
+        "Gated", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x).tanh()}
+    )
     # of two classes of one name, that which is not registered is named with its Python module
     body = {"__module__": "library", "forward": lambda self, x: x @ self.weight}
     Other, Overriding = type("Linear", (InOut,), body), type("Linear", (nn.Linear,), body)
@@ -158,17 +177,27 @@ def test_which_modules():
     ]
     assert [entry.kind for entry in entries[4:6]] == ["library.Linear"] * 2
     # known by their names: PyTorch Geometric's, and timm's, which is derived from torch's
-    for base, library in ((InOut, "torch_geometric.nn.dense.linear"), (nn.Linear, "timm.layers.linear")):
+    for base, library in (
+        (InOut, "torch_geometric.nn.dense.linear"),
+        (nn.Linear, "timm.layers.linear"),
+    ):
         known = type("Linear", (base,), {**body, "__module__": library})
         assert type(kind_of(known(2, 3))) is LinearKind
     register_kind(Gated, LinearKind)
     register_kind(InOut, InOutKind)
     optimizer = THOR(nn.Sequential(InOut(2, 3), nn.Linear(3, 30)))
-    assert [(e.kind, e.factor_sizes) for e in optimizer.coverage()[:2]] == [("InOut", (2, 3)), ("InOut", (3,))]
+    assert [(e.kind, e.factor_sizes) for e in optimizer.coverage()[:2]] == [
+        ("InOut", (2, 3)),
+        ("InOut", (3,)),
+    ]
     assert "InOut" in repr(optimizer)
     assert why_not(Doubled(2, 3)) == "Doubled overrides the forward of InOut"
     assert kind_of(Doubled(2, 3)) is None
-    assert [type(kind_of(c(2, 3))) for c in (Gated, InOut, Named)] == [LinearKind, InOutKind, InOutKind]
+    assert [type(kind_of(c(2, 3))) for c in (Gated, InOut, Named)] == [
+        LinearKind,
+        InOutKind,
+        InOutKind,
+    ]
     register_kind(Named, TurnedKind)
     assert [type(kind_of(c(2, 3))) for c in (InOut, Named)] == [InOutKind, TurnedKind]
 
@@ -186,16 +215,36 @@ def test_a_kind_can_say_that_its_input_is_batch_first(certain, terms):
     assert optimizer.param_groups[0]["last_loss_terms"] == terms
 
 
-# ---- what does not fit -----------------------------------------------------------------------------------------------
+# ---- what does not fit ---------------------------------------------------------------------------
 
 
 def test_what_is_no_kind():
     for module, kind, error, match in (
-        (InOut(2, 3), InOutKind, TypeError, r"module_type=InOut\(\) must be a class of torch.nn.Module; give the"),
-        (int, InOutKind, TypeError, r"module_type=<class 'int'> must be a class of torch.nn.Module"),
+        (
+            InOut(2, 3),
+            InOutKind,
+            TypeError,
+            r"module_type=InOut\(\) must be a class of torch.nn.Module; give the",
+        ),
+        (
+            int,
+            InOutKind,
+            TypeError,
+            r"module_type=<class 'int'> must be a class of torch.nn.Module",
+        ),
         (InOut, 3, TypeError, r"kind=3 must be a class of kinds, or return one; derive it from"),
-        (InOut, MatrixWeight, TypeError, r"MatrixWeight has no loss_terms, row_shape, add_inputs_, .*; derive"),
-        (nn.Linear, InOutKind, ValueError, r"torch\.nn\.modules\.linear\.Linear is registered already, .*; register"),
+        (
+            InOut,
+            MatrixWeight,
+            TypeError,
+            r"MatrixWeight has no loss_terms, row_shape, add_inputs_, .*; derive",
+        ),
+        (
+            nn.Linear,
+            InOutKind,
+            ValueError,
+            r"torch\.nn\.modules\.linear\.Linear is registered already, .*; register",
+        ),
     ):
         with pytest.raises(error, match=match):
             register_kind(module, kind)
@@ -204,18 +253,36 @@ def test_what_is_no_kind():
 def test_a_kind_that_does_not_fit_its_module():
     def changed(**changes):
         sizes = {"inputs": 5, "outputs": 6, **changes}
-        return type("Changed", (InOutKind,), {"__init__": lambda self, module: vars(self).update(sizes)})
+        return type(
+            "Changed", (InOutKind,), {"__init__": lambda self, module: vars(self).update(sizes)}
+        )
 
     whole = "they must be whole numbers whose product is the weight's 30 numbers; correct the kind"
     order = r"makes \(1, 6, 5\) of .*\(groups, inputs, outputs\) = \(1, 5, 6\); correct"
     cases = (
-        (changed(inputs=4), {}, rf"Changed, registered for Layer0, .*inputs=4 of .* shape \(5, 6\): {whole}"),
+        (
+            changed(inputs=4),
+            {},
+            rf"Changed, registered for Layer0, .*inputs=4 of .* shape \(5, 6\): {whole}",
+        ),
         (changed(inputs=5.0), {}, rf"inputs=5.0 of a weight .*: {whole}"),
         (changed(inputs=-5, outputs=-6), {}, rf"outputs=-6, inputs=-5 of a weight .*: {whole}"),
         (changed(to_matrix=lambda tensor: tensor.T[None]), {}, order),
-        (InOutKind, {"weight": "kernel"}, r"has the weight 'kernel', and the module has no .* that name; name it"),
-        (InOutKind, {"bias": "weight"}, r"solves_biases=True of a bias of shape \(5, 6\): .* each of the 6 outputs"),
-        (lambda module: object(), {}, r"<lambda>, registered for Layer6, has no loss_terms, .*, label, groups, inputs"),
+        (
+            InOutKind,
+            {"weight": "kernel"},
+            r"has the weight 'kernel', and the module has no .* that name; name it",
+        ),
+        (
+            InOutKind,
+            {"bias": "weight"},
+            r"solves_biases=True of a bias of shape \(5, 6\): .* each of the 6 outputs",
+        ),
+        (
+            lambda module: object(),
+            {},
+            r"<lambda>, registered for Layer6, has no loss_terms, .*, label, groups, inputs",
+        ),
     )
     for i, (kind, names, match) in enumerate(cases):
         layer = type(f"Layer{i}", (InOut,), {})

@@ -33,7 +33,9 @@ def test_the_borders_belong_to_keep():
 
 
 def test_events_of_a_run():
-    """One weight, shown the input √a and the gradient 1: tr(F + λI) = a + 0.5. The layer's counters agree."""
+    """One weight, shown the input √a and the gradient 1: tr(F + λI) = a + 0.5. The layer's counters
+    agree.
+    """
     model = nn.Sequential(nn.Linear(1, 1, bias=False)).double()
     optimizer = THOR(model, lr=0.0, damping=0.5, trace_thresholds=(0.01, 0.001), update_interval=2)
     layer, told = optimizer.curvature["0"], []
@@ -48,11 +50,14 @@ def test_events_of_a_run():
         assert layer.last_trace_change == events[-1].trace_change
     assert [len(of_step) for of_step in told] == [1, 0, 1, 0, 1, 0, 1, 0, 0]
     assert [(e.layer, e.step, e.decision) for e in events] == [
-        ("0", 0, Decision.UPDATE), ("0", 2, Decision.UPDATE), ("0", 4, Decision.KEEP), ("0", 6, Decision.STOP),
+        ("0", 0, Decision.UPDATE), ("0", 2, Decision.UPDATE), ("0", 4, Decision.KEEP),
+        ("0", 6, Decision.STOP),
     ]  # fmt: skip
     assert [e.trace for e in events] == pytest.approx([1.5, 4.5, 4.52, 4.501], rel=1e-9)
     assert events[0].trace_change is None
-    assert [e.trace_change for e in events[1:]] == pytest.approx([3 / 1.5, 0.02 / 4.5, 0.001 / 4.5], rel=1e-6)
+    assert [e.trace_change for e in events[1:]] == pytest.approx(
+        [3 / 1.5, 0.02 / 4.5, 0.001 / 4.5], rel=1e-6
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         events[0].step = 3
 
@@ -64,14 +69,20 @@ def test_any_trace_is_a_change_from_zero():
         optimizer.zero_grad()
         model(scale * torch.ones(1, 2)).sum().backward()
         optimizer.step()
-    assert [(event.trace, event.trace_change) for event in optimizer.last_refresh] == [(2, math.inf)]
+    assert [(event.trace, event.trace_change) for event in optimizer.last_refresh] == [
+        (2, math.inf)
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:THOR, step")
 def test_failed_refreshes_say_so():
-    """Squares that leave float32, and a factor whose factorisation ends in a zero, as in tests/optim/test_failures."""
+    """Squares that leave float32, and a factor whose factorisation ends in a zero, as in
+    tests/optim/test_failures.
+    """
     singular = torch.tensor([[1.0, 1, 1], [-1, -1, 1], [1, 1, -1], [-1, -1, -1]])
-    for before, (x, is_finite) in itertools.product((0, 2), ((2.0**100 * singular, False), (2.0**40 * singular, True))):
+    for before, (x, is_finite) in itertools.product(
+        (0, 2), ((2.0**100 * singular, False), (2.0**40 * singular, True))
+    ):
         model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Linear(3, 2)])
         optimizer = THOR(model, lr=0.0, update_interval=1, trace_thresholds=TAKE_ALL)
         for inputs in [*torch.randn(before, 4, 3), x]:

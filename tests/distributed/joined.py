@@ -1,4 +1,6 @@
-"""Small models, and their training on ranks (DDP, FSDP2, HSDP) beside one process on the joined batch."""
+"""Small models, and their training on ranks (DDP, FSDP2, HSDP) beside one process on the joined
+batch.
+"""
 
 import contextlib
 import hashlib
@@ -20,15 +22,24 @@ from row_parts import in_row_parts
 from torch_thor import THOR, Distributed
 
 SIZE = 12  # examples of a joined batch: divided by 1, 2, 3 and 4
-OPTIONS = {"lr": 0.02, "damping": 0.05, "split_dim": 8, "update_interval": 3, "trace_thresholds": (0.08, 0.02)}
-# max_update_ratio bounds the rows of a process on their own, so it is off where shards have one process as reference.
-# Blocks of one row are cut alike for any number of shards, which leave out grouped convolutions.
+OPTIONS = {
+    "lr": 0.02,
+    "damping": 0.05,
+    "split_dim": 8,
+    "update_interval": 3,
+    "trace_thresholds": (0.08, 0.02),
+}
+# max_update_ratio bounds the rows of a process on their own, so it is off where shards have one
+# process as reference. Blocks of one row are cut alike for any number of shards, which leave out
+# grouped convolutions.
 ROWS = {"max_update_ratio": None, "split_dim": 1, "layers": "-images.3"}
 OF_THOR = ("trace_thresholds", "kl_clip")  # ThorMuon has no such options
 
 
 class Both(nn.Module):
-    """Images through plain and grouped convolutions, tokens through an embedding and attention; norms, biases."""
+    """Images through plain and grouped convolutions, tokens through an embedding and attention;
+    norms, biases.
+    """
 
     def __init__(self):
         super().__init__()
@@ -55,13 +66,18 @@ class Both(nn.Module):
 
 
 class Routed(nn.Module):
-    """Words through experts, some on one rank alone; with `inner`, through a recurrent layer and a cell too."""
+    """Words through experts, some on one rank alone; with `inner`, through a recurrent layer and a
+    cell too.
+    """
 
     def __init__(self, inner=False):
         super().__init__()
         self.tokens, self.experts, self.inner = nn.Embedding(11, 8), Experts(5, 8, 8), inner
         if inner:
-            self.rnn, self.cell = nn.GRU(8, 4, batch_first=True, bidirectional=True), nn.LSTMCell(8, 8)
+            self.rnn, self.cell = (
+                nn.GRU(8, 4, batch_first=True, bidirectional=True),
+                nn.LSTMCell(8, 8),
+            )
         self.head = nn.Linear(8, 5)
 
     def forward(self, batch):
@@ -93,19 +109,28 @@ def routed(**options):
 
 
 def linear(dtype=torch.float64):
-    """Eleven, seven and five rows: no shard has as many as the next, and the last of four may have none."""
+    """Eleven, seven and five rows: no shard has as many as the next, and the last of four may have
+    none.
+    """
     torch.manual_seed(0)
     layers = nn.Linear(8, 11), nn.Tanh(), nn.Linear(11, 7, bias=False), nn.Tanh(), nn.Linear(7, 5)
     return nn.Sequential(Rows(), *layers, nn.Tanh(), nn.Linear(5, 5)).to(dtype)
 
 
 class TwoHeads(nn.Module):
-    """A head for the examples whose first word is 0, and one for 1; with `skips`, no head is called without any."""
+    """A head for the examples whose first word is 0, and one for 1; with `skips`, no head is called
+    without any.
+    """
 
     def __init__(self, skips=False):
         super().__init__()
         torch.manual_seed(0)
-        self.rows, self.trunk, self.unused, self.skips = Rows(), nn.Linear(8, 6), nn.Linear(6, 4), skips
+        self.rows, self.trunk, self.unused, self.skips = (
+            Rows(),
+            nn.Linear(8, 6),
+            nn.Linear(6, 4),
+            skips,
+        )
         self.heads = nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 5)])
         self.double()
 
@@ -158,13 +183,26 @@ def sum_over(terms):
     return lambda output, labels: F.cross_entropy(output, labels, reduction="sum") / terms
 
 
-def train(model, optimizer, batches, loss=F.cross_entropy, micro=1, step=lambda optimizer: optimizer.step()):
-    """The ordinary loop, with gradient accumulation over `micro` parts. Returns what each step decided."""
+def train(
+    model,
+    optimizer,
+    batches,
+    loss=F.cross_entropy,
+    micro=1,
+    step=lambda optimizer: optimizer.step(),
+):
+    """The ordinary loop, with gradient accumulation over `micro` parts. Returns what each step
+    decided.
+    """
     decisions = []
     for batch in batches:
         for i in range(micro):
             inputs, labels = part(batch, slice(i, None, micro))
-            later = getattr(model, "no_sync", contextlib.nullcontext) if i < micro - 1 else contextlib.nullcontext
+            later = (
+                getattr(model, "no_sync", contextlib.nullcontext)
+                if i < micro - 1
+                else contextlib.nullcontext
+            )
             with later():
                 (loss(model(inputs), labels) / micro).backward()
         step(optimizer)
@@ -174,14 +212,22 @@ def train(model, optimizer, batches, loss=F.cross_entropy, micro=1, step=lambda 
 
 
 def counted(optimizer):
-    """Take a step; returns how often it has started which collective, but for DDP's own, which start in C++."""
+    """Take a step; returns how often it has started which collective, but for DDP's own, which
+    start in C++.
+    """
     with CommDebugMode() as counter:
         optimizer.step()
-    return {str(name).rpartition(".")[2]: count for name, count in counter.get_comm_counts().items() if count}
+    return {
+        str(name).rpartition(".")[2]: count
+        for name, count in counter.get_comm_counts().items()
+        if count
+    }
 
 
 def uneven(model, optimizer, first, step):
-    """The last rank has one example, the others share the rest. Every example has the same weight."""
+    """The last rank has one example, the others share the rest. Every example has the same
+    weight.
+    """
     batches = list(stream(10))
     if step > 1:
         others = shares([part(batch, slice(1, None)) for batch in batches], first, step - 1)
@@ -190,9 +236,13 @@ def uneven(model, optimizer, first, step):
     return train(model, optimizer, batches, loss=sum_over(SIZE // step))
 
 
-def optimizer_of(model, method=THOR, *, distributed=None, nonfinite="raise", loss_terms=None, **options):
+def optimizer_of(
+    model, method=THOR, *, distributed=None, nonfinite="raise", loss_terms=None, **options
+):
     """THOR or ThorMuon with the options of these tests."""
-    options = {k: v for k, v in {**OPTIONS, **options}.items() if method is THOR or k not in OF_THOR}
+    options = {
+        k: v for k, v in {**OPTIONS, **options}.items() if method is THOR or k not in OF_THOR
+    }
     made = method(model, distributed=Distributed(**(distributed or {})), **options)
     return having(made, nonfinite=nonfinite, loss_terms=loss_terms)
 
@@ -207,13 +257,16 @@ def world_of(way):
 
 
 def made(way, make=network, ddp=None, fsdp=None, inner=("images.0", "attention"), **options):
-    """A model and its optimizer: "ddp" (the optimizer first, as in the training application), or a shape of a mesh."""
+    """A model and its optimizer: "ddp" (the optimizer first, as in the training application), or a
+    shape of a mesh.
+    """
     model = make()
     if way == "ddp":
         optimizer = optimizer_of(model, **options)
         return ddp(model) if callable(ddp) else DDP(model, **(ddp or {})), optimizer
     fsdp = {"mesh": mesh_of(way), **(fsdp or {})}
-    for module in [module for name, module in model.named_modules() if name in inner]:  # sharded on their own
+    # sharded on their own
+    for module in [module for name, module in model.named_modules() if name in inner]:
         fully_shard(module, **fsdp)
     model = fully_shard(model, **fsdp)
     return model, optimizer_of(model, **options)
@@ -243,37 +296,53 @@ def assert_same_weights(ours, theirs, rtol=1e-8, atol=1e-11):
     """Two models have the same whole parameters."""
     ours = weights_of(ours)
     for name, wanted in weights_of(theirs).items():
-        torch.testing.assert_close(ours[name], wanted, rtol=rtol, atol=atol, msg=lambda m, at=name: f"{at}: {m}")
+        torch.testing.assert_close(
+            ours[name], wanted, rtol=rtol, atol=atol, msg=lambda m, at=name: f"{at}: {m}"
+        )
 
 
 def state_of(optimizer):
-    """What this rank holds of the state of each parameter, by its number; all of it where curvature is divided."""
+    """What this rank holds of the state of each parameter, by its number; all of it where curvature
+    is divided.
+    """
     optimizer.consolidate_state_dict(to=None)
     state = optimizer.state_dict()["state"]
-    return {i: {k: own(v) if torch.is_tensor(v) else v for k, v in of.items()} for i, of in state.items()}
+    return {
+        i: {k: own(v) if torch.is_tensor(v) else v for k, v in of.items()}
+        for i, of in state.items()
+    }
 
 
 def assert_same_training(ranks, single, rtol=1e-8, atol=1e-11):
-    """Two trainings (model, optimizer, decisions) have made the same decisions, and the same weights and state."""
+    """Two trainings (model, optimizer, decisions) have made the same decisions, and the same
+    weights and state.
+    """
     (model, optimizer, decisions), (twin, other, wanted) = ranks, single
     assert decisions == wanted
     assert_same_weights(model, twin, rtol, atol)
-    torch.testing.assert_close(state_of(optimizer), state_of(other), rtol=rtol, atol=max(atol, 1e-9))
+    torch.testing.assert_close(
+        state_of(optimizer), state_of(other), rtol=rtol, atol=max(atol, 1e-9)
+    )
 
 
-def as_one_process(rank, world, go, make=network, *, way="ddp", parts=False, twin=None, ddp=None, **both):
-    """`go(model, optimizer, first, step)` trains on ranks and in one process, which get the same weights.
+def as_one_process(
+    rank, world, go, make=network, *, way="ddp", parts=False, twin=None, ddp=None, **both
+):
+    """`go(model, optimizer, first, step)` trains on ranks and in one process, which get the same
+    weights.
 
-    Under DDP the same state too. The examples of a rank are those from `first` on, every `step`-th. With `parts` the
-    one process has a layer for each shard of a layer; `twin` are other options of it. Returns the decisions and the
-    bits of this rank.
+    Under DDP the same state too. The examples of a rank are those from `first` on, every `step`-th.
+    With `parts` the one process has a layer for each shard of a layer; `twin` are other options of
+    it. Returns the decisions and the bits of this rank.
     """
     rounding = {key: both.pop(key) for key in ("rtol", "atol") if key in both}
     of_shards = {key: both.pop(key) for key in ("fsdp", "inner") if key in both}
     model, optimizer = made(way, make, ddp, **of_shards, **both)
     decisions = go(model, optimizer, rank, world)
     # made after that, because compiled models run eagerly as long as an optimizer awaits statistics
-    theirs = alone((lambda: in_row_parts(make(), world)) if parts else make, **{**both, **(twin or {})})
+    theirs = alone(
+        (lambda: in_row_parts(make(), world)) if parts else make, **{**both, **(twin or {})}
+    )
     wanted = go(*theirs, 0, 1)
     if way == "ddp":
         assert_same_training((model, optimizer, decisions), (*theirs, wanted), **rounding)
@@ -294,5 +363,9 @@ def digest(model, optimizer):
             found.update(f"{number} {key}".encode() + bits)
     for group in optimizer.param_groups:  # loading may make lists of tuples
         options = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items()}
-        found.update(repr({k: v for k, v in options.items() if k not in ("params", "update_interval")}).encode())
+        found.update(
+            repr(
+                {k: v for k, v in options.items() if k not in ("params", "update_interval")}
+            ).encode()
+        )
     return found.hexdigest()

@@ -1,8 +1,8 @@
 """Processes for tests of several ranks: started once, then given one function after the other.
 
-Every function runs in a process group of its own (gloo), so one that fails or is out of step spoils no other. A rank
-that raises is reported with its traceback; one that hangs or dies is killed and reported, and the next function gets
-new processes.
+Every function runs in a process group of its own (gloo), so one that fails or is out of step spoils
+no other. A rank that raises is reported with its traceback; one that hangs or dies is killed and
+reported, and the next function gets new processes.
 """
 
 import contextlib
@@ -16,8 +16,9 @@ from torch import distributed as dist
 
 import warm
 
-# How long nothing may come: generous, so that no test hangs on how busy the machine is. What waits for something waits
-# for the thing itself, and goes on at once when it is there; the limits are for what will never come.
+# How long nothing may come: generous, so that no test hangs on how busy the machine is. What waits
+# for something waits for the thing itself, and goes on at once when it is there; the limits are for
+# what will never come.
 START_SECONDS = 600  # importing torch, beside other tests; and ending
 SECONDS = 600  # for one function; a collective that waits in vain gives up before that
 COLLECTIVE_SECONDS = 300
@@ -68,7 +69,9 @@ class Ranks:
             assert connection.recv() == "ready"
 
     def run(self, world, folder, function, *args, seconds=SECONDS):
-        """Run `function(rank, world, *args)` on ranks 0 to world - 1 and return what each returns."""
+        """Run `function(rank, world, *args)` on ranks 0 to world - 1 and return what each
+        returns.
+        """
         if not self.processes:
             self.start()
         self.count += 1
@@ -82,16 +85,21 @@ class Ranks:
             if not ready:
                 hung = sorted(waiting.values())
                 self.kill()
-                raise TimeoutError(f"ranks {hung} hung for {seconds} seconds in {function.__name__}; got {answers}")
+                raise TimeoutError(
+                    f"ranks {hung} hung for {seconds} seconds in {function.__name__}; got {answers}"
+                )
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
                     answers[rank] = connection.recv()
                 except EOFError:
-                    self.processes[rank].join(START_SECONDS)  # its end of the pipe is closed, so it is ending
+                    # its end of the pipe is closed, so it is ending
+                    self.processes[rank].join(START_SECONDS)
                     code = self.processes[rank].exitcode
                     self.kill()
-                    raise ChildProcessError(f"rank {rank} died in {function.__name__} with exit code {code}") from None
+                    raise ChildProcessError(
+                        f"rank {rank} died in {function.__name__} with exit code {code}"
+                    ) from None
         errors = [f"rank {rank}: {error}" for rank, (error, _) in sorted(answers.items()) if error]
         if errors:
             raise AssertionError("\n".join(errors))

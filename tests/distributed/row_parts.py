@@ -1,4 +1,6 @@
-"""Linear layers as one layer for each shard of their rows: a process whose blocks end where FSDP2's shards end."""
+"""Linear layers as one layer for each shard of their rows: a process whose blocks end where FSDP2's
+shards end.
+"""
 
 import torch
 from torch import nn
@@ -13,7 +15,9 @@ class RowParts(nn.Module):
         biases = [None] * world if layer.bias is None else layer.bias.detach().chunk(world)
         self.parts = nn.ModuleList()
         for weight, bias in zip(weights, biases, strict=False):
-            part = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+            part = nn.Linear(
+                weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype
+            )
             part.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
             self.parts.append(part)
 

@@ -1,4 +1,6 @@
-"""Checkpoints of torch.distributed.checkpoint, saved on some ranks and loaded on others, under DDP, FSDP2 and HSDP."""
+"""Checkpoints of torch.distributed.checkpoint, saved on some ranks and loaded on others, under DDP,
+FSDP2 and HSDP.
+"""
 
 import functools
 
@@ -15,7 +17,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from joined import OPTIONS, ROWS, alone, assert_same_weights, digest, linear, made, shares, stream, train
+from joined import (
+    OPTIONS,
+    ROWS,
+    alone,
+    assert_same_weights,
+    digest,
+    linear,
+    made,
+    shares,
+    stream,
+    train,
+)
 from torch_thor import ThorMuon
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
@@ -40,7 +53,8 @@ def save(rank, world, way, path, how, count, **options):
     weights, state = get_state_dict(model, optimizer, options=StateDictOptions(**HOW[how]))
     saved = {"model": weights, "optimizer": state}
     saving = None
-    if how == "in the background":  # its collectives would meet those of the training in the default group
+    # its collectives would meet those of the training in the default group
+    if how == "in the background":
         saving = dcp.async_save(saved, checkpoint_id=path, process_group=dist.new_group())
     elif how != "whole":
         dcp.save(saved, checkpoint_id=path)
@@ -53,7 +67,9 @@ def save(rank, world, way, path, how, count, **options):
 
 
 def load(rank, world, way, path, how, count, **options):
-    """Go on from a checkpoint, as one process that has never stopped; returns the bits in the end."""
+    """Go on from a checkpoint, as one process that has never stopped; returns the bits in the
+    end.
+    """
     model, optimizer = made(way, **{**FIXED, **options})
     if how == "whole":
         given = torch.load(path) if rank == 0 else {"model": {}, "optimizer": {}}
@@ -64,7 +80,9 @@ def load(rank, world, way, path, how, count, **options):
         form = StateDictOptions(**HOW[how])
         weights, state = get_state_dict(model, optimizer, options=form)
         dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=form)
+        set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=state, options=form
+        )
     train(model, optimizer, shares(stream(STEPS), rank, world)[count:])
     twin, other = alone(**{**FIXED, **options})
     train(twin, other, stream(STEPS))
@@ -74,7 +92,10 @@ def load(rank, world, way, path, how, count, **options):
     return digest(model, optimizer)
 
 
-DIVIDED, WHOLE = {"distributed": {"divide_curvature": True}}, {"distributed": {"divide_curvature": False}}
+DIVIDED, WHOLE = (
+    {"distributed": {"divide_curvature": True}},
+    {"distributed": {"divide_curvature": False}},
+)
 CASES = [
     ("ddp-1", "before", "fsdp-2", "plainly", {}),
     ("ddp-2", "after", "hsdp", "plainly", {}),
@@ -94,8 +115,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("before", "moment", "after", "how", "options"), CASES)
-def test_goes_on_as_one_process_that_never_stopped(run, tmp_path, before, moment, after, how, options):
-    """Blocks of one row are cut alike for any number of shards. The bits are those of the first training on as many."""
+def test_goes_on_as_one_process_that_never_stopped(
+    run, tmp_path, before, moment, after, how, options
+):
+    """Blocks of one row are cut alike for any number of shards. The bits are those of the first
+    training on as many.
+    """
     (way, world), (others, other_world) = WAYS[before], WAYS[after]
     given = {"path": str(tmp_path / "checkpoint"), "how": how, "count": SAVED[moment], **options}
     then = given.pop("then", {})  # options that are others after loading
@@ -125,7 +150,9 @@ def factors(rank, world, path, loads, build):
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     else:
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    return {name: (*layer.factors(), *layer.inverses()) for name, layer in optimizer.curvature.items()}
+    return {
+        name: (*layer.factors(), *layer.inverses()) for name, layer in optimizer.curvature.items()
+    }
 
 
 def blocks(rows, shards, split_dim):
@@ -138,7 +165,9 @@ def blocks(rows, shards, split_dim):
 
 
 @pytest.mark.parametrize("build", [linear, narrow])
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)]
+)
 def test_blocks_are_cut_again_at_the_new_shards(run, tmp_path, before, after, build):
     """What is in an old and a new block stays, and is inverted with the damping of now."""
     path = str(tmp_path / "checkpoint")
@@ -146,12 +175,18 @@ def test_blocks_are_cut_again_at_the_new_shards(run, tmp_path, before, after, bu
     loaded, *others = run(after, factors, path, True, build)
     for name, (a, g, a_inverse, g_inverse) in loaded.items():
         assert all(
-            torch.equal(one, two) for other in others for one, two in zip(other[name], loaded[name], strict=True)
+            torch.equal(one, two)
+            for other in others
+            for one, two in zip(other[name], loaded[name], strict=True)
         )
         old_a, old_g, *_ = saved[name]
         assert torch.equal(a, old_a)
-        assert torch.equal(g, torch.where(blocks(len(g), after, 4) & blocks(len(g), before, 4), old_g, 0.0))
+        assert torch.equal(
+            g, torch.where(blocks(len(g), after, 4) & blocks(len(g), before, 4), old_g, 0.0)
+        )
         for matrix, inverse, shards in ((a, a_inverse, 1), (g, g_inverse, after)):
-            damped = matrix + OPTIONS["damping"] ** 0.5 * torch.eye(len(matrix), dtype=torch.float64)
+            damped = matrix + OPTIONS["damping"] ** 0.5 * torch.eye(
+                len(matrix), dtype=torch.float64
+            )
             wanted = torch.where(blocks(len(matrix), shards, 4), torch.linalg.inv(damped), 0.0)
             torch.testing.assert_close(inverse, wanted)

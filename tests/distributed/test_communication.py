@@ -1,4 +1,6 @@
-"""What the ranks tell each other, and when: on refresh steps, in a few collectives, whatever the layers."""
+"""What the ranks tell each other, and when: on refresh steps, in a few collectives, whatever the
+layers.
+"""
 
 import functools
 
@@ -41,7 +43,9 @@ def deep(layers):
 
 def steps_of(rank, world, layers):
     options = {"process_group": dist.group.WORLD}
-    model, optimizer = made("ddp", lambda: deep(layers), trace_thresholds=(0.0, 0.0), distributed=options)
+    model, optimizer = made(
+        "ddp", lambda: deep(layers), trace_thresholds=(0.0, 0.0), distributed=options
+    )
     batches = shares(stream(8), rank, world)
     model(batches[0][0]).sum().backward()  # DDP sets itself up
     optimizer.zero_grad()
@@ -51,7 +55,8 @@ def steps_of(rank, world, layers):
 def test_collectives_on_refresh_steps_only_and_as_many_for_any_number_of_layers(run):
     few, many = run(2, steps_of, 1), run(2, steps_of, 9)
     assert few == many
-    # what is due and whether all are ready; rows; traces; blocks to their owners; failures; blocks from their owners
+    # what is due and whether all are ready; rows; traces; blocks to their owners; failures; blocks
+    # from their owners
     refresh = {"_allgather_base_": 5, "_reduce_scatter_base_": 1}
     first = {**refresh, "_allgather_base_": 6}  # which also looks whether the loss is a sum
     assert all(calls == [first, {}, {}, refresh, {}, {}, refresh] for calls in many)
@@ -70,7 +75,9 @@ def test_models_of_their_own(run):
 
 
 def heads(rank, world, reached):
-    """The second head is reached by the examples that `reached` says, of the joined batch, from step 4 on."""
+    """The second head is reached by the examples that `reached` says, of the joined batch, from
+    step 4 on.
+    """
     calls, seen = [], []
 
     def go(model, optimizer, first, step):
@@ -85,33 +92,46 @@ def heads(rank, world, reached):
         return []
 
     _, bits = as_one_process(
-        rank, world, go, lambda: TwoHeads(skips=True), ddp={"find_unused_parameters": True}, update_interval=6
+        rank,
+        world,
+        go,
+        lambda: TwoHeads(skips=True),
+        ddp={"find_unused_parameters": True},
+        update_interval=6,
     )
     assert seen[0] == seen[1]
     return {step for step, names in enumerate(calls[0]) if names}, bool(seen[0]), bits
 
 
-@pytest.mark.parametrize("reached", [[1, 3], [1, 2, 3, 4], []], ids=["by-one-rank", "by-both-ranks", "by-none"])
+@pytest.mark.parametrize(
+    "reached", [[1, 3], [1, 2, 3, 4], []], ids=["by-one-rank", "by-both-ranks", "by-none"]
+)
 def test_a_layer_that_only_some_ranks_reach(run, reached):
     (steps, refreshed, bits), *others = run(2, heads, reached)
     assert others == [(steps, refreshed, bits)]
-    # the late layer refreshes on its own, in between: in the step after the one that gave all ranks a gradient for it
+    # the late layer refreshes on its own, in between: in the step after the one that gave all ranks
+    # a gradient for it
     assert steps == ({0, 5, 6, 12} if reached else {0, 6, 12})
     assert refreshed == bool(reached)
 
 
-# ---- the dtype in which blocks are sent -----------------------------------------------------------------------------
+# ---- the dtype in which blocks are sent ----------------------------------------------------------
 
 
 def in_bfloat16(rank, world, way, distributed=None, **options):
     trained = []
     for dtype in (torch.bfloat16, None, torch.float32):
         distributed = {**(distributed or {}), "communication_dtype": dtype}
-        model, optimizer = made(way, distributed=distributed, trace_thresholds=(0.0, 0.0), **options)
+        model, optimizer = made(
+            way, distributed=distributed, trace_thresholds=(0.0, 0.0), **options
+        )
         train(model, optimizer, shares(stream(6), rank, world))
         trained.append(torch.cat([weight.flatten() for weight in weights_of(model).values()]))
     start = torch.cat([weight.flatten() for weight in weights_of(network()).values()])
-    errors = [float((one - trained[1]).norm() / (trained[1] - start).norm()) for one in (trained[0], trained[2])]
+    errors = [
+        float((one - trained[1]).norm() / (trained[1] - start).norm())
+        for one in (trained[0], trained[2])
+    ]
     return errors, trained[0].tolist()
 
 
@@ -119,11 +139,17 @@ OPTIONS = [{}, {"method": ThorMuon}, {"distributed": {"divide_curvature": True}}
 
 
 @pytest.mark.filterwarnings("ignore:.*returns a view")
-@pytest.mark.parametrize("way", ["ddp", (2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "way", ["ddp", (2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_steps_differ_by_the_rounding_of_bfloat16(run, way):
-    """Equal bits on all ranks. Its relative rounding is 2⁻⁹; that of float32, 2⁻²⁴, beside factors of float64."""
+    """Equal bits on all ranks. Its relative rounding is 2⁻⁹; that of float32, 2⁻²⁴, beside factors
+    of float64.
+    """
     for options in OPTIONS:
-        (errors, bits), *others = run(world_of(way), functools.partial(in_bfloat16, way=way, **options))
+        (errors, bits), *others = run(
+            world_of(way), functools.partial(in_bfloat16, way=way, **options)
+        )
         assert all(found == (errors, bits) for found in others)
         assert 1e-6 < errors[0] < 0.2
         assert 0 < errors[1] < 1e-5

@@ -10,7 +10,9 @@ SHAPES = [(5, 4), (1, 7), (0, 3), (9, 1), (2, 7)]
 
 
 def parts_of(rank):
-    """Symmetric blocks of two dtypes, others on each rank; those of float32 have one owner, so nothing is padded."""
+    """Symmetric blocks of two dtypes, others on each rank; those of float32 have one owner, so
+    nothing is padded.
+    """
     generator = torch.Generator().manual_seed(rank)
     found = []
     for i, (count, size) in enumerate(SHAPES):

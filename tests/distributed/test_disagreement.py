@@ -1,4 +1,6 @@
-"""What is wrong on one rank is an error on every rank, at once, with the cause; and nothing has changed."""
+"""What is wrong on one rank is an error on every rank, at once, with the cause; and nothing has
+changed.
+"""
 
 import copy
 import warnings
@@ -27,11 +29,23 @@ NEXT = "makes step 3 the next.*rank 1 has .*makes step 4"
 FAULTS = {  # what is done on the second rank, the error of both (or of each), and the cause
     "loss-terms": (lambda _, o: setattr(o, "loss_terms", lambda: 0), ValueError, "loss_terms=0"),
     "interval": (option(update_interval=lambda step: 0), ValueError, r"update_interval\(0\)=0"),
-    "interval-raises": (option(update_interval=failing), (RuntimeError, KeyError), "the user's own"),
+    "interval-raises": (
+        option(update_interval=failing),
+        (RuntimeError, KeyError),
+        "the user's own",
+    ),
     "other-interval": (option(update_interval=4), RuntimeError, NEXT),
     "damping": (option(damping=0.0), ValueError, "damping=0.0"),
-    "other-damping": (option(damping=0.04), RuntimeError, "group 0: damping=0.05', rank 1 has .*0.04"),
-    "other-lr": (option(lr=0.5), RuntimeError, r"lr=0.02', rank 1 has 'parameter group 0: lr=0.5'.*schedule it"),
+    "other-damping": (
+        option(damping=0.04),
+        RuntimeError,
+        "group 0: damping=0.05', rank 1 has .*0.04",
+    ),
+    "other-lr": (
+        option(lr=0.5),
+        RuntimeError,
+        r"lr=0.02', rank 1 has 'parameter group 0: lr=0.5'.*schedule it",
+    ),
     "row-mask": (
         lambda _, o: setattr(o, "row_mask", torch.ones(2, 9, dtype=torch.bool)),
         RuntimeError,
@@ -50,7 +64,8 @@ FAULTS = {  # what is done on the second rank, the error of both (or of each), a
     "gradients": (
         lambda model, _: [p.grad.mul_(1.01) for p in model.parameters()],
         RuntimeError,
-        r"gradients differ between ranks.*wrap the model in DistributedDataParallel.*process_group=False",
+        r"gradients differ between ranks.*wrap the model in "
+        r"DistributedDataParallel.*process_group=False",
     ),
     "no-gradient": (
         lambda model, _: setattr(model.module.rows.weight, "grad", None),
@@ -81,7 +96,9 @@ def faulty(rank, world, name):
     with pytest.raises(error[rank] if isinstance(error, tuple) else error, match=match) as raised:
         optimizer.step()
     if rank == 0 and "rank 0" not in str(raised.value):
-        assert str(raised.value).startswith("on rank 1: ") or "differ between ranks" in str(raised.value)
+        assert str(raised.value).startswith("on rank 1: ") or "differ between ranks" in str(
+            raised.value
+        )
     after = copies(model, optimizer)
     assert_same(before[0], after[0])
     assert before[1]["state"] == after[1]["state"] == {}
@@ -100,11 +117,27 @@ def test_a_fault_of_one_rank_is_raised_on_all(run, name):
 
 
 SAMPLED = {"fisher": "sampled"}
-OTHERS = {  # options of both ranks, and of the second alone; who has no sampled labels; and what both are told
+# options of both ranks, and of the second alone; who has no sampled labels; and what both are told
+OTHERS = {
     "fisher": ({}, SAMPLED, (), "fisher='empirical'.*rank 1 has .*fisher='sampled'.*same options"),
-    "nonfinite": ({}, {"nonfinite": "skip"}, (), "nonfinite='raise'.*rank 1 has .*nonfinite='skip'.*same options"),
-    "divided": ({}, {"distributed": {"divide_curvature": True}}, (), "rank 1 has .*divide_curvature=True.*same"),
-    "dtype": ({}, {"distributed": {"communication_dtype": torch.bfloat16}}, (), "rank 1 has .*torch.bfloat16.*same"),
+    "nonfinite": (
+        {},
+        {"nonfinite": "skip"},
+        (),
+        "nonfinite='raise'.*rank 1 has .*nonfinite='skip'.*same options",
+    ),
+    "divided": (
+        {},
+        {"distributed": {"divide_curvature": True}},
+        (),
+        "rank 1 has .*divide_curvature=True.*same",
+    ),
+    "dtype": (
+        {},
+        {"distributed": {"communication_dtype": torch.bfloat16}},
+        (),
+        "rank 1 has .*torch.bfloat16.*same",
+    ),
     "no labels": (SAMPLED, {}, (0, 1), r"call optimizer.sample_fisher\(output\)"),
     "labels of one rank": (SAMPLED, {}, (1,), "sampled labels: yes.*sampled labels: no"),
 }
@@ -180,7 +213,9 @@ def test_statistics_that_never_came(run, ways, message):
 
 
 def unlike(rank, world):
-    """What unlike hardware would do, in large: other traces, and a factorisation that fails on one rank."""
+    """What unlike hardware would do, in large: other traces, and a factorisation that fails on one
+    rank.
+    """
     really_invert, really_trace, seen = inverse.invert_own, Blocks.traces, []
 
     def invert(blocks, damping):
@@ -195,7 +230,9 @@ def unlike(rank, world):
     ):
         warnings.simplefilter("always")
         batches = shares(stream(7), rank, world)
-        train(model, optimizer, batches, step=lambda one: (one.step(), seen.append(one.last_refresh)))
+        train(
+            model, optimizer, batches, step=lambda one: (one.step(), seen.append(one.last_refresh))
+        )
     return seen
 
 

@@ -1,4 +1,5 @@
-"""With `divide_curvature=True` each process keeps its own blocks, and collects the inverses of others in turns.
+"""With `divide_curvature=True` each process keeps its own blocks, and collects the inverses of
+others in turns.
 
 That the steps are the same is told by the files that compare processes with one.
 """
@@ -25,7 +26,9 @@ def assert_same(ours, theirs):
 
 
 def in_small_turns(rank, world, way):
-    """Inverses are collected layer by layer, also where a weight and its bias are in different groups."""
+    """Inverses are collected layer by layer, also where a weight and its bias are in different
+    groups.
+    """
     batches, found, sent = shares(stream(STEPS), rank, world), [], []
     for elements in (1, 2**23):
         model, _ = made(way)
@@ -34,10 +37,20 @@ def in_small_turns(rank, world, way):
             {"params": [p for name, p in named.items() if name.endswith("bias")], "lr": 0.01},
             {"params": [p for name, p in named.items() if not name.endswith("bias")]},
         ]
-        optimizer = THOR(groups, model=getattr(model, "module", model), **OPTIONS, distributed=Distributed(**DIVIDED))
+        optimizer = THOR(
+            groups,
+            model=getattr(model, "module", model),
+            **OPTIONS,
+            distributed=Distributed(**DIVIDED),
+        )
         with mock.patch.object(divided, "ELEMENTS", elements):
             train(model, optimizer, batches[:-1])
-            train(model, optimizer, batches[-1:], step=lambda optimizer: sent.append(sum(counted(optimizer).values())))
+            train(
+                model,
+                optimizer,
+                batches[-1:],
+                step=lambda optimizer: sent.append(sum(counted(optimizer).values())),
+            )
         found.append(weights_of(model))
     assert_same(*found)
     return sent
@@ -46,21 +59,29 @@ def in_small_turns(rank, world, way):
 @pytest.mark.parametrize("way", ["ddp", (2,)])
 def test_inverses_are_collected_in_turns(run, way):
     for many, few in run(2, in_small_turns, way):
-        # all agree on the step; then one for each group that needs inverses of others (FSDP2: not for biases)
+        # all agree on the step; then one for each group that needs inverses of others (FSDP2: not
+        # for biases)
         assert few == (3 if way == "ddp" else 2)
         assert many > 6
 
 
 def elements(rank, world):
     def elements_of(states):
-        entries = {(i, k): v for i, entries in enumerate(states) for k, v in entries.items() if torch.is_tensor(v)}
+        entries = {
+            (i, k): v
+            for i, entries in enumerate(states)
+            for k, v in entries.items()
+            if torch.is_tensor(v)
+        }
         return entries, sum(v.numel() for (_, k), v in entries.items() if k != "momentum_buffer")
 
     model, optimizer = made("ddp", distributed=DIVIDED)
     batches = shares(stream(1), rank, world)
     train(model, optimizer, batches)
     held = elements_of(optimizer.state.values())[1]
-    with pytest.raises(RuntimeError, match=r"divided among the processes .*consolidate_state_dict\(to=RANK\)"):
+    with pytest.raises(
+        RuntimeError, match=r"divided among the processes .*consolidate_state_dict\(to=RANK\)"
+    ):
         optimizer.state_dict()
     optimizer.consolidate_state_dict(to=1)
     whole, collected = None, lambda: None
@@ -81,7 +102,8 @@ def elements(rank, world):
 def test_each_process_keeps_its_part(run):
     held, whole = zip(*run(4, elements), strict=True)
     assert whole[0] is whole[2] is whole[3] is None
-    # the factors of a grouped convolution are on all processes, and rows may be narrower where no block is large
+    # the factors of a grouped convolution are on all processes, and rows may be narrower where no
+    # block is large
     assert 0.8 * whole[1] < sum(held) < 1.5 * whole[1]
     assert max(held) < 0.6 * whole[1]
 

@@ -1,4 +1,6 @@
-"""DDP on 1, 2 and 4 ranks takes the steps of one process on the joined batch, in float64, over several refreshes."""
+"""DDP on 1, 2 and 4 ranks takes the steps of one process on the joined batch, in float64, over
+several refreshes.
+"""
 
 import functools
 
@@ -33,7 +35,7 @@ STEPS = 14
 EVERY_OTHER = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
 
 
-# ---- the ordinary loop -----------------------------------------------------------------------------------------------
+# ---- the ordinary loop ---------------------------------------------------------------------------
 
 
 class LeastLikely(Categorical):
@@ -61,19 +63,25 @@ def ordinarily(model, optimizer, first, step, count, micro):
             optimizer.sample_fisher(output, lambda logits: LeastLikely(logits=logits))
         return F.cross_entropy(output, labels)
 
-    return train(model, optimizer, shares(batches, first, step), loss, micro=micro if step > 1 else 1)
+    return train(
+        model, optimizer, shares(batches, first, step), loss, micro=micro if step > 1 else 1
+    )
 
 
-# ---- other loops -----------------------------------------------------------------------------------------------------
+# ---- other loops ---------------------------------------------------------------------------------
 
 
 def of_words():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5)).double()
+    return nn.Sequential(
+        nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5)
+    ).double()
 
 
 def padded(model, optimizer, first, step):
-    """Rows of padding and loss terms of one's own, other ones on each rank, once (a refresh) none on the second."""
+    """Rows of padding and loss terms of one's own, other ones on each rank, once (a refresh) none
+    on the second.
+    """
     generator, decisions = torch.Generator().manual_seed(9), []
     for number in range(STEPS):
         words = torch.randint(11, (SIZE, 4), generator=generator)
@@ -81,7 +89,8 @@ def padded(model, optimizer, first, step):
         if number == 3:
             keep[1::2] = False
         keep[0, 0] ^= bool(keep.sum() % 2)
-        # a rank's sum is divided by its share of all terms, so that the average of the ranks is the mean over all
+        # a rank's sum is divided by its share of all terms, so that the average of the ranks is the
+        # mean over all
         terms = int(keep.sum()) // step
         words, keep = words[first::step], keep[first::step]
         optimizer.row_mask, optimizer.loss_terms = keep, terms
@@ -105,14 +114,21 @@ class Labelled(nn.Module):
 
 
 def followed(model, optimizer, first, step):
-    """Padding and loss terms from what the model is called with, on ranks; by hand in one process."""
+    """Padding and loss terms from what the model is called with, on ranks; by hand in one
+    process.
+    """
     generator, decisions = torch.Generator().manual_seed(9), []
     end = follow_labels(optimizer) if step > 1 else None
     for _ in range(STEPS):
         words = torch.randint(11, (SIZE, 4), generator=generator)
         keep = torch.arange(4) < torch.randint(2, 5, (SIZE, 1), generator=generator)
-        target = torch.arange(4) == torch.randint(2, (SIZE, 1), generator=generator)  # as many on each rank
-        given = {"input_ids": words, "attention_mask": keep.long(), "labels": (words % 5).masked_fill(~target, -100)}
+        # as many on each rank
+        target = torch.arange(4) == torch.randint(2, (SIZE, 1), generator=generator)
+        given = {
+            "input_ids": words,
+            "attention_mask": keep.long(),
+            "labels": (words % 5).masked_fill(~target, -100),
+        }
         if end is None:
             optimizer.row_mask, optimizer.loss_terms = keep, SIZE
         model(**{name: value[first::step] for name, value in given.items()}).backward()
@@ -151,9 +167,12 @@ def skipping(model, optimizer, first, step):
     return decisions
 
 
-# ---- all of them -----------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------
 
-STATIC, UNUSED = {"static_graph": True, "gradient_as_bucket_view": True}, {"find_unused_parameters": True}
+STATIC, UNUSED = (
+    {"static_graph": True, "gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+)
 SAMPLED = {"fisher": "sampled", "count": 5}  # the pass of sampled labels averages no gradient
 DIVIDED = {"distributed": {"divide_curvature": True}}
 # of a softmax's gradient one direction is rounding alone, which polar factors raise to some 1e-9
@@ -168,7 +187,12 @@ ON_FOUR_TOO = {
     "every step": {**EVERY_OTHER, "update_interval": 1, "count": 6},
     "experts": {"make": routed, **EVERY_OTHER, "count": 6},
     "inner layers": {"make": functools.partial(routed, inner=True), **EVERY_OTHER, "count": 5},
-    "inner layers, frozen, accumulation": {"make": frozen_inside, **EVERY_OTHER, "count": 5, "micro": 3},
+    "inner layers, frozen, accumulation": {
+        "make": frozen_inside,
+        **EVERY_OTHER,
+        "count": 5,
+        "micro": 3,
+    },
     "checkpointed": {"make": functools.partial(Checkpointed, False), "ddp": STATIC},
     "checkpointed, reentrant": {"make": functools.partial(Checkpointed, True), "ddp": STATIC},
     "sampled": SAMPLED,
@@ -179,7 +203,14 @@ ON_FOUR_TOO = {
     "divided, whole factors, clipped": {**DIVIDED, "split_dim": None, "kl_clip": 1e-3},
     "divided, average": {**DIVIDED, "factor_decay": 0.6, "nesterov": True, "weight_decay": 0.1},
     # some experts have no rows in a refresh, and keep their factors; some have never had any
-    "divided, experts": {**DIVIDED, "make": routed, "factor_decay": 0.3, "split_dim": 3, "micro": 3, "count": 8},
+    "divided, experts": {
+        **DIVIDED,
+        "make": routed,
+        "factor_decay": 0.3,
+        "split_dim": 3,
+        "micro": 3,
+        "count": 8,
+    },
     "divided, ThorMuon": {**DIVIDED, **MUON},
 }
 CASES = ON_FOUR_TOO | {
@@ -203,7 +234,9 @@ def ranks_and_one(rank, world, name):
     options = dict(CASES[name])
     go = options.pop("go", None)
     if go is None:
-        go = functools.partial(ordinarily, count=options.pop("count", STEPS), micro=options.pop("micro", 1))
+        go = functools.partial(
+            ordinarily, count=options.pop("count", STEPS), micro=options.pop("micro", 1)
+        )
     graphs.clear()
     decisions, bits = as_one_process(rank, world, go, **options)
     assert bool(graphs) == ("compile" in name)
@@ -216,7 +249,11 @@ def test_equals_one_process_on_the_joined_batch(run, name):
         decisions, digests = zip(*run(world, ranks_and_one, name), strict=True)
         assert len(set(digests)) == 1, "the ranks differ in some bit"
         if name == "plain":
-            assert {kind for step in decisions[0] for kind in step.values()} == {"UPDATE", "KEEP", "STOP"}
+            assert {kind for step in decisions[0] for kind in step.values()} == {
+                "UPDATE",
+                "KEEP",
+                "STOP",
+            }
 
 
 def uneven_means(rank, world):
@@ -226,7 +263,9 @@ def uneven_means(rank, world):
     train(twin, other, stream(1))
     for name, layer in optimizer.curvature.items():
         assert layer.rows_per_term == other.curvature[name].rows_per_term
-        torch.testing.assert_close(layer.factors(), other.curvature[name].factors(), rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(
+            layer.factors(), other.curvature[name].factors(), rtol=1e-10, atol=1e-13
+        )
     assert optimizer.param_groups[0]["last_loss_terms"] == SIZE
 
 
@@ -251,7 +290,10 @@ def test_sums_of_losses(run):
 
 
 def sum_given_as_mean(rank, world):
-    x, y = (torch.randn(64, width, generator=torch.Generator().manual_seed(11))[rank::world] for width in (6, 40))
+    x, y = (
+        torch.randn(64, width, generator=torch.Generator().manual_seed(11))[rank::world]
+        for width in (6, 40)
+    )
     model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 40))
     optimizer, wrapped = THOR(model), DDP(model)
     F.mse_loss(wrapped(x), y, reduction="sum").backward()

@@ -1,7 +1,9 @@
-"""THOR and ThorMuon under FSDP2 and HSDP take the steps of one process that cuts its blocks at the same places.
+"""THOR and ThorMuon under FSDP2 and HSDP take the steps of one process that cuts its blocks at the
+same places.
 
-Blocks of one row are cut alike however rows are divided. With larger blocks, the reference has a layer for each shard.
-An ordinary step sends nothing, or what its option needs. Replicas have the same bits.
+Blocks of one row are cut alike however rows are divided. With larger blocks, the reference has a
+layer for each shard. An ordinary step sends nothing, or what its option needs. Replicas have the
+same bits.
 """
 
 import functools
@@ -39,7 +41,9 @@ TWO, HSDP, METHODS = (2,), (2, 2), [THOR, ThorMuon]
 
 
 class Free(nn.Module):
-    """A matrix without a kind, experts whose matrices are numbered, and a convolution; tall and wide, fused weights."""
+    """A matrix without a kind, experts whose matrices are numbered, and a convolution; tall and
+    wide, fused weights.
+    """
 
     def __init__(self):
         super().__init__()
@@ -56,16 +60,21 @@ class Free(nn.Module):
         pixels, words = batch
         x = self.tokens(words)
         x = self.attention(x, x, x, need_weights=False)[0].mean(1)
-        x = self.rows(torch.cat([torch.tanh(self.conv(pixels)).flatten(1)[:, :72], x], dim=1)) @ self.free
+        x = (
+            self.rows(torch.cat([torch.tanh(self.conv(pixels)).flatten(1)[:, :72], x], dim=1))
+            @ self.free
+        )
         x = torch.einsum("bi,eij->bj", torch.tanh(x), self.numbered)
         return self.head(torch.tanh(self.tall(x)))
 
 
-# ---- what ordinary steps send ----------------------------------------------------------------------------------------
+# ---- what ordinary steps send --------------------------------------------------------------------
 
 
 def sharded(rank, world, make=network, layers=(), micro=1, skipped=(), **options):
-    """Returns the kinds of decisions, the numbers of collectives that ordinary steps have started, and the bits."""
+    """Returns the kinds of decisions, the numbers of collectives that ordinary steps have started,
+    and the bits.
+    """
     sent = []
 
     def go(model, optimizer, first, step):
@@ -80,7 +89,13 @@ def sharded(rank, world, make=network, layers=(), micro=1, skipped=(), **options
             if not (skip or optimizer.last_refresh):
                 sent[-1].append(started)
 
-        decisions = train(model, optimizer, shares(stream(8), first, step), micro=micro if step > 1 else 1, step=count)
+        decisions = train(
+            model,
+            optimizer,
+            shares(stream(8), first, step),
+            micro=micro if step > 1 else 1,
+            step=count,
+        )
         assert optimizer.skipped_steps == len(skipped)
         return decisions
 
@@ -91,15 +106,34 @@ def sharded(rank, world, make=network, layers=(), micro=1, skipped=(), **options
     return {kind for step in decisions for kind in step.values()}, set(sent[0]), bits
 
 
-MUON = {"method": ThorMuon, "damping": 0.1, "layers": ["-attention.v_proj"], "rtol": 1e-6, "atol": 1e-8}
+MUON = {
+    "method": ThorMuon,
+    "damping": 0.1,
+    "layers": ["-attention.v_proj"],
+    "rtol": 1e-6,
+    "atol": 1e-8,
+}
 # with whole matrices, blocks of rows are those of one process, however shards divide them
-WHOLE = {"make": Free, "inner": (), "method": ThorMuon, "lr": 0.05, "damping": 0.1, "rtol": 1e-4, "atol": 1e-6}
+WHOLE = {
+    "make": Free,
+    "inner": (),
+    "method": ThorMuon,
+    "lr": 0.05,
+    "damping": 0.1,
+    "rtol": 1e-4,
+    "atol": 1e-6,
+}
 WHOLE |= {"distributed": {"whole_matrices": True}, "split_dim": 4}
-SKIPPED = {"nonfinite": "skip", "skipped": (0, 4)}  # steps 0 and 1 would refresh, and step 4 is ordinary
+# steps 0 and 1 would refresh, and step 4 is ordinary
+SKIPPED = {"nonfinite": "skip", "skipped": (0, 4)}
 DIVIDED = {"distributed": {"divide_curvature": True}}
 SENT = {  # the meshes, options, and how many collectives an ordinary step starts
     "plain": ([(1,), TWO, (4,), HSDP, (2, 1)], {}, 0),
-    "accumulation": ([TWO, HSDP], {"weight_decay": 0.1, "micro": 3, "factor_decay": 0.6, "nesterov": True}, 0),
+    "accumulation": (
+        [TWO, HSDP],
+        {"weight_decay": 0.1, "micro": 3, "factor_decay": 0.6, "nesterov": True},
+        0,
+    ),
     "ThorMuon": ([TWO, HSDP], MUON, 0),
     "kept after forward": ([TWO], {"momentum": 0.0, "fsdp": {"reshard_after_forward": False}}, 0),
     "cpu offload": ([TWO], {"fsdp": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}, 0),
@@ -127,13 +161,15 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
 def test_equals_one_process_and_sends_only_what_it_must(run, name):
     meshes, options, collectives = SENT[name]
     for mesh in meshes:
-        kinds, sent, bits = zip(*run(world_of(mesh), functools.partial(sharded, way=mesh, **options)), strict=True)
+        kinds, sent, bits = zip(
+            *run(world_of(mesh), functools.partial(sharded, way=mesh, **options)), strict=True
+        )
         assert all(one == {collectives} for one in sent)
         assert options or set.union(*kinds) == {"UPDATE", "KEEP", "STOP"}
         assert mesh != HSDP or bits[:2] == bits[2:], "replicas differ in some bit"
 
 
-# ---- layers, batches and loops that differ ---------------------------------------------------------------------------
+# ---- layers, batches and loops that differ -------------------------------------------------------
 
 
 def ordinary(model, optimizer, first, step):
@@ -148,7 +184,9 @@ def a_head_for_each_rank(model, optimizer, first, step):
     of_rank = slice(first * SIZE // step, (first + 1) * SIZE // step)
     optimizer.loss_terms = SIZE // step
     train(model, optimizer, [part(batch, of_rank) for batch in batches])
-    refreshes = {name.partition(".parts")[0]: layer.refreshes for name, layer in optimizer.curvature.items()}
+    refreshes = {
+        name.partition(".parts")[0]: layer.refreshes for name, layer in optimizer.curvature.items()
+    }
     assert refreshes == {"trunk": 3, "heads.0": 3, "heads.1": 3, "unused": 0}
 
 
@@ -158,7 +196,12 @@ class Shared(nn.Module):
     def __init__(self, frozen):
         super().__init__()
         torch.manual_seed(0)
-        self.rows, self.first, self.second, self.last = Rows(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.rows, self.first, self.second, self.last = (
+            Rows(),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 5),
+        )
         self.second.weight = self.first.weight
         self.double().get_parameter(frozen).requires_grad_(False)
 
@@ -168,7 +211,9 @@ class Shared(nn.Module):
 
 
 def with_a_closure(model, optimizer, first, step):
-    """Lightning passes a closure, which resets the gradients between the forward and the backward pass."""
+    """Lightning passes a closure, which resets the gradients between the forward and the backward
+    pass.
+    """
     decisions = []
     for inputs, labels in shares(stream(7), first, step):
 
@@ -185,7 +230,9 @@ def with_a_closure(model, optimizer, first, step):
 
 
 def reduced_once(model, optimizer, first, step):
-    """Accumulation as torch's documentation has it: gradients are reduced with the last micro-batch alone."""
+    """Accumulation as torch's documentation has it: gradients are reduced with the last micro-batch
+    alone.
+    """
     for batch in shares(stream(6), first, step):
         for i in range(3):
             if step > 1:
@@ -197,7 +244,12 @@ def reduced_once(model, optimizer, first, step):
     assert optimizer.param_groups[0]["last_loss_terms"] == (12 if "G" in optimizer.sides else 0)
 
 
-BY_ROW = {"split_dim": 1, "trace_thresholds": (0.0, 0.0), "update_interval": 2, "max_update_ratio": None}
+BY_ROW = {
+    "split_dim": 1,
+    "trace_thresholds": (0.0, 0.0),
+    "update_interval": 2,
+    "max_update_ratio": None,
+}
 IN_PARTS = {**BY_ROW, "split_dim": 3, "parts": True}  # the one process has a layer for each shard
 CHECKPOINTED = {**IN_PARTS, "inner": tuple(f"layers.{i}" for i in range(7))}
 IN_LOOPS = {**BY_ROW, "inner": ("1", "3"), "rtol": 1e-4, "atol": 1e-6}
@@ -205,9 +257,18 @@ MUON_IN_LOOPS = {**IN_LOOPS, "method": ThorMuon, "distributed": {"whole_matrices
 CASES = {
     "whole shards": {**IN_PARTS, "split_dim": None},
     "running average": {**IN_PARTS, "factor_decay": 0.5, "lr": 0.5, "max_update_ratio": 0.01},
-    "ThorMuon, all steps bounded": {**IN_PARTS, "method": ThorMuon, "max_update_ratio": 0.001, "lr": 0.5},
+    "ThorMuon, all steps bounded": {
+        **IN_PARTS,
+        "method": ThorMuon,
+        "max_update_ratio": 0.001,
+        "lr": 0.5,
+    },
     "uneven batches": {**IN_PARTS, "go": uneven},
-    "a layer without examples on some ranks": {**IN_PARTS, "go": a_head_for_each_rank, "make": TwoHeads},
+    "a layer without examples on some ranks": {
+        **IN_PARTS,
+        "go": a_head_for_each_rank,
+        "make": TwoHeads,
+    },
     "checkpointed": {**CHECKPOINTED, "make": functools.partial(Checkpointed, False)},
     "checkpointed, reentrant": {**CHECKPOINTED, "make": functools.partial(Checkpointed, True)},
     "shared": {**BY_ROW, "make": functools.partial(Shared, "last.weight")},
@@ -219,7 +280,9 @@ CASES = {
 
 
 def as_shards(rank, world, go=ordinary, **options):
-    as_one_process(rank, world, go, way=(world,), **{"make": linear, "rtol": 1e-9, "atol": 1e-12, **options})
+    as_one_process(
+        rank, world, go, way=(world,), **{"make": linear, "rtol": 1e-9, "atol": 1e-12, **options}
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -232,13 +295,23 @@ def mixed(rank, world, method):
     """The policy computes in bfloat16; factors, weights and momentum stay in float32."""
     options = {**BY_ROW, "make": lambda: linear(torch.float32), "method": method, "lr": 0.005}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    (model, optimizer), (twin, other) = made((world,), fsdp={"mp_policy": policy}, **options), alone(**options)
+    (model, optimizer), (twin, other) = (
+        made((world,), fsdp={"mp_policy": policy}, **options),
+        alone(**options),
+    )
     batches = list(stream(5, torch.float32))
-    train(model, optimizer, shares(batches, rank, world), loss=lambda x, labels: F.cross_entropy(x.float(), labels))
+    train(
+        model,
+        optimizer,
+        shares(batches, rank, world),
+        loss=lambda x, labels: F.cross_entropy(x.float(), labels),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         train(twin, other, batches)
     for layer in optimizer.curvature.values():
-        assert {value.dtype for value in layer.state.values() if torch.is_tensor(value)} == {torch.float32}
+        assert {value.dtype for value in layer.state.values() if torch.is_tensor(value)} == {
+            torch.float32
+        }
     assert_same_weights(model, twin, rtol=0.05, atol=0.02)  # bfloat16 has 8 bits
 
 

@@ -1,4 +1,6 @@
-"""`torch_thor.Distributed`: its checks, and which processes it means in one process; the other files have several."""
+"""`torch_thor.Distributed`: its checks, and which processes it means in one process; the other
+files have several.
+"""
 
 import dataclasses
 from itertools import product
@@ -11,10 +13,16 @@ from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR, Distributed, ThorMuon
 
 WRONG = {
-    "process_group": ([True, 0, 1, "gloo", [0, 1], dist.GroupMember.NON_GROUP_MEMBER], "default group, or False"),
+    "process_group": (
+        [True, 0, 1, "gloo", [0, 1], dist.GroupMember.NON_GROUP_MEMBER],
+        "default group, or False",
+    ),
     "divide_curvature": (["yes", 1, None], "True or False"),
     "whole_matrices": ([1], "True or False"),
-    "communication_dtype": ([torch.float16, "bfloat16"], "None, torch.bfloat16 or torch.float32; .*float16"),
+    "communication_dtype": (
+        [torch.float16, "bfloat16"],
+        "None, torch.bfloat16 or torch.float32; .*float16",
+    ),
 }
 
 
@@ -39,14 +47,18 @@ def test_what_an_optimizer_refuses():
 
 
 def test_a_group_of_one_needs_nobody(tmp_path):
-    """The bits of no group, divided or not, whose choice is the program's and not the checkpoint's."""
+    """The bits of no group, divided or not, whose choice is the program's and not the
+    checkpoint's.
+    """
     dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
     try:
         trained, states = [], []
         for group, divide in product((dist.group.WORLD, None, False), (False, True)):
             torch.manual_seed(0)
             model = mlp()
-            optimizer = THOR(model, distributed=Distributed(process_group=group, divide_curvature=divide))
+            optimizer = THOR(
+                model, distributed=Distributed(process_group=group, divide_curvature=divide)
+            )
             train(model, optimizer, batches(3))
             trained.append(weights(model))
             states.append(optimizer.state_dict())

@@ -31,10 +31,16 @@ def test_every_block_has_one_owner_and_work_differs_by_one_block_at_most(parts, 
 @pytest.mark.parametrize("processes", [8, 16, 32, 64, 128, 256])
 def test_large_models_are_divided_evenly(processes):
     with torch.device("meta"):
-        config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+        config = BertConfig(
+            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+        )
         models = {1.02: BertForPreTraining(config)}
-        if processes < 256:  # ResNet-50 has 636 blocks of 128 rows: three for some of 256 processes, two for others
+        # ResNet-50 has 636 blocks of 128 rows: three for some of 256 processes, two for others
+        if processes < 256:
             models[1.01] = resnet50()
     for most, model in models.items():
         factors = [factor for layer in THOR(model).curvature.values() for factor in layer.stored]
-        assert imbalance([block for factor in factors for block in factor.cut.blocks], processes) <= most
+        assert (
+            imbalance([block for factor in factors for block in factor.cut.blocks], processes)
+            <= most
+        )

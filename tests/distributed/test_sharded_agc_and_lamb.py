@@ -1,4 +1,6 @@
-"""LAMB, AGCSGD and the clipping under FSDP2: two processes with uneven shards take the steps of one."""
+"""LAMB, AGCSGD and the clipping under FSDP2: two processes with uneven shards take the steps of
+one.
+"""
 
 import copy
 
@@ -13,7 +15,9 @@ from torch_thor import AGCSGD, LAMB, adaptive_clip_grad_
 NESTEROV = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 OPTIMIZERS = {
     "agc-sgd": lambda model: AGCSGD(model, lr=0.1, clip_factor=0.02, **NESTEROV),
-    "agc-sgd, one at a time": lambda model: AGCSGD(model, lr=0.1, momentum=0.9, clip_factor=0.02, foreach=False),
+    "agc-sgd, one at a time": lambda model: AGCSGD(
+        model, lr=0.1, momentum=0.9, clip_factor=0.02, foreach=False
+    ),
     "lamb": lambda model: LAMB(model, lr=0.05),
     "lamb, one at a time": lambda model: LAMB(model, lr=0.05, foreach=False),
     "clipped sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -25,7 +29,8 @@ def compare(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     for name, make in OPTIMIZERS.items():
         model = nn.Sequential(
-            nn.Linear(5, 7), nn.Tanh(), Conv1D(6, 7), nn.Tanh(), nn.Unflatten(1, (3, 2)), nn.ConvTranspose1d(3, 4, 1),
+            nn.Linear(5, 7), nn.Tanh(), Conv1D(6, 7), nn.Tanh(), nn.Unflatten(1, (3, 2)),
+            nn.ConvTranspose1d(3, 4, 1),
             nn.ConvTranspose1d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(18, 3),
         ).double()  # fmt: skip
         twin = copy.deepcopy(model)
@@ -44,7 +49,9 @@ def compare(rank, world):
             assert counts[0] == counts[1], name
             assert counts[0] is None or 0 < counts[0][0] < counts[0][1], name
         for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p.full_tensor(), q, rtol=1e-12, atol=1e-15, msg=f"{name}, {key}")
+            torch.testing.assert_close(
+                p.full_tensor(), q, rtol=1e-12, atol=1e-15, msg=f"{name}, {key}"
+            )
 
 
 def test_two_processes_take_the_steps_of_one(run):

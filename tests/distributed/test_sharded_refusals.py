@@ -1,4 +1,6 @@
-"""What is refused under sharding, with one sentence that names the value, the rule and the remedy; what is left out."""
+"""What is refused under sharding, with one sentence that names the value, the rule and the remedy;
+what is left out.
+"""
 
 import warnings
 
@@ -20,11 +22,15 @@ def model():
 
 
 def tensor_parallel():
-    return parallelize_module(model(), mesh_of((4,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return parallelize_module(
+        model(), mesh_of((4,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
 
 
 def by_columns():
-    return fully_shard(model(), mesh=mesh_of((4,)), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+    return fully_shard(
+        model(), mesh=mesh_of((4,)), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None
+    )
 
 
 def flat():
@@ -33,9 +39,12 @@ def flat():
 
 
 MODELS = {
-    tensor_parallel: r"parameter '0.weight' is a DTensor.*as by tensor parallelism.*leave the parameter to another",
-    by_columns: r"parameter '0.weight' is a DTensor.*THOR needs whole rows: Shard\(0\), the default of fully_shard",
-    flat: r"module 'itself' is a FullyShardedDataParallel.*use its successor torch.distributed.fsdp.fully_shard",
+    tensor_parallel: r"parameter '0.weight' is a DTensor.*as by tensor parallelism.*leave the "
+    r"parameter to another",
+    by_columns: r"parameter '0.weight' is a DTensor.*THOR needs whole rows: Shard\(0\), the "
+    r"default of fully_shard",
+    flat: r"module 'itself' is a FullyShardedDataParallel.*use its successor "
+    r"torch.distributed.fsdp.fully_shard",
 }
 
 
@@ -47,15 +56,22 @@ def refused(rank, world, make):
 def of_other_processes(rank, world):
     """A group of this process alone, and none: not those that the parameters are divided among."""
     for group in (dist.new_group([rank], use_local_synchronization=True), False):
-        with pytest.raises(ValueError, match=rf"process_group=.*the ranks \[0, 1\], .*the ranks \[{rank}\]; give"):
-            THOR(fully_shard(model(), mesh=mesh_of((2,))), distributed=Distributed(process_group=group))
+        with pytest.raises(
+            ValueError, match=rf"process_group=.*the ranks \[0, 1\], .*the ranks \[{rank}\]; give"
+        ):
+            THOR(
+                fully_shard(model(), mesh=mesh_of((2,))),
+                distributed=Distributed(process_group=group),
+            )
 
 
 def made_before(rank, world):
     optimizer = THOR(own := model())
     fully_shard(own, mesh=mesh_of((world,)))
     own(torch.randn(3, 8)).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"parameter '0.weight' is in none.*Make it after.*after fully_shard"):
+    with pytest.raises(
+        RuntimeError, match=r"parameter '0.weight' is in none.*Make it after.*after fully_shard"
+    ):
         optimizer.step()
 
 
@@ -79,9 +95,11 @@ class Left(nn.Module):
 
 
 def divided_later(rank, world, method):
-    """Accelerate makes the optimizer first, then shards the model and puts the new parameters into its groups.
+    """Accelerate makes the optimizer first, then shards the model and puts the new parameters into
+    its groups.
 
-    The model is inspected again, the first step is taken without curvature, and the second one refreshes.
+    The model is inspected again, the first step is taken without curvature, and the second one
+    refreshes.
     """
     own = Left().double()
     optimizer = method(own, update_interval=2)
@@ -95,13 +113,17 @@ def divided_later(rank, world, method):
             optimizer.zero_grad()
             own(x).square().mean().backward()
             optimizer.step()
-        assert any("were divided among processes after" in str(w.message) for w in caught) is (step == 0)
+        assert any("were divided among processes after" in str(w.message) for w in caught) is (
+            step == 0
+        )
     entries = {entry.name: entry.reason for entry in optimizer.coverage()}
     assert [*entries.values()] == [entry.reason for entry in method(own).coverage()] != before
     assert {name for name, reason in entries.items() if reason is None} >= {"plain.weight"}
     assert "has 2 groups with factors of their own" in entries["grouped.weight"]
     assert "which is no dimension of its matrix" in entries["transposed.weight"]
-    assert [(name, layer.refreshes > 0) for name, layer in optimizer.curvature.items()] == [("plain", True)]
+    assert [(name, layer.refreshes > 0) for name, layer in optimizer.curvature.items()] == [
+        ("plain", True)
+    ]
 
 
 @pytest.mark.parametrize("method", [THOR, ThorMuon])

@@ -39,13 +39,19 @@ class TwoDtypes(nn.Module):
 
 
 def sent(rank, world, way, make=network, turn=2**23, **options):
-    """The collectives of the third refresh; those that are computed; and the bytes that a rank keeps."""
+    """The collectives of the third refresh; those that are computed; and the bytes that a rank
+    keeps.
+    """
     found = []
 
     def recording(name, really):
         def collective(output, *given, **options):
             passed = given[0] if given and torch.is_tensor(given[0]) else output
-            found.append(Collective(name, dist.get_world_size(options.get("group")), passed.nbytes, output.nbytes))
+            found.append(
+                Collective(
+                    name, dist.get_world_size(options.get("group")), passed.nbytes, output.nbytes
+                )
+            )
             return really(output, *given, **options)
 
         return collective
@@ -53,11 +59,15 @@ def sent(rank, world, way, make=network, turn=2**23, **options):
     def recorded(optimizer):
         with contextlib.ExitStack() as stack:
             for name in NAMES:
-                stack.enter_context(mock.patch.object(dist, name, recording(name, getattr(dist, name))))
+                stack.enter_context(
+                    mock.patch.object(dist, name, recording(name, getattr(dist, name)))
+                )
             optimizer.step()
 
     with mock.patch.object(divided, "ELEMENTS", turn):
-        model, optimizer = made(way, make, update_interval=1, trace_thresholds=(0.0, 0.0), **options)
+        model, optimizer = made(
+            way, make, update_interval=1, trace_thresholds=(0.0, 0.0), **options
+        )
         for layer in optimizer.curvature.values():  # every refresh takes new factors
             layer.weight_view.options["trace_thresholds"] = (0.0, 0.0)
         batches = shares(stream(3), rank, world)
@@ -67,7 +77,12 @@ def sent(rank, world, way, make=network, turn=2**23, **options):
         layers = list(optimizer.curvature.values())
         computed = collectives_of_refresh(layers, world, optimizer.distributed.communication_dtype)
         computed += collectives_of_inverses(model.parameters(), layers)
-    state = [(k, v) for entries in optimizer.state.values() for k, v in entries.items() if torch.is_tensor(v)]
+    state = [
+        (k, v)
+        for entries in optimizer.state.values()
+        for k, v in entries.items()
+        if torch.is_tensor(v)
+    ]
     return found, computed, sum(value.nbytes for key, value in state if key != "momentum_buffer")
 
 
@@ -87,7 +102,9 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:.*returns a view")
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_of_a_refresh(run, name):
-    """G stays with the ranks that hold the rows; those that hold the same rows get it from one of them."""
+    """G stays with the ranks that hold the rows; those that hold the same rows get it from one of
+    them.
+    """
     options = CASES[name]
     for world in (2, 4):
         for found, computed, _ in run(world, functools.partial(sent, way="ddp", **options)):
@@ -96,7 +113,9 @@ def test_bytes_of_a_refresh(run, name):
                 name == "two dtypes" and world == 4
             ):  # few large blocks, whose padding would take more than twice the size
                 assert [one.name for one in found].count("all_reduce") == 4
-    for mesh in [(2,), (4,), (2, 2), (2, 1)] if "make" not in options and "divided" not in name else ():
+    for mesh in (
+        [(2,), (4,), (2, 2), (2, 1)] if "make" not in options and "divided" not in name else ()
+    ):
         for found, computed, _ in run(world_of(mesh), functools.partial(sent, way=mesh, **options)):
             assert found == computed
             # ThorMuon has A alone, and no weight of the network has the inputs first
@@ -110,7 +129,9 @@ def test_a_plan_of_divided_curvature_is_what_is_sent(run, turn):
     model = network()
     layers = list(optimizer_of(model).curvature.values())
     with mock.patch.object(divided, "ELEMENTS", turn), laid_out(layers, 4, divided=True):
-        planned = collectives_of_refresh(layers, 4) + collectives_of_inverses(model.parameters(), layers)
+        planned = collectives_of_refresh(layers, 4) + collectives_of_inverses(
+            model.parameters(), layers
+        )
         most = kept_bytes(layers, 4)
     kept = []
     for found, _, bytes_kept in run(4, functools.partial(sent, way="ddp", turn=turn, **DIVIDED)):
@@ -121,7 +142,9 @@ def test_a_plan_of_divided_curvature_is_what_is_sent(run, turn):
 
 
 def test_what_a_ring_sends():
-    """Of four pieces each rank sends three; of one piece it receives three; an all-reduce is one after the other."""
+    """Of four pieces each rank sends three; of one piece it receives three; an all-reduce is one
+    after the other.
+    """
     assert Collective("broadcast", 4, 400, 400).sent == 400
     assert Collective("reduce_scatter_tensor", 4, 400, 100).sent == 300
     assert Collective("all_gather_into_tensor", 4, 100, 400).sent == 300

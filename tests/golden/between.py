@@ -1,8 +1,9 @@
-"""Compare the golden runs of two commits on this machine, bit for bit: `python tests/golden/between.py OLD NEW [RUN]*`.
+"""Compare the golden runs of two commits on this machine, bit for bit:
+`python tests/golden/between.py OLD NEW [RUN]*`.
 
-Each commit trains with its own tests and its own `src`, in a worktree of its own that is removed afterwards. Changes
-that are not committed are in none: name `$(git stash create)` for them. Nothing recorded is read or written. The exit
-status is 1 where a run differs.
+Each commit trains with its own tests and its own `src`, in a worktree of its own that is removed
+afterwards. Changes that are not committed are in none: name `$(git stash create)` for them. Nothing
+recorded is read or written. The exit status is 1 where a run differs.
 """
 
 import json
@@ -44,18 +45,27 @@ def runs_of(commit, names):
         subprocess.run([*git, "add", "-q", "--detach", str(tree), commit], check=True)
         try:
             environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
-            subprocess.run([sys.executable, "-c", TRAIN, str(result), *names], cwd=tree, env=environment, check=True)
+            subprocess.run(
+                [sys.executable, "-c", TRAIN, str(result), *names],
+                cwd=tree,
+                env=environment,
+                check=True,
+            )
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
         return json.loads(result.read_text(encoding="utf-8"))
 
 
 def main(old, new, *names):
-    """Print the first difference of each run, and return the exit status. Names of settings may differ."""
+    """Print the first difference of each run, and return the exit status. Names of settings may
+    differ.
+    """
     before, after = runs_of(old, names), runs_of(new, names)
     code = 0
     for name in names or {**before, **after}:
-        if missing := [commit for commit, runs in ((old, before), (new, after)) if name not in runs]:
+        if missing := [
+            commit for commit, runs in ((old, before), (new, after)) if name not in runs
+        ]:
             lines = [f"{name}: no such run in {' and '.join(missing)}"]
         else:
             # the keys of the optimizer's state may change their form; what it computes may not

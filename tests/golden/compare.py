@@ -1,7 +1,8 @@
 """Golden files: read, and compared with what a run gives now.
 
-On the machine that recorded them every bit must be the same. On another processor, or with another torch, sums round in
-another way: there the first losses must agree to a tolerance, and of the state dicts all but the numbers.
+On the machine that recorded them every bit must be the same. On another processor, or with another
+torch, sums round in another way: there the first losses must agree to a tolerance, and of the state
+dicts all but the numbers.
 """
 
 import json
@@ -15,9 +16,11 @@ import torch
 
 FOLDER = Path(__file__).parent
 TOLERANCE = 1e-3  # relative, of a loss; kernels for SSE differ from those for AVX-512 by 1e-6
-# where it is another: decoders and resizing round to whole pixel values, which changes these losses by 1e-3
+# where it is another: decoders and resizing round to whole pixel values, which changes these losses
+# by 1e-3
 TOLERANCES = {"image-folder": 2e-2}
-# Their evaluations were recorded when each process summed its half in float32. Now they are those of one process.
+# Their evaluations were recorded when each process summed its half in float32. Now they are those
+# of one process.
 OF_HALVES, HALVES_TOLERANCE = ("two-ranks", "two-ranks-scale-free"), 1e-6
 FIRST_STEPS = 8  # later, rounding has grown, and may have changed what a refresh decides
 MOST_LINES = 8  # of differences that are listed
@@ -37,14 +40,21 @@ def fingerprint():
 
 
 def _processor():
-    # not the name alone, which a virtual machine may not know; caches, because libraries cut their loops by them
+    # not the name alone, which a virtual machine may not know; caches, because libraries cut their
+    # loops by them
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return platform.processor() or platform.machine()
     first = info.read_text().partition("\n\n")[0]
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    found = {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in first.splitlines())
+    }
     known = ("cpu family", "model", "stepping", "cache size")
-    parts = [found.get("model name", platform.machine()), *(f"{key} {found[key]}" for key in known if key in found)]
+    parts = [
+        found.get("model name", platform.machine()),
+        *(f"{key} {found[key]}" for key in known if key in found),
+    ]
     return ", ".join(parts)
 
 
@@ -70,15 +80,21 @@ def other_machine(golden, now):
 
 
 def differences(name, golden, now):
-    """A line a difference from what was recorded, the first step that differs before all else; empty if none is."""
+    """A line a difference from what was recorded, the first step that differs before all else;
+    empty if none is.
+    """
     if golden["settings"] != now["settings"]:
         return [f"{name}: its settings were {golden['settings']} and are {now['settings']}"]
     exact = not other_machine(golden, now)
     lines = _of_losses(name, golden["losses"], now["losses"], exact)
     for kind in ("refreshes", "evaluations") if exact else ():
         for old, new in zip_longest(golden[kind], now[kind], fillvalue="nothing"):
-            if old != new and not (name in OF_HALVES and kind == "evaluations" and _nearly(old, new)):
-                lines.append(f"{name}: {kind}: '{old}' was recorded, '{new}' is the first that differs")
+            if old != new and not (
+                name in OF_HALVES and kind == "evaluations" and _nearly(old, new)
+            ):
+                lines.append(
+                    f"{name}: {kind}: '{old}' was recorded, '{new}' is the first that differs"
+                )
                 break
     for kind in ("optimizer", "model"):
         lines += _of_states(f"{name}: {kind}", golden[kind], now[kind], exact)
@@ -122,7 +138,8 @@ def _of_states(where, golden, now, exact):
                 value.partition(" sha256 ")[0] if isinstance(value, str) else type(value).__name__
                 for value in (recorded, found)
             )
-        if json.dumps(recorded) != json.dumps(found):  # as text: NaN is NaN, 1 is not 1.0, and a tuple is a list
+        # as text: NaN is NaN, 1 is not 1.0, and a tuple is a list
+        if json.dumps(recorded) != json.dumps(found):
             lines.append(f"{where}: {key}: {recorded} was recorded, {found} is found")
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"{where}: and {len(lines) - MOST_LINES} more"]

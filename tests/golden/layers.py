@@ -10,9 +10,12 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 TEXT = """
-The trace of a layer's curvature tells when it has changed. Where it has changed by much, the layer takes new factors;
-where it has changed by little, it keeps what it has; and where it has hardly changed at all, it stops for good. Between
-two refreshes a step is as cheap as one of gradient descent with momentum, for nothing is gathered on the way.
+The trace of a layer's curvature tells when it has changed. Where it has changed by much, \
+the layer takes new factors;
+where it has changed by little, it keeps what it has; and where it has hardly changed at all, \
+it stops for good. Between
+two refreshes a step is as cheap as one of gradient descent with momentum, \
+for nothing is gathered on the way.
 """
 VOCABULARY, WIDTH, EXPERTS, LENGTH, BATCH = 64, 16, 3, 12, 12
 PADDING = 0  # the space, which is no word either
@@ -84,7 +87,9 @@ class EveryLayer(nn.Module):
     def forward(self, images, tokens):
         """Scores (N, L, VOCABULARY) from images (N, 1, 8, 8) and tokens (N, L)."""
         seen = self.picture(images)
-        seen = torch.cat([self.line(seen.flatten(2)).flatten(1), self.volume(seen[:, None]).flatten(1)], 1)
+        seen = torch.cat(
+            [self.line(seen.flatten(2)).flatten(1), self.volume(seen[:, None]).flatten(1)], 1
+        )
         x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]).expand_as(tokens))
         x = x + self.from_picture(torch.tanh(seen))[:, None]
         later = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
@@ -103,7 +108,9 @@ def batches(count):
     """(images, tokens): scikit-learn's digits, and lines of TEXT with some padding behind."""
     found = load_digits()
     pixels = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16 - 0.3
-    text = torch.tensor([max(ord(character) - 59, PADDING) for character in TEXT.replace("\n", " ")])
+    text = torch.tensor(
+        [max(ord(character) - 59, PADDING) for character in TEXT.replace("\n", " ")]
+    )
     for step in range(count):
         starts = [(37 * (BATCH * step + n)) % (len(text) - LENGTH - 1) for n in range(BATCH)]
         tokens = torch.stack([text[start : start + LENGTH + 1] for start in starts])

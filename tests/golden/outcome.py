@@ -17,18 +17,23 @@ def outcome(settings, steps, scores, optimizer, model):
         "settings": settings,
         "losses": [float(loss).hex() for _, loss, _ in steps],
         "refreshes": [
-            f"{step} {event.layer} {event.decision.value} {'-' if event.trace is None else event.trace.hex()}"
+            f"{step} {event.layer} {event.decision.value} "
+            f"{'-' if event.trace is None else event.trace.hex()}"
             for step, _, events in steps
             for event in events
         ],
-        "evaluations": [f"{one.step} {one.metrics['loss'].hex()} {one.metrics['top1'].hex()}" for one in scores],
+        "evaluations": [
+            f"{one.step} {one.metrics['loss'].hex()} {one.metrics['top1'].hex()}" for one in scores
+        ],
         "optimizer": dict(_flat(optimizer.state_dict(), "")),
         "model": dict(_flat(model.state_dict(), "")),
     }
 
 
 def _described(tensor):
-    """Dtype, shape, strides, and the beginning of the SHA-256 of the numbers in the order of the dimensions."""
+    """Dtype, shape, strides, and the beginning of the SHA-256 of the numbers in the order of the
+    dimensions.
+    """
     numbers = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     checksum = hashlib.sha256(numbers).hexdigest()[:DIGITS_OF_CHECKSUM]
     kind = str(tensor.dtype).removeprefix("torch.")
@@ -45,4 +50,7 @@ def _flat(value, key):
         for number, part in enumerate(value):
             yield from _flat(part, f"{key}.{number}")
     else:
-        yield key, value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+        yield (
+            key,
+            value if value is None or isinstance(value, bool | int | float | str) else repr(value),
+        )

@@ -1,6 +1,8 @@
-"""Record the golden runs anew: `python tests/golden/record.py [NAME ...]`, all of them where none is named.
+"""Record the golden runs anew: `python tests/golden/record.py [NAME ...]`, all of them where none
+is named.
 
-It says what has changed. That should be what you meant to change: commit the files by themselves, and say why.
+It says what has changed. That should be what you meant to change: commit the files by themselves,
+and say why.
 """
 
 import json
@@ -14,7 +16,9 @@ from golden.runs import RUNS, UnavailableError, end_ranks, settled
 
 
 def record(name):
-    """Make a run and write its file, one value a line, unless nothing has changed; return what there is to say."""
+    """Make a run and write its file, one value a line, unless nothing has changed; return what
+    there is to say.
+    """
     try:
         with settled():
             now = content_of(RUNS[name]())
@@ -23,7 +27,11 @@ def record(name):
     golden = read(name)
     moved = [] if golden is None else other_machine(golden, now)
     # as on one machine: what is written is compared bit for bit from now on
-    lines = [] if golden is None else differences(name, {**golden, "fingerprint": now["fingerprint"]}, now)
+    lines = (
+        []
+        if golden is None
+        else differences(name, {**golden, "fingerprint": now["fingerprint"]}, now)
+    )
     if golden is not None and not lines and not moved:
         return f"{name}: unchanged"
     (FOLDER / f"{name}.json").write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """The golden runs: short trainings that between them go through all that computes.
 
-Each is a function without arguments in `RUNS`; the seeds are fixed, all is float32 (the scalars of two ranks are
-added in float64), on one thread.
+Each is a function without arguments in `RUNS`; the seeds are fixed, all is float32 (the scalars of
+two ranks are added in float64), on one thread.
 """
 
 import sys
@@ -50,7 +50,9 @@ def first_images(task):
 
 
 def image_folder(*words):
-    """Train on files of JPEG and PNG: random crops, flips, grey and broken images, read in this process."""
+    """Train on files of JPEG and PNG: random crops, flips, grey and broken images, read in this
+    process.
+    """
     from image_tree import write_tree
 
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +89,9 @@ def every_layer(steps, method=THOR, **options):
     model = EveryLayer()
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     others = [p for name, p in model.named_parameters() if "norm" not in name]
-    optimizer = method([{"params": others, "weight_decay": 0.01}, {"params": norms}], model=model, **options)
+    optimizer = method(
+        [{"params": others, "weight_decay": 0.01}, {"params": norms}], model=model, **options
+    )
     found = []
     for step, (images, tokens) in enumerate(batches(steps), 1):
         optimizer.row_mask = tokens[:, :LENGTH] != PADDING
@@ -119,32 +123,40 @@ RUNS = {
     "digits": partial(
         application, "digits", "optimizer=thor", "epochs=2", "update_interval=5", *TRACE_RULE
     ),
-    # at 0.08, the default lr, rounding grows so fast that another machine is past the tolerance in ten steps
+    # at 0.08, the default lr, rounding grows so fast that another machine is past the tolerance in
+    # ten steps
     "digits-scale-free": partial(
         application, "digits", "optimizer=thor-muon", "epochs=2", "lr=0.04", "weight_decay=0.01"
     ),
     "digits-paper": partial(
-        application, "digits", "optimizer=thor", "epochs=1", "lr=0.01", "damping=0.01", "max_update_ratio=null",
+        application, "digits", "optimizer=thor", "epochs=1", "lr=0.01", "damping=0.01",
+        "max_update_ratio=null",
         "update_interval=5", "trace_thresholds=thor", "split_dim=null",
     ),
     "digits-options": partial(
-        application, "digits", "optimizer=thor", "epochs=1", "fisher=sampled", "accumulation=2", "kl_clip=0.01",
-        "split_dim=24", "factor_decay=0.7", "nesterov=true", "weight_decay=0.01", "decay_filter='*.weight'",
+        application, "digits", "optimizer=thor", "epochs=1", "fisher=sampled", "accumulation=2",
+        "kl_clip=0.01",
+        "split_dim=24", "factor_decay=0.7", "nesterov=true", "weight_decay=0.01",
+        "decay_filter='*.weight'",
         "layers=[-head]", "update_interval={kind: geometric, first: 1, last: 8, factor: 1.5}",
-        "trace_thresholds=thor_nt", "label_smoothing=0.1", "ema_decay=0.9", "damping_schedule.kind=linear",
+        "trace_thresholds=thor_nt", "label_smoothing=0.1", "ema_decay=0.9",
+        "damping_schedule.kind=linear",
     ),
     "digits-agc-sgd": partial(
-        application, "digits", "optimizer=agc-sgd", "epochs=1", "clip_factor=0.02", "momentum=0.9", "nesterov=true",
+        application, "digits", "optimizer=agc-sgd", "epochs=1", "clip_factor=0.02", "momentum=0.9",
+        "nesterov=true",
         "weight_decay=0.001",
     ),
     "digits-lamb": partial(application, "digits", "optimizer=lamb", "epochs=1"),
     "fashion-mnist": partial(
-        application, "fashion-mnist", "data.download=false", "optimizer=thor", "epochs=2", "update_interval=6",
+        application, "fashion-mnist", "data.download=false", "optimizer=thor", "epochs=2",
+        "update_interval=6",
         change=first_images,
     ),
     "image-folder": partial(
         image_folder, "digits", "optimizer=thor", "data.name=image-folder", "data.workers.count=0",
-        "data.max_broken=0.5", "data.transform.size=24", "data.transform.resize=28", "model=small-resnet",
+        "data.max_broken=0.5", "data.transform.size=24", "data.transform.resize=28",
+        "model=small-resnet",
         "batch_size=8", "epochs=12", "update_interval=4", "lr=0.05",
     ),
     "two-ranks": partial(
@@ -152,7 +164,8 @@ RUNS = {
     ),
     "two-ranks-scale-free": partial(two_ranks, "digits", "optimizer=thor-muon", "epochs=1"),
     "every-layer": partial(
-        every_layer, 40, lr=0.02, damping=0.05, update_interval=4, trace_thresholds=(0.2, 0.03), split_dim=24,
+        every_layer, 40, lr=0.02, damping=0.05, update_interval=4, trace_thresholds=(0.2, 0.03),
+        split_dim=24,
         factor_decay=0.3,
     ),
     "every-layer-scale-free": partial(every_layer, 40, ThorMuon, lr=0.02, split_dim=24),

@@ -1,4 +1,6 @@
-"""Twenty-six further models of other projects, for benchmarks/models.py: the extras bench and trainers install them."""
+"""Twenty-six further models of other projects, for benchmarks/models.py: the extras bench and
+trainers install them.
+"""
 
 from collections.abc import Callable
 
@@ -33,8 +35,14 @@ def _graph(name: str) -> Subject:
     from torch_geometric.datasets import KarateClub
 
     data = KarateClub()[0]
-    model = getattr(graphs, name)(data.num_features, hidden_channels=16, num_layers=2, out_channels=4)
-    return Subject(model, lambda model, batch: F.cross_entropy(model(*batch), data.y), [(data.x, data.edge_index)])
+    model = getattr(graphs, name)(
+        data.num_features, hidden_channels=16, num_layers=2, out_channels=4
+    )
+    return Subject(
+        model,
+        lambda model, batch: F.cross_entropy(model(*batch), data.y),
+        [(data.x, data.edge_index)],
+    )
 
 
 def _detection() -> Subject:
@@ -61,9 +69,17 @@ def _diffusion() -> Subject:
         noise, times = torch.randn_like(batch[0]), torch.randint(1000, (len(batch[0]),))
         return F.mse_loss(model(schedule.add_noise(batch[0], noise, times), times).sample, noise)
 
-    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    blocks = {
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
     model = UNet2DModel(
-        sample_size=16, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(32, 64), **blocks
+        sample_size=16,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        **blocks,
     )
     return Subject(model, loss, digits(16, 16, 1, 0.5, 0.5))
 
@@ -76,7 +92,8 @@ def _timm(name: str) -> Subject:
 
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 128, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0,
+    "intermediate_size": 128, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 1,
+    "pad_token_id": 0,
 }  # fmt: skip
 CAUSAL = {
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
@@ -87,7 +104,11 @@ CAUSAL = {
     "phi": {},
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
 }
-MASKED = {"distilbert": {"dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4}, "electra": {}, "mpnet": {}}
+MASKED = {
+    "distilbert": {"dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4},
+    "electra": {},
+    "mpnet": {},
+}
 
 
 def _transformer(kind: str) -> Subject:
@@ -100,7 +121,8 @@ def _transformer(kind: str) -> Subject:
 
 
 TIMM = (
-    "resnet10t", "regnetx_002", "mobilenetv2_050", "ghostnet_050", "edgenext_xx_small", "repvgg_a0", "lcnet_050",
+    "resnet10t", "regnetx_002", "mobilenetv2_050", "ghostnet_050", "edgenext_xx_small", "repvgg_a0",
+    "lcnet_050",
     "tinynet_e", "dla46_c",
 )  # fmt: skip
 MORE: dict[str, Callable[[], Subject]] = {

@@ -1,7 +1,8 @@
 """Sixteen models that nobody here wrote, small ones with random weights, and real data for each.
 
-Two are the MNIST and VAE examples of pytorch/examples, the rest come from torchvision, timm and transformers. Images
-are scikit-learn's digits, text is what every Python carries. Tests and benchmarks/models.py train them.
+Two are the MNIST and VAE examples of pytorch/examples, the rest come from torchvision, timm and
+transformers. Images are scikit-learn's digits, text is what every Python carries. Tests and
+benchmarks/models.py train them.
 """
 
 import pydoc_data.topics
@@ -40,7 +41,9 @@ class Subject:
 
 @cache
 def digits(count: int, pixels: int, channels: int, mean: float, deviation: float) -> list[Batch]:
-    """Return scikit-learn's digits, normalised, and their labels: batches of ``count`` images, whole ones only."""
+    """Return scikit-learn's digits, normalised, and their labels: batches of ``count`` images,
+    whole ones only.
+    """
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -48,7 +51,10 @@ def digits(count: int, pixels: int, channels: int, mean: float, deviation: float
     images = (F.interpolate(images, size=(pixels, pixels), mode="bilinear") - mean) / deviation
     images = images.expand(-1, channels, -1, -1).contiguous()
     labels = torch.tensor(found.target)
-    return [(images[i : i + count], labels[i : i + count]) for i in range(0, len(labels) - count + 1, count)]
+    return [
+        (images[i : i + count], labels[i : i + count])
+        for i in range(0, len(labels) - count + 1, count)
+    ]
 
 
 @cache
@@ -56,11 +62,16 @@ def text(count: int, length: int) -> list[Batch]:
     """Return the first characters of Python's own help texts: 64 batches of ``(count, length)``."""
     topics = pydoc_data.topics.topics
     characters = "".join(topics[key] for key in sorted(topics)).encode("ascii", "ignore")
-    return [(batch,) for batch in torch.tensor(list(characters[: 64 * count * length])).view(64, count, length)]
+    return [
+        (batch,)
+        for batch in torch.tensor(list(characters[: 64 * count * length])).view(64, count, length)
+    ]
 
 
 class MNISTNet(nn.Module):
-    """The network of pytorch/examples' ``mnist``: two convolutions, two linear layers, dropout between them."""
+    """The network of pytorch/examples' ``mnist``: two convolutions, two linear layers, dropout
+    between them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +115,9 @@ def _vae_loss(model: nn.Module, batch: Batch) -> Tensor:
     # both terms are sums over the batch, as the example has them
     reconstruction, mean, log_variance = model(batch[0])
     divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
-    return F.binary_cross_entropy(reconstruction, batch[0].view(-1, 784), reduction="sum") + divergence
+    return (
+        F.binary_cross_entropy(reconstruction, batch[0].view(-1, 784), reduction="sum") + divergence
+    )
 
 
 def _vae() -> Subject:
@@ -112,7 +125,11 @@ def _vae() -> Subject:
 
 
 def _images(model: nn.Module) -> Subject:
-    return Subject(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), digits(32, 32, 3, 0.5, 0.5))
+    return Subject(
+        model,
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        digits(32, 32, 3, 0.5, 0.5),
+    )
 
 
 def _resnet18() -> Subject:
@@ -134,7 +151,9 @@ def _timm(name: str, **options: object) -> Subject:
 
 
 def _vit() -> Subject:
-    return _timm("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=4, embed_dim=96, num_heads=3)
+    return _timm(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=4, embed_dim=96, num_heads=3
+    )
 
 
 def _swin() -> Subject:
@@ -157,7 +176,9 @@ def _nf_resnet26() -> Subject:
 
 
 def _language(model: nn.Module) -> Subject:
-    return Subject(model, lambda model, batch: model(input_ids=batch[0], labels=batch[0]).loss, text(16, 32))
+    return Subject(
+        model, lambda model, batch: model(input_ids=batch[0], labels=batch[0]).loss, text(16, 32)
+    )
 
 
 def _masked(model: nn.Module) -> Subject:
@@ -174,41 +195,60 @@ def _masked(model: nn.Module) -> Subject:
     )
 
 
-_SMALL = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def _bert() -> Subject:
     from transformers import BertConfig, BertForMaskedLM
 
-    return _masked(BertForMaskedLM(BertConfig(**_SMALL, intermediate_size=128, max_position_embeddings=64)))
+    return _masked(
+        BertForMaskedLM(BertConfig(**_SMALL, intermediate_size=128, max_position_embeddings=64))
+    )
 
 
 def _gpt2() -> Subject:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     special = {"bos_token_id": 1, "eos_token_id": 1}
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=64, **special)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=64, **special
+    )
     return _language(GPT2LMHeadModel(config))
 
 
 def _albert() -> Subject:
     from transformers import AlbertConfig, AlbertForMaskedLM
 
-    config = AlbertConfig(**_SMALL, embedding_size=32, intermediate_size=128, max_position_embeddings=64)
+    config = AlbertConfig(
+        **_SMALL, embedding_size=32, intermediate_size=128, max_position_embeddings=64
+    )
     return _masked(AlbertForMaskedLM(config))
 
 
 def _llama() -> Subject:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _language(LlamaForCausalLM(LlamaConfig(**_SMALL, intermediate_size=128, max_position_embeddings=64)))
+    return _language(
+        LlamaForCausalLM(LlamaConfig(**_SMALL, intermediate_size=128, max_position_embeddings=64))
+    )
 
 
 def _t5() -> Subject:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
+        vocab_size=VOCABULARY,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
     )
     return _language(T5ForConditionalGeneration(config))
 
@@ -268,7 +308,12 @@ def build(name: str, seed: int = 0) -> Subject:
 
 
 def train(
-    subject: Subject, optimizer: torch.optim.Optimizer, steps: int = 12, seed: int = 0, *, fresh: bool = False
+    subject: Subject,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 12,
+    seed: int = 0,
+    *,
+    fresh: bool = False,
 ) -> list[float]:
     """Train, on the subject's first batch or on a fresh one in each step.
 
@@ -280,7 +325,8 @@ def train(
         fresh: whether each step has a batch of its own.
 
     Returns:
-        The loss of each step, before the step, and the one of a further batch after the last: ``steps + 1`` numbers.
+        The loss of each step, before the step, and the one of a further batch after the last:
+        ``steps + 1`` numbers.
     """
     torch.manual_seed(seed)
     losses = []

@@ -15,10 +15,16 @@ INF = float("inf")
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails on whatever reads a number off a tensor, for which a GPU would have to be waited for."""
+    """Fails on whatever reads a number off a tensor, for which a GPU would have to be waited
+    for.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "masked_select"), func
+        assert func.overloadpacket.__name__ not in (
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+        ), func
         return func(*args, **(kwargs or {}))
 
 
@@ -28,19 +34,24 @@ def parameter(values, gradient, dtype=torch.float64):
     return p
 
 
-# ------------------------------------------------------------------------------------------ hand values
+# -------------------------------------------------------------------------------------- hand values
 
 
 def test_hand_values():
-    """λ = 0.1, norms of W: 5, 0 (ε = 0.001), 13, 4. Limits 0.5, 0.0001, 1.3, 0.4; of G: 1, 5, 1.29, 0.4."""
+    """λ = 0.1, norms of W: 5, 0 (ε = 0.001), 13, 4. Limits 0.5, 0.0001, 1.3, 0.4; of G: 1, 5, 1.29,
+    0.4.
+    """
     matrix = parameter([[3, 4], [0, 0], [5, 12], [4, 0]], [[0.6, 0.8], [3, 4], [0, 1.29], [0, 0.4]])
     found = adaptive_clip_grad_(matrix, 0.1, 1e-3)
-    expected = torch.tensor([[0.3, 0.4], [0.00006, 0.00008], [0, 1.29], [0, 0.4]], dtype=torch.float64)
+    expected = torch.tensor(
+        [[0.3, 0.4], [0.00006, 0.00008], [0, 1.29], [0, 0.4]], dtype=torch.float64
+    )
     torch.testing.assert_close(matrix.grad, expected, rtol=1e-14, atol=0)
     assert (int(found.clipped), found.units, float(found.share)) == (2, 4, 0.5)
     defaults = parameter([[0], [1]], [[1], [1]])
     hollow = [parameter(torch.ones(shape), torch.ones(shape)) for shape in ((0, 4), (3, 0))]
-    found = adaptive_clip_grad_(q for q in (nn.Parameter(torch.ones(2, 2)), *hollow, defaults))  # the paper's
+    # the paper's
+    found = adaptive_clip_grad_(q for q in (nn.Parameter(torch.ones(2, 2)), *hollow, defaults))
     assert defaults.grad.flatten().tolist() == pytest.approx([1e-5, 1e-2])
     assert (int(found.clipped), found.units) == (2, 2)
     nothing = adaptive_clip_grad_([])
@@ -48,7 +59,7 @@ def test_hand_values():
     assert (int(nothing.clipped), nothing.units, float(nothing.share)) == (0, 0, 0.0)
 
 
-# ------------------------------------------------------------------------------------- explicit loops
+# ----------------------------------------------------------------------------------- explicit loops
 
 
 class Louder(nn.ConvTranspose2d):
@@ -58,7 +69,9 @@ class Louder(nn.ConvTranspose2d):
         return 2 * super().forward(x)
 
 
-LAYERS = [  # a layer whose units are found by trying, with the size of its input; or one that is divided along dim 0
+# a layer whose units are found by trying, with the size of its input; or one that is divided along
+# dim 0
+LAYERS = [
     (lambda: nn.Linear(6, 4), (1, 6)),
     (lambda: nn.Linear(1, 4), (1, 1)),
     (lambda: nn.Linear(6, 5), (1, 6)),
@@ -75,14 +88,21 @@ LAYERS = [  # a layer whose units are found by trying, with the size of its inpu
     (lambda: nn.Embedding(3, 6), None),
     (lambda: nn.LayerNorm(6), None),
     (lambda: nn.ParameterList(torch.randn(shape) for shape in [(1, 1, 6), (5, 1, 1), ()]), None),
-    (lambda: nn.ParameterList(torch.randn(shape, dtype=torch.cdouble) for shape in [(3, 4), (5,), (2, 3, 2)]), None),
+    (
+        lambda: nn.ParameterList(
+            torch.randn(shape, dtype=torch.cdouble) for shape in [(3, 4), (5,), (2, 3, 2)]
+        ),
+        None,
+    ),
 ]
 
 
 @pytest.mark.parametrize("at_a_time", [1, 50, 10**6])
 @pytest.mark.parametrize("foreach", [None, False])
 def test_units_are_the_outputs_of_every_kind_of_layer(foreach, at_a_time, monkeypatch):
-    """In batches of one, of a few and of all; of each parameter some units are clipped, and some are not."""
+    """In batches of one, of a few and of all; of each parameter some units are clipped, and some
+    are not.
+    """
     monkeypatch.setattr(agc, "_NUMBERS_AT_A_TIME", at_a_time)
     model, expected, total, every = nn.ModuleList(), {}, 0, 0
     for make, size in LAYERS:
@@ -93,7 +113,8 @@ def test_units_are_the_outputs_of_every_kind_of_layer(foreach, at_a_time, monkey
             if size is not None and name == "weight":
                 units = output_of_each_number(layer, size)
             ratios = torch.rand(units.max() + 1, dtype=torch.float64)
-            ratios[:2] = torch.tensor([0.8, 0.15])[: len(ratios)]  # the first unit is clipped, the second is not
+            # the first unit is clipped, the second is not
+            ratios[:2] = torch.tensor([0.8, 0.15])[: len(ratios)]
             noise = 1 + torch.rand_like(p.real)
             with torch.no_grad():
                 p.grad = p.add_(0.1) * (ratios[units.copy()] * noise).to(p.dtype)
@@ -103,13 +124,15 @@ def test_units_are_the_outputs_of_every_kind_of_layer(foreach, at_a_time, monkey
     with NoWaiting():
         found = adaptive_clip_grad_(model, 0.4, exclude=(), foreach=foreach)
     for name, p in model.named_parameters():
-        np.testing.assert_allclose(p.grad.numpy(), expected[p], rtol=1e-12, atol=1e-15, err_msg=name)
+        np.testing.assert_allclose(
+            p.grad.numpy(), expected[p], rtol=1e-12, atol=1e-15, err_msg=name
+        )
     assert (int(found.clipped), found.units) == (total, every)
     with pytest.raises(AssertionError), NoWaiting():  # the guard sees what it is there to see
         float(torch.ones(()))
 
 
-# ------------------------------------------------------------------------------------- what is left alone
+# ------------------------------------------------------------------------------- what is left alone
 
 
 def test_what_is_left_alone():
@@ -124,17 +147,24 @@ def test_what_is_left_alone():
         gradients_of(model, scale=100.0)
         before = {name: p.grad.clone() for name, p in model.named_parameters()}
         adaptive_clip_grad_(model, 1e-6, **options)
-        assert [name for name, p in model.named_parameters() if torch.equal(p.grad, before[name])] == expected
+        assert [
+            name for name, p in model.named_parameters() if torch.equal(p.grad, before[name])
+        ] == expected
     with pytest.raises(TypeError, match=r"exclude='0' without a model.*pass the model"):
         adaptive_clip_grad_(linear.parameters(), exclude="0")
 
 
-# ---------------------------------------------------------------------------------------------- edges
+# -------------------------------------------------------------------------------------------- edges
 
 
 def test_norms_of_every_dtype():
-    """300 numbers of 300: the sum of squares, 2.7e7, is beyond float16; in bfloat16 it would have stalled."""
-    low = [parameter(torch.full((1, 300), 300), torch.full((1, 300), 30), t) for t in (torch.float16, torch.bfloat16)]
+    """300 numbers of 300: the sum of squares, 2.7e7, is beyond float16; in bfloat16 it would have
+    stalled.
+    """
+    low = [
+        parameter(torch.full((1, 300), 300), torch.full((1, 300), 30), t)
+        for t in (torch.float16, torch.bfloat16)
+    ]
     wide = [parameter([[1, 0]], [[1, 1]], dtype) for dtype in (torch.float64, torch.float32)]
     pointers = [(p.grad.data_ptr(), p.grad.dtype) for p in (*low, *wide)]
     adaptive_clip_grad_([*low, *wide], 0.01)
@@ -165,5 +195,7 @@ def test_sparse_gradients_and_wrong_options_are_refused():
         ("eps", 0.0),
         ("eps", INF),
     ):
-        with pytest.raises(ValueError, match=rf"{option}={value!r}: {option} must be a .*number > 0; "):
+        with pytest.raises(
+            ValueError, match=rf"{option}={value!r}: {option} must be a .*number > 0; "
+        ):
             adaptive_clip_grad_([], **{option: value})

@@ -1,4 +1,6 @@
-"""AGCSGD: SGD on the gradients of the loops, torch's to the bit where nothing is clipped; the rest by hand."""
+"""AGCSGD: SGD on the gradients of the loops, torch's to the bit where nothing is clipped; the rest
+by hand.
+"""
 
 import copy
 
@@ -33,7 +35,9 @@ BY_HAND = {
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_two_steps_by_hand(name, foreach):
-    """The second parameter gets its first gradient in the second step, and starts then; p.grad stays as it is."""
+    """The second parameter gets its first gradient in the second step, and starts then; p.grad
+    stays as it is.
+    """
     options, *steps = BY_HAND[name]
     p, late = (nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64)) for _ in range(2))
     optimizer = AGCSGD([p, late], lr=0.5, exclude=(), foreach=foreach, **options)
@@ -41,14 +45,18 @@ def test_two_steps_by_hand(name, foreach):
         p.grad = torch.tensor([steps[step]], dtype=torch.float64)
         late.grad = torch.tensor([steps[0]], dtype=torch.float64) if step else None
         optimizer.step()
-        assert (p.tolist(), p.grad.tolist()) == ([pytest.approx(steps[2 + step], rel=1e-13)], [list(steps[step])])
+        assert (p.tolist(), p.grad.tolist()) == (
+            [pytest.approx(steps[2 + step], rel=1e-13)],
+            [list(steps[step])],
+        )
     assert late.tolist() == [pytest.approx(steps[2], rel=1e-13)]
 
 
 def network(dtype=torch.float32):
     torch.manual_seed(3)
     model = nn.Sequential(
-        nn.Conv1d(1, 4, 2), nn.PReLU(), nn.ConvTranspose1d(4, 6, 2, groups=2), nn.Flatten(), nn.LayerNorm(30),
+        nn.Conv1d(1, 4, 2), nn.PReLU(), nn.ConvTranspose1d(4, 6, 2, groups=2), nn.Flatten(),
+        nn.LayerNorm(30),
         nn.Linear(30, 6), Conv1D(5, 6), nn.Linear(5, 3),
     ).to(dtype)  # fmt: skip
     model[0].weight = nn.Parameter(model[0].weight.mT.contiguous().mT)
@@ -58,16 +66,20 @@ def network(dtype=torch.float32):
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize(
-    ("clip_factor", "dtype"), [(INF, torch.float64), (INF, torch.float32), (INF, torch.bfloat16), (0.03, torch.float64)]
+    ("clip_factor", "dtype"),
+    [(INF, torch.float64), (INF, torch.float32), (INF, torch.bfloat16), (0.03, torch.float64)],
 )
 def test_it_is_sgd_on_the_gradients_of_the_loops(clip_factor, dtype, foreach, name):
-    """Convolutions of both kinds and GPT-2's layer along their outputs; the last Linear is not clipped.
+    """Convolutions of both kinds and GPT-2's layer along their outputs; the last Linear is not
+    clipped.
 
     Torch's SGD to the bit, and with its strides, where nothing is clipped.
     """
     model, twin = network(dtype), network(dtype)
     sizes = {"0": (1, 1, 5), "2": (1, 4, 4), "5": (1, 30), "6": (1, 6)}
-    outputs = {f"{n}.weight": output_of_each_number(network()[int(n)], size) for n, size in sizes.items()}
+    outputs = {
+        f"{n}.weight": output_of_each_number(network()[int(n)], size) for n, size in sizes.items()
+    }
     optimizer = AGCSGD(model, lr=0.05, clip_factor=clip_factor, foreach=foreach, **SETTINGS[name])
     other = torch.optim.SGD(twin.parameters(), lr=0.05, foreach=foreach, **SETTINGS[name])
     assert optimizer.excluded == ("7.weight", "7.bias")
@@ -79,41 +91,61 @@ def test_it_is_sgd_on_the_gradients_of_the_loops(clip_factor, dtype, foreach, na
         for key, p in twin.named_parameters() if clip_factor < INF else ():
             if not key.startswith("7."):
                 where = outputs.get(key, rows_of_dim_0(p.shape))
-                numbers, more = clipped(p.detach().numpy(), p.grad.numpy(), where, clip_factor, 1e-3)
+                numbers, more = clipped(
+                    p.detach().numpy(), p.grad.numpy(), where, clip_factor, 1e-3
+                )
                 p.grad = torch.tensor(numbers)
                 count, units = count + more, units + int(where.max()) + 1
         other.step()
         other.zero_grad()
         if clip_factor < INF:
-            assert (int(optimizer.clip_statistics.clipped), optimizer.clip_statistics.units) == (count, units)
+            assert (int(optimizer.clip_statistics.clipped), optimizer.clip_statistics.units) == (
+                count,
+                units,
+            )
             shares.append(count / units)
         exact = {"rtol": 0, "atol": 0} if clip_factor == INF else {"rtol": 1e-9, "atol": 1e-12}
         torch.testing.assert_close(weights(model), weights(twin), **exact)
     assert all(0.1 < share < 0.95 for share in shares)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(optimizer.state[p], other.state[q], check_stride=clip_factor == INF, **exact)
+        torch.testing.assert_close(
+            optimizer.state[p], other.state[q], check_stride=clip_factor == INF, **exact
+        )
 
 
 def test_groups_have_clip_factors_and_units_of_their_own():
     model = mlp()
-    groups = [{"params": model[0].parameters(), "clip_factor": INF}, {"params": model[2].parameters()}]
+    groups = [
+        {"params": model[0].parameters(), "clip_factor": INF},
+        {"params": model[2].parameters()},
+    ]
     optimizer = AGCSGD(groups, model=model, lr=0.1, clip_factor=1e-9)
     assert optimizer.clip_statistics is None
     model.append(nn.ConvTranspose1d(3, 2, 1, bias=False))
     optimizer.add_param_group({"params": model[5].parameters()})
     model[5].weight.grad = torch.ones_like(model[5].weight)
     train(model[:5], optimizer, batches(1))
-    assert (int(optimizer.clip_statistics.clipped), optimizer.clip_statistics.units) == (7 + 2, 8 + 7 + 2)
+    assert (int(optimizer.clip_statistics.clipped), optimizer.clip_statistics.units) == (
+        7 + 2,
+        8 + 7 + 2,
+    )
 
 
 def test_the_last_linear_is_found_or_asked_for():
     model = mlp()
     assert AGCSGD(model).excluded == ("4.weight", "4.bias")
     assert AGCSGD(model[0].parameters(), model=model).excluded == ()
-    assert AGCSGD(model[4].named_parameters(prefix="4"), model=model).excluded == ("4.weight", "4.bias")
+    assert AGCSGD(model[4].named_parameters(prefix="4"), model=model).excluded == (
+        "4.weight",
+        "4.bias",
+    )
     assert AGCSGD(model.parameters(), exclude=()).excluded == ()
     assert AGCSGD(nn.Sequential(nn.Conv2d(1, 1, 1))).excluded == ()
-    for params in (model.parameters(), model.named_parameters(), [{"params": list(model.parameters())}]):
+    for params in (
+        model.parameters(),
+        model.named_parameters(),
+        [{"params": list(model.parameters())}],
+    ):
         with pytest.raises(TypeError, match=r"must know the model.*model=model.*exclude=\(\)"):
             AGCSGD(params)
 
@@ -126,7 +158,12 @@ def test_a_checkpoint_of_sgd_goes_on():
     optimizer = AGCSGD(twin, lr=0.1, clip_factor=INF, eps=0.5)
     optimizer.load_state_dict(sgd.state_dict())
     group = optimizer.param_groups[0]
-    assert (group["lr"], group["momentum"], group["clip_factor"], group["eps"]) == (0.3, 0.8, INF, 0.5)
+    assert (group["lr"], group["momentum"], group["clip_factor"], group["eps"]) == (
+        0.3,
+        0.8,
+        INF,
+        0.5,
+    )
     train(model, sgd, batches(4)[2:])
     train(twin, optimizer, batches(4)[2:])
     assert_same(weights(model), weights(twin))

@@ -1,4 +1,6 @@
-"""Mixed precision: factors stay float32 and unscaled, and a step that the scaler skips leaves no trace."""
+"""Mixed precision: factors stay float32 and unscaled, and a step that the scaler skips leaves no
+trace.
+"""
 
 import copy
 from functools import partial
@@ -40,7 +42,9 @@ def step(model, optimizer, batch, scaler=None, *, unscale=False, clip=None, part
 
 
 def test_half_precision_of_the_passes_or_of_the_whole_model():
-    """Weights keep their dtype; factors, inverses and momentum are float32, and near those of float32."""
+    """Weights keep their dtype; factors, inverses and momentum are float32, and near those of
+    float32.
+    """
     for dtype, whole in product(HALF, (False, True)):
         model, _, twin, exact = pair(update_interval=2)
         model = model.to(dtype) if whole else model
@@ -56,7 +60,9 @@ def test_half_precision_of_the_passes_or_of_the_whole_model():
         for name, layer in optimizer.curvature.items():
             other = exact.curvature[name]
             for ours, its in zip(
-                (*layer.factors(), *layer.inverses()), (*other.factors(), *other.inverses()), strict=True
+                (*layer.factors(), *layer.inverses()),
+                (*other.factors(), *other.inverses()),
+                strict=True,
             ):
                 assert ours.dtype == torch.float32
                 assert (ours - its).norm() < 0.1 * its.norm(), (dtype, whole, name)
@@ -67,7 +73,9 @@ def test_half_precision_of_the_passes_or_of_the_whole_model():
 
 
 def test_a_step_or_a_backward_pass_inside_autocast_does_not_lose_precision():
-    """Some loops wrap it all. Torch's own products run in bfloat16 there; every A, and the last G, need none."""
+    """Some loops wrap it all. Torch's own products run in bfloat16 there; every A, and the last G,
+    need none.
+    """
     for inside in ("step", "backward"):
         model, optimizer, twin, plain = pair(update_interval=1)
         for x, labels in STREAM[: 3 if inside == "step" else 1]:
@@ -102,7 +110,9 @@ SCALED = [
 
 
 def test_a_scaled_run_equals_the_unscaled_one():
-    """A scale that is a power of two changes no bit in float32, if everything is unscaled, attached or not."""
+    """A scale that is a power of two changes no bit in float32, if everything is unscaled, attached
+    or not.
+    """
     for (options, scaling, steps), attached in product(SCALED, (False, True)):
         model, optimizer, twin, plain = pair(**{"update_interval": 2, **options})
         scaler, how = scaler_of(**scaling), dict(steps)
@@ -118,7 +128,9 @@ def test_a_scaled_run_equals_the_unscaled_one():
 
 
 def test_skipped_step_leaves_no_trace():
-    """Refresh due or not; also where the rows are sound, and the loop drops the gradients without the optimizer."""
+    """Refresh due or not; also where the rows are sound, and the loop drops the gradients without
+    the optimizer.
+    """
     for bad, attached, sound in product((0, 1, 2), (False, True), (False, True)):
         model, optimizer, twin, plain = pair(update_interval=2, factor_decay=0.5)
         scaler = scaler_of()
@@ -126,7 +138,9 @@ def test_skipped_step_leaves_no_trace():
         for i, (x, labels) in enumerate(STREAM):
             if i == bad:
                 before, state = weights(model), copy.deepcopy(optimizer.state_dict())
-                scaler.scale(cross_entropy(labels)(model(x * (5 if sound else torch.inf)))).backward()
+                scaler.scale(
+                    cross_entropy(labels)(model(x * (5 if sound else torch.inf)))
+                ).backward()
                 model[4].bias.grad[0] = torch.inf
                 scaler.step(optimizer)
                 scaler.update()
@@ -153,13 +167,16 @@ def test_lightning_may_clip():
 
 
 def test_unscaled_by_a_stranger_is_an_error_on_a_refresh_step():
-    """The statistics are scaled by a number nobody can tell; guessing would ruin the step in silence."""
+    """The statistics are scaled by a number nobody can tell; guessing would ruin the step in
+    silence.
+    """
     model, optimizer, _, _ = pair()
     before = weights(model)
     (1024 * cross_entropy(STREAM[0][1])(model(STREAM[0][0]))).backward()
     for parameter in model.parameters():
         parameter.grad /= 1024
-    optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), None  # as GradScaler leaves them after unscale_
+    # as GradScaler leaves them after unscale_
+    optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), None
     with pytest.raises(RuntimeError, match="grad_scaler"):
         optimizer.step()
     assert_same(weights(model), before)
@@ -170,7 +187,10 @@ def test_scale_goes_when_a_step_raises():
     for unscale, wrong in product((False, True), ({"lr": -1.0}, {"loss_terms": 0})):
         model, optimizer, twin, plain = pair(update_interval=2)
         sound = optimizer.param_groups[0]["lr"]
-        optimizer.param_groups[0]["lr"], optimizer.loss_terms = wrong.get("lr", sound), wrong.get("loss_terms")
+        optimizer.param_groups[0]["lr"], optimizer.loss_terms = (
+            wrong.get("lr", sound),
+            wrong.get("loss_terms"),
+        )
         with pytest.raises(ValueError, match="must be"):
             step(model, optimizer, STREAM[0], scaler_of(), unscale=unscale)
         optimizer.param_groups[0]["lr"], optimizer.loss_terms = sound, None

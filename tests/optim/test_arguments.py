@@ -67,7 +67,8 @@ def test_wrong_option(make):
     known, defaults = inspect.signature(make).parameters, make(mlp()).defaults
     assert defaults.keys() <= WRONG.keys() | {"step", "next_refresh", "last_loss_terms"}
     wrong = [(key, value) for key in WRONG.keys() & known.keys() for value in WRONG[key]]
-    for name, value in [*wrong, *([("nesterov", True)] if make is AGCSGD else [])]:  # which has no momentum
+    # which has no momentum
+    for name, value in [*wrong, *([("nesterov", True)] if make is AGCSGD else [])]:
         model = mlp()
         remedy = refused(name, value, make, model, **{name: value})
         if make in (THOR, ThorMuon) and name in ("lr", "damping", "momentum", "nesterov"):
@@ -80,7 +81,9 @@ def test_wrong_option(make):
         refused(name, value, optimizer.add_param_group, {**second, name: value})
         assert len(optimizer.param_groups) == 1
         if make in (THOR, ThorMuon):
-            assert all(entry.trained == entry.name.startswith("0") for entry in optimizer.coverage())
+            assert all(
+                entry.trained == entry.name.startswith("0") for entry in optimizer.coverage()
+            )
             if not isinstance(value, str | torch.Tensor):
                 optimizer.param_groups[0][name] = value
                 assert_step_is_refused(optimizer, name, value)
@@ -88,13 +91,24 @@ def test_wrong_option(make):
 
 @BOTH
 def test_wrong_attribute_or_answer_of_a_callable_is_refused_by_the_step(make):
-    for given, shown in ((0, 0), (-3, -3), (2.5, 2.5), ("tokens", "tokens"), (lambda: 0, 0), (lambda: 2.5, 2.5)):
+    for given, shown in (
+        (0, 0),
+        (-3, -3),
+        (2.5, 2.5),
+        ("tokens", "tokens"),
+        (lambda: 0, 0),
+        (lambda: 2.5, 2.5),
+    ):
         assert_step_is_refused(having(make(mlp()), loss_terms=given), "loss_terms", shown)
     for given in ("ignore", None):
         assert_step_is_refused(having(make(mlp()), nonfinite=given), "nonfinite", given)
     for name, value, change, wrong in (  # options that are changed in place
         ("damping", torch.tensor(0.1), lambda value: value.zero_(), torch.tensor(0.0)),
-        *([("trace_thresholds", [0.01, 0.0], lambda value: value.reverse(), [0.0, 0.01])] if make is THOR else []),
+        *(
+            [("trace_thresholds", [0.01, 0.0], lambda value: value.reverse(), [0.0, 0.01])]
+            if make is THOR
+            else []
+        ),
     ):
         optimizer = make(mlp(), **{name: value})
         change(optimizer.param_groups[0][name])
@@ -109,24 +123,45 @@ def test_wrong_attribute_or_answer_of_a_callable_is_refused_by_the_step(make):
 
 @BOTH
 def test_model_and_parameters(make):
-    """Parameters need the model, also as a factory of optimizers hands them over; both must fit together."""
+    """Parameters need the model, also as a factory of optimizers hands them over; both must fit
+    together.
+    """
     model, stranger = mlp(), nn.Parameter(torch.ones(3))
-    factory = rf"model=None.*must know the model.*functools\.partial\({make.__name__}, model=model\)"
+    factory = (
+        rf"model=None.*must know the model.*functools\.partial\({make.__name__}, model=model\)"
+    )
     for error, message, params, options in (
         (TypeError, factory, mlp().parameters(), {}),
         (ValueError, "two models", mlp(), {"model": model}),
         (TypeError, r"model='mlp'.*nn\.Module", model.parameters(), {"model": "mlp"}),
-        (TypeError, r"distributed=True: must be a torch_thor\.Distributed", model, {"distributed": True}),
+        (
+            TypeError,
+            r"distributed=True: must be a torch_thor\.Distributed",
+            model,
+            {"distributed": True},
+        ),
         (ValueError, "empty", [], {"model": model}),
-        (ValueError, r"shape \(3,\) are not in the model", [*model.parameters(), stranger], {"model": model}),
+        (
+            ValueError,
+            r"shape \(3,\) are not in the model",
+            [*model.parameters(), stranger],
+            {"model": model},
+        ),
     ):
         with pytest.raises(error, match=message):
             make(params, **options)
-    assert set(functools.partial(make, model=model)(model.parameters(), lr=0.1).curvature) == {"0", "2", "4"}
+    assert set(functools.partial(make, model=model)(model.parameters(), lr=0.1).curvature) == {
+        "0",
+        "2",
+        "4",
+    }
     assert set(make(model, model=model).curvature) == {"0", "2", "4"}
     with model_is(stranger_model := mlp()):
         with model_is(model):  # decay groups that a trainer makes are kept
-            groups = [{"params": [model[0].weight], "weight_decay": 0.1}, {"params": [model[2].weight]}]
+            groups = [
+                {"params": [model[0].weight], "weight_decay": 0.1},
+                {"params": [model[2].weight]},
+            ]
             optimizer = make(groups, weight_decay=0.0)
         assert make(model).model is model  # its own counts more
         assert make(stranger_model.parameters()).model is stranger_model
@@ -135,9 +170,14 @@ def test_model_and_parameters(make):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert (optimizer.model, set(optimizer.curvature)) == (model, {"0", "2"})
     for given in ({}, {"model": None}):
-        with pytest.raises(TypeError, match=r"let it run inside `with torch_thor\.model_is\(model\):`"):
+        with pytest.raises(
+            TypeError, match=r"let it run inside `with torch_thor\.model_is\(model\):`"
+        ):
             make(model.parameters(), **given)
-    with pytest.raises(TypeError, match=r"model_is\(list\): must be the nn\.Module"), model_is([model]):
+    with (
+        pytest.raises(TypeError, match=r"model_is\(list\): must be the nn\.Module"),
+        model_is([model]),
+    ):
         pass
     optimizer = make(model)
     with pytest.raises(ValueError, match=r"shape \(3,\) are not in the model"):
@@ -155,12 +195,18 @@ def test_read_only_options_and_copies(make):
         with pytest.raises(AttributeError):
             setattr(optimizer, name, None)
     for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=rf"{make.__name__} cannot be copied or pickled.*state_dict\(\).*load it"):
+        with pytest.raises(
+            TypeError,
+            match=rf"{make.__name__} cannot be copied or pickled.*state_dict\(\).*load it",
+        ):
             copied(optimizer)
 
 
 def test_presets_and_the_bound_of_each():
-    assert (THOR(mlp()).defaults["max_update_ratio"], ThorMuon(mlp()).defaults["max_update_ratio"]) == (0.01, 0.15)
+    assert (
+        THOR(mlp()).defaults["max_update_ratio"],
+        ThorMuon(mlp()).defaults["max_update_ratio"],
+    ) == (0.01, 0.15)
     assert THOR.preset("paper")["max_update_ratio"] is None
     assert THOR.preset("paper")["trace_thresholds"] == THOR.preset("thor")["trace_thresholds"]
     THOR.preset("paper").clear()
@@ -173,7 +219,10 @@ def test_the_error_for_a_missing_model_has_the_line_for_the_trainer_that_calls()
         ("transformers.trainer", r"in transformers: .*optimizers=\(ThorMuon\(model\), None\)"),
         ("lightning.pytorch.core", r"return ThorMuon\(self\) from configure_optimizers"),
         ("fastai.optimizer", r"opt=partial\(ThorMuon, model=model\)"),
-        ("stable_baselines3.common.policies", r"agent\.policy\.optimizer = ThorMuon\(agent\.policy\)"),
+        (
+            "stable_baselines3.common.policies",
+            r"agent\.policy\.optimizer = ThorMuon\(agent\.policy\)",
+        ),
         ("timm.optim", r"`with torch_thor\.model_is\(model\):` around create_optimizer_v2"),
         ("mine", r"give it functools\.partial\(ThorMuon, model=model\)"),
     ):

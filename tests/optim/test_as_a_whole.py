@@ -1,4 +1,6 @@
-"""A step is taken as a whole or not at all: what fails in it fails before a weight or a number of the state moves."""
+"""A step is taken as a whole or not at all: what fails in it fails before a weight or a number of
+the state moves.
+"""
 
 import copy
 import itertools
@@ -22,7 +24,9 @@ MODES = {
 
 
 def pair(mode, steps, **options):
-    """Two alike, after so many steps: one meets the fault. Norms come before and between the layers with factors."""
+    """Two alike, after so many steps: one meets the fault. Norms come before and between the layers
+    with factors.
+    """
     made = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -30,13 +34,15 @@ def pair(mode, steps, **options):
             *(nn.LayerNorm(5), nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh()),
             *(nn.Linear(7, 6), nn.LayerNorm(6), nn.Linear(6, 3)),
         )
-        optimizer = MODES[mode](model, **{"update_interval": 3, "weight_decay": 0.1, "split_dim": 4, **options})
+        optimizer = MODES[mode](
+            model, **{"update_interval": 3, "weight_decay": 0.1, "split_dim": 4, **options}
+        )
         train(model, optimizer, STREAM[:steps])
         made.append((model, optimizer))
     return made
 
 
-# ------------------------------------------------------------------------------------------ faults of one step
+# ------------------------------------------------------------------------------- faults of one step
 
 
 class Bug(Exception):
@@ -67,7 +73,10 @@ def memory(where, optimizer, patch):
 
 def split_dim(value, optimizer, patch):
     patch.setitem(optimizer.param_groups[0], "split_dim", value)
-    return RuntimeError, rf"split_dim={value}: A of layer '1' has shape \(5, 4\) and needs .*put it back"
+    return (
+        RuntimeError,
+        rf"split_dim={value}: A of layer '1' has shape \(5, 4\) and needs .*put it back",
+    )
 
 
 def gathered_in_other_blocks(optimizer, _):
@@ -94,12 +103,17 @@ def by_hand(optimizer, _):
     optimizer.zero_grad()
     for parameter in optimizer.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    told = r"layers 1, 4, 6 have gradients and no statistics.*step\(\) was called again.*without a forward pass"
+    told = (
+        r"layers 1, 4, 6 have gradients and no statistics.*step\(\) was called again.*without a "
+        r"forward pass"
+    )
     return RuntimeError, rf"(?s){told}.*Call loss.backward\(\).*zero_grad\(\).*layers="
 
 
 def flat(optimizer, patch):
-    """DeepSpeed's ZeRO and bf16 optimizers put one flat float32 tensor into each group, and set its gradient."""
+    """DeepSpeed's ZeRO and bf16 optimizers put one flat float32 tensor into each group, and set its
+    gradient.
+    """
     parameters = list(optimizer.model.parameters())
     one = nn.Parameter(torch.cat([p.detach().flatten() for p in parameters]))
     one.grad = torch.cat([p.grad.flatten() for p in parameters])
@@ -107,7 +121,8 @@ def flat(optimizer, patch):
     return RuntimeError, r"flat tensors.*ZeRO.*fully_shard, then the optimizer.*DistributedDataPara"
 
 
-# name: what is done between backward pass and step, and after how many steps; a refresh is due in steps 0 and 3
+# name: what is done between backward pass and step, and after how many steps; a refresh is due in
+# steps 0 and 3
 FAULTS = {
     "loss_terms": (loss_terms, (0, 1, 3)),
     "update_interval": (update_interval, (0, 3)),  # between refreshes nobody asks it
@@ -125,7 +140,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_step_that_fails_changes_nothing(fault, monkeypatch):
-    """Weights, state, which layers are due: as before. When the fault is mended, training goes on as without it."""
+    """Weights, state, which layers are due: as before. When the fault is mended, training goes on
+    as without it.
+    """
     make, when = FAULTS[fault]
     for mode, steps in itertools.product(MODES, when):
         (model, optimizer), (twin, other) = pair(mode, steps)
@@ -149,7 +166,9 @@ def test_a_step_that_fails_changes_nothing(fault, monkeypatch):
 
 
 def test_warnings_that_are_errors_come_when_the_step_is_over():
-    """What the step had to say was raised by the first layer in trouble, with the refresh half done."""
+    """What the step had to say was raised by the first layer in trouble, with the refresh half
+    done.
+    """
     (model, optimizer), (twin, other) = pair("plain", 3)
     for one, its in ((model, optimizer), (twin, other)):
         backward(one, STREAM[3])
@@ -165,7 +184,7 @@ def test_warnings_that_are_errors_come_when_the_step_is_over():
     assert_same(optimizer.state_dict(), other.state_dict())
 
 
-# --------------------------------------------------------------------------- what is changed between steps
+# -------------------------------------------------------------------- what is changed between steps
 
 
 def test_a_split_dim_that_cuts_nothing_else_is_no_error():
@@ -175,12 +194,20 @@ def test_a_split_dim_that_cuts_nothing_else_is_no_error():
 
 
 def test_a_model_that_is_converted_takes_its_state_along():
-    """From float32 to float64: the run that follows is that of a float64 state of the same numbers."""
-    for mode, (steps, momentum) in itertools.product(MODES, ((1, 0.9), (2, 0.9), (3, 0.9), (2, 0.0))):
+    """From float32 to float64: the run that follows is that of a float64 state of the same
+    numbers.
+    """
+    for mode, (steps, momentum) in itertools.product(
+        MODES, ((1, 0.9), (2, 0.9), (3, 0.9), (2, 0.0))
+    ):
         (model, optimizer), (twin, other) = pair(mode, steps, momentum=momentum)
         saved = copy.deepcopy(optimizer.state_dict())
         for state in saved["state"].values():
-            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"}
+            tensors = {
+                key: value
+                for key, value in state.items()
+                if isinstance(value, torch.Tensor) and key != "step"
+            }
             state.update({key: value.double() for key, value in tensors.items()})
         stream = [(x.double(), labels) for x, labels in STREAM[steps:]]
         model.double()
@@ -190,14 +217,17 @@ def test_a_model_that_is_converted_takes_its_state_along():
             train(one, its, stream)
         assert_same(weights(model), weights(twin), mode)
         assert_same(optimizer.state_dict(), other.state_dict(), mode)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):  # half precision keeps float32 state
+        # half precision keeps float32 state
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
             model.to(dtype)
             train(model, optimizer, [(x.to(dtype), labels) for x, labels in STREAM])
             for state in optimizer.state.values():
-                assert all(v.dtype == torch.float32 for v in state.values() if isinstance(v, torch.Tensor)), mode
+                assert all(
+                    v.dtype == torch.float32 for v in state.values() if isinstance(v, torch.Tensor)
+                ), mode
 
 
-# ------------------------------------------------------------------------------- modules that are replaced
+# ------------------------------------------------------------------------ modules that are replaced
 
 
 class Net(nn.Module):
@@ -236,7 +266,10 @@ def test_what_was_replaced_is_said_once_and_can_be_given(replace, make):
                 train(model, optimizer, STREAM * 2)
             [message] = [str(w.message) for w in caught]
             assert "layer 'head.0' is no longer" in message
-            assert f"not trained, are {', '.join(new)}: give them to optimizer.add_param_group(" in message
+            assert (
+                f"not trained, are {', '.join(new)}: give them to optimizer.add_param_group("
+                in message
+            )
             assert set(optimizer.curvature) == {"body"}
             assert_same({name: model.get_parameter(name).detach() for name in new}, still)
             assert optimizer.curvature["body"].refreshes >= 1
@@ -268,7 +301,10 @@ def test_replacing_the_only_layer_is_the_documented_error():
     model[0] = nn.Linear(5, 3)
     backward(model, STREAM[0])
     for call in (optimizer.step, optimizer.coverage):
-        with pytest.raises(RuntimeError, match=r"'0.weight' is in none of the optimizer's parameter groups.*Make it"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"'0.weight' is in none of the optimizer's parameter groups.*Make it",
+        ):
             call()
 
 

@@ -19,14 +19,19 @@ def step(model, optimizer, x, loss=lambda y: y.square().mean()):
 
 
 def test_a_batch_without_rows_changes_nothing_and_the_refresh_waits():
-    """Empty, or padding alone: gradients are zeros (of a mean too, whose value is NaN), and old inverses stay."""
+    """Empty, or padding alone: gradients are zeros (of a mean too, whose value is NaN), and old
+    inverses stay.
+    """
     x, outcomes = torch.randint(7, (4, 6)), ("plain gradient", "its old inverses stay")
     for size, loss, refreshes in itertools.product((0, 4), (torch.sum, torch.mean), (0, 1)):
         model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)).double()
         optimizer = THOR(model, update_interval=1, trace_thresholds=(0.0, 0.0), momentum=0.0)
         for _ in range(refreshes):
             step(model, optimizer, x)
-        before, kept = weights(model), copy.deepcopy(optimizer.curvature["1"].factors() if refreshes else ())
+        before, kept = (
+            weights(model),
+            copy.deepcopy(optimizer.curvature["1"].factors() if refreshes else ()),
+        )
         optimizer.row_mask = torch.zeros(size, 6, dtype=torch.bool)
         with pytest.warns(RuntimeWarning, match=f"saw no rows .*{outcomes[refreshes]}"):
             step(model, optimizer, x[:size], lambda y, loss=loss: 0 * loss(y))
@@ -120,5 +125,7 @@ def test_other_layouts_are_refused_by_name():
         model.mask = nn.Parameter(torch.eye(3).to_sparse_csr())
         optimizer = THOR(model)
         model.mask.grad = torch.eye(3).to_sparse_csr()
-    with pytest.raises(RuntimeError, match=r"mask.*sparse_csr.*COO.*parameter dense.*another optimizer"):
+    with pytest.raises(
+        RuntimeError, match=r"mask.*sparse_csr.*COO.*parameter dense.*another optimizer"
+    ):
         optimizer.step()

@@ -1,4 +1,6 @@
-"""Activation checkpointing of both kinds, compiled models and torch.func: the same statistics, or a clear error."""
+"""Activation checkpointing of both kinds, compiled models and torch.func: the same statistics, or a
+clear error.
+"""
 
 import copy
 import math
@@ -15,7 +17,9 @@ from torch_thor import THOR
 
 
 class Recomputed(nn.Module):
-    """A stack whose inside is recomputed in the backward pass; what is around it is not, and one layer is in both."""
+    """A stack whose inside is recomputed in the backward pass; what is around it is not, and one
+    layer is in both.
+    """
 
     def __init__(self):
         super().__init__()
@@ -31,14 +35,22 @@ class Recomputed(nn.Module):
 
     def forward(self, x):
         h = self.first(x)
-        h = self.inner(h) if self.mode is None else checkpoint(self.inner, h, use_reentrant=self.mode == "reentrant")
+        h = (
+            self.inner(h)
+            if self.mode is None
+            else checkpoint(self.inner, h, use_reentrant=self.mode == "reentrant")
+        )
         return self.last(h + self.conv(h.mT).mT)
 
 
-@pytest.mark.parametrize("make", [partial(THOR, trace_thresholds=(0.0, 0.0)), partial(TakesAll, factor_decay=0.0)])
+@pytest.mark.parametrize(
+    "make", [partial(THOR, trace_thresholds=(0.0, 0.0)), partial(TakesAll, factor_decay=0.0)]
+)
 @pytest.mark.parametrize("mode", [None, "reentrant", "non-reentrant", "compiled"])
 def test_statistics_are_those_of_the_plain_pass_that_trains(make, mode):
-    """In micro-batches too, and where a loss that is given up is reset only after the next forward pass (Lightning)."""
+    """In micro-batches too, and where a loss that is given up is reset only after the next forward
+    pass (Lightning).
+    """
     torch._dynamo.reset()
     for sizes, given_up in product(((6,), (1, 3, 2)), (None, "set to none", "set to zero")):
         model = Recomputed().double()
@@ -49,7 +61,9 @@ def test_statistics_are_those_of_the_plain_pass_that_trains(make, mode):
         for _ in range(3):
             for i, part in enumerate(torch.randn(6, 4, 5).double().split(sizes)):
                 if given_up and i == 0:
-                    run(torch.full((6, 4, 5), math.nan, dtype=torch.float64)).square().sum().backward()
+                    run(
+                        torch.full((6, 4, 5), math.nan, dtype=torch.float64)
+                    ).square().sum().backward()
                 loss = run(part).square().sum()
                 if given_up and i == 0:
                     optimizer.zero_grad(set_to_none=given_up == "set to none")
@@ -60,16 +74,22 @@ def test_statistics_are_those_of_the_plain_pass_that_trains(make, mode):
             other.zero_grad()
             if not given_up:
                 optimizer.zero_grad()
-            torch.testing.assert_close([*model.parameters()], [*twin.parameters()], rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(
+                [*model.parameters()], [*twin.parameters()], rtol=1e-6, atol=1e-8
+            )
         for name, layer in other.curvature.items():
             assert optimizer.curvature[name].refreshes == layer.refreshes == 3
             assert optimizer.curvature[name].rows_per_term == layer.rows_per_term
-            torch.testing.assert_close(optimizer.curvature[name].factors(), layer.factors(), rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(
+                optimizer.curvature[name].factors(), layer.factors(), rtol=1e-7, atol=1e-9
+            )
     torch._dynamo.reset()
 
 
 def test_functional_calls():
-    """With gradients by backward(), an ordinary step; those of torch.func are an error on a refresh, fine between."""
+    """With gradients by backward(), an ordinary step; those of torch.func are an error on a
+    refresh, fine between.
+    """
     model, x = mlp(), torch.randn(4, 5).double()
     optimizer = THOR(model, update_interval=2)
 

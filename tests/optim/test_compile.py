@@ -1,4 +1,6 @@
-"""`torch.compile` before or after THOR, of the model or a part: ordinary steps run compiled, refreshes eagerly."""
+"""`torch.compile` before or after THOR, of the model or a part: ordinary steps run compiled,
+refreshes eagerly.
+"""
 
 import copy
 import gc
@@ -38,7 +40,9 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """Nothing compiled, and no optimizer of another test (one that failed keeps its locals) that waits."""
+    """Nothing compiled, and no optimizer of another test (one that failed keeps its locals) that
+    waits.
+    """
     torch._dynamo.reset()
     gc.collect()
     leave_no_listeners()
@@ -53,7 +57,8 @@ def stance():
 def stream(count=STEPS):
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(4, 5, 6, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(count)
+        (torch.randn(4, 5, 6, generator=generator), torch.randint(3, (4,), generator=generator))
+        for _ in range(count)
     ]
 
 
@@ -109,7 +114,14 @@ def a_part(model, **options):
     return model, thor(model)
 
 
-WAYS = [compiled_after, compiled_before, of_the_compiled, compiled_and_called_before, in_place, in_place_after]
+WAYS = [
+    compiled_after,
+    compiled_before,
+    of_the_compiled,
+    compiled_and_called_before,
+    in_place,
+    in_place_after,
+]
 WAYS += [as_a_function, a_part]
 
 
@@ -125,16 +137,21 @@ def assert_compiled_equals_eager(how):
     model = Model()
     twin = copy.deepcopy(model)
     counter = CompileCounter()
-    call, optimizer = how(model, backend=counter, fullgraph=True)  # fullgraph: a graph break is an error
+    # fullgraph: a graph break is an error
+    call, optimizer = how(model, backend=counter, fullgraph=True)
     other, frames = thor(twin), []
     for batch in stream():
         step(call, optimizer, batch)
         step(twin, other, batch)
         frames.append(counter.frame_count)
-    assert frames[1:] == [1] * (STEPS - 1), "compiled once, for the first ordinary step, and never again"
+    assert frames[1:] == [1] * (STEPS - 1), (
+        "compiled once, for the first ordinary step, and never again"
+    )
     for name, one in twin.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), one, msg=name)
-    refreshes = {c.refreshes for name, c in optimizer.curvature.items() if not name.endswith("unused")}
+    refreshes = {
+        c.refreshes for name, c in optimizer.curvature.items() if not name.endswith("unused")
+    }
     assert refreshes == {3}
 
 
@@ -154,7 +171,9 @@ class Runs:
 
 @pytest.mark.parametrize("how", WAYS)
 def test_other_models_run_compiled_in_a_refresh(how):
-    """All but those beside a model that is called by a compiled function, whose call cannot be seen first."""
+    """All but those beside a model that is called by a compiled function, whose call cannot be seen
+    first.
+    """
     model, others, runs = Model(), [Body(nn.Linear(6, 2)) for _ in range(2)], Runs()
     call, optimizer = how(model, backend="eager")
     others[0].compile(backend=runs)
@@ -181,7 +200,11 @@ def test_hooks_and_the_stance_outside_of_refreshes_are_those_of_the_user():
     # until the model has been called once, it may be called by a compiled function
     assert (
         seen
-        == [("force_eager", True), *[("default", False)] * 2, *[("default", True), *[("default", False)] * 2] * 2][:7]
+        == [
+            ("force_eager", True),
+            *[("default", False)] * 2,
+            *[("default", True), *[("default", False)] * 2] * 2,
+        ][:7]
     )
 
 
@@ -234,7 +257,9 @@ def test_a_stance_that_the_user_enters_holds_inside_its_context_and_is_over_afte
 
 
 def test_compiled_models_run_without_a_warning_while_thor_waits():
-    """Torch warns of global hooks on each call of a compiled model; ours are no matter of its user."""
+    """Torch warns of global hooks on each call of a compiled model; ours are no matter of its
+    user.
+    """
     model = Model()
     compiled = torch.compile(model, backend="eager")
     with warnings.catch_warnings():
@@ -251,7 +276,9 @@ def test_compiled_models_run_without_a_warning_while_thor_waits():
 
 
 def test_a_layer_that_is_used_late_is_refreshed_when_it_is():
-    """It keeps nobody from running compiled while it waits, gets a plain gradient once, and its factors next."""
+    """It keeps nobody from running compiled while it waits, gets a plain gradient once, and its
+    factors next.
+    """
 
     class Late(nn.Module):
         def __init__(self):
@@ -295,7 +322,8 @@ def test_many_optimizers_that_wait_end_in_any_order():
     models = Model(), Model()
     optimizers = [THOR(model) for model in (models[0], models[1], models[0])]
     [batch] = stream(1)
-    for model, left in zip(models, ("force_eager", "default"), strict=True):  # the other one is not known yet
+    # the other one is not known yet
+    for model, left in zip(models, ("force_eager", "default"), strict=True):
         model(batch[0])
         assert stance() == left
     step(models[1], optimizers[1], batch)

@@ -19,8 +19,20 @@ from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
 OPTIONS = {
     THOR: {"update_interval": 2},
     ThorMuon: {"update_interval": 2},
-    LAMB: {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1, "exclude": ["*.bias", "2"]},
-    AGCSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "clip_factor": 0.05, "exclude": "2.*"},
+    LAMB: {
+        "lr": 0.05,
+        "betas": (0.8, 0.9),
+        "eps": 1e-4,
+        "weight_decay": 0.1,
+        "exclude": ["*.bias", "2"],
+    },
+    AGCSGD: {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "weight_decay": 0.1,
+        "clip_factor": 0.05,
+        "exclude": "2.*",
+    },
 }
 ALL = pytest.mark.parametrize("make", OPTIONS)
 
@@ -34,7 +46,16 @@ def test_is_an_optimizer_with_the_methods_of_sgd(make):
     """Its options stand in the groups, and wrappers call its methods by position and by name."""
     optimizer = make(mlp())
     assert isinstance(optimizer, torch.optim.Optimizer)
-    apart = {"self", "params", "model", "layers", "distributed", "loss_reduction", "fisher", "exclude"}
+    apart = {
+        "self",
+        "params",
+        "model",
+        "layers",
+        "distributed",
+        "loss_reduction",
+        "fisher",
+        "exclude",
+    }
     options = inspect.signature(make).parameters.keys() - apart
     assert options <= optimizer.defaults.keys() & optimizer.param_groups[0].keys()
 
@@ -49,17 +70,33 @@ def test_is_an_optimizer_with_the_methods_of_sgd(make):
 CASES = [
     *((THOR, options) for options in ({"nesterov": True, "kl_clip": 1e-4}, {"momentum": 0.0}, {})),
     (ThorMuon, {}),
-    *((make, options) for make in (LAMB, AGCSGD) for options in ({}, {"maximize": True}, {"foreach": False})),
-    # torch's foreach SGD adds Nesterov's momentum into what it is given; nothing is clipped, and something
     *(
-        (AGCSGD, {"nesterov": True, "clip_factor": clip, "exclude": exclude, "foreach": True, "weight_decay": 0.0})
+        (make, options)
+        for make in (LAMB, AGCSGD)
+        for options in ({}, {"maximize": True}, {"foreach": False})
+    ),
+    # torch's foreach SGD adds Nesterov's momentum into what it is given; nothing is clipped, and
+    # something
+    *(
+        (
+            AGCSGD,
+            {
+                "nesterov": True,
+                "clip_factor": clip,
+                "exclude": exclude,
+                "foreach": True,
+                "weight_decay": 0.0,
+            },
+        )
         for clip, exclude in ((0.01, ()), (float("inf"), None), (0.01, "*"))
     ),
 ]
 
 
 def test_gradients_dtypes_and_storage_are_kept():
-    """The gradient of a plain parameter may be its direction: nothing is added or scaled in place."""
+    """The gradient of a plain parameter may be its direction: nothing is added or scaled in
+    place.
+    """
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     for (make, options), dtype in itertools.product(CASES, dtypes):
         model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3)).to(dtype)
@@ -79,11 +116,13 @@ def test_gradients_dtypes_and_storage_are_kept():
             assert [parameter.data_ptr(), parameter.dtype, parameter.stride()] == rest
 
 
-# ------------------------------------------------------- loops that train as the ordinary one, to the last bit
+# -------------------------------------------- loops that train as the ordinary one, to the last bit
 
 
 def given_up(model, optimizer, stream):
-    """A backward pass whose gradients are thrown away does not count; `model.zero_grad()` is as common as ours."""
+    """A backward pass whose gradients are thrown away does not count; `model.zero_grad()` is as
+    common as ours.
+    """
     ways = (model.zero_grad, partial(optimizer.zero_grad, set_to_none=False), optimizer.zero_grad)
     for (x, labels), zero_grad in zip(stream, itertools.cycle(ways)):
         backward(model, (10 * x, labels))
@@ -112,10 +151,16 @@ def raising(model, optimizer, stream):
 
 
 def skipping(model, optimizer, stream):
-    """Also where the loop zeroes the gradients by itself and tells the optimizer nothing: statistics are dropped."""
+    """Also where the loop zeroes the gradients by itself and tells the optimizer nothing:
+    statistics are dropped.
+    """
     optimizer.nonfinite = "skip"
     for i, (x, labels) in enumerate(stream):
-        for value, name in ((torch.nan, "2.weight"), (torch.inf, "2.weight"), (-torch.inf, "4.bias")):
+        for value, name in (
+            (torch.nan, "2.weight"),
+            (torch.inf, "2.weight"),
+            (-torch.inf, "4.bias"),
+        ):
             backward(model, (5 * x, labels))
             model.get_parameter(name).grad.view(-1)[0] = value  # as by a burst loss
             optimizer.step()
@@ -190,10 +235,11 @@ def accelerated(model, optimizer, stream):
 
 
 def probed(model, optimizer, stream):
-    """What fills no `.grad` leaves no trace, and works as without the optimizer, on a refresh step too.
+    """What fills no `.grad` leaves no trace, and works as without the optimizer, on a refresh step
+    too.
 
-    Saliency and adversarial examples; logged gradient norms and loss weights by the last shared layer; `torch.func`
-    over parameters of its own, also for gradients of single examples.
+    Saliency and adversarial examples; logged gradient norms and loss weights by the last shared
+    layer; `torch.func` over parameters of its own, also for gradients of single examples.
     """
 
     def loss(ps, one, label):
@@ -205,7 +251,9 @@ def probed(model, optimizer, stream):
             torch.autograd.grad(100 * cross_entropy(labels)(model(probe)), inputs)
         parameters = {name: p.detach() for name, p in model.named_parameters()}
         torch.func.grad(loss)(parameters, x, labels)
-        torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x[:, None], labels[:, None])
+        torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(
+            parameters, x[:, None], labels[:, None]
+        )
         train(model, optimizer, [(x, labels)])
     assert optimizer.curvature["0"].rows_per_term == 1
 
@@ -242,7 +290,9 @@ SCHEDULERS = {
 
 @ALL
 def test_schedulers_drive_learning_rate_and_momentum(make):
-    """As by hand with the numbers of torch's groups; a learning rate that is a tensor stays one. At 0 nothing moves."""
+    """As by hand with the numbers of torch's groups; a learning rate that is a tensor stays one. At
+    0 nothing moves.
+    """
     for tensor, name in itertools.product((False, True), SCHEDULERS):
         lr = torch.tensor(0.5, dtype=torch.float64) if tensor else 0.5
         model, optimizer, twin, other = pair(make, lr=lr, weight_decay=0.1)
@@ -254,9 +304,13 @@ def test_schedulers_drive_learning_rate_and_momentum(make):
             warnings.simplefilter("ignore")
             schedulers = SCHEDULERS[name](optimizer), SCHEDULERS[name](torchs)
         for batch in batches(6):
-            assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(float(group["lr"]), rel=1e-6), name
+            assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(
+                float(group["lr"]), rel=1e-6
+            ), name
             assert optimizer.param_groups[0][key] == group[key]
-            other.param_groups[0].update({"lr": float(optimizer.param_groups[0]["lr"]), key: group[key]})
+            other.param_groups[0].update(
+                {"lr": float(optimizer.param_groups[0]["lr"]), key: group[key]}
+            )
             before = weights(model)
             train(model, optimizer, [batch])
             train(twin, other, [batch])
@@ -268,7 +322,7 @@ def test_schedulers_drive_learning_rate_and_momentum(make):
         assert_same(weights(model), weights(twin), name)
 
 
-# ----------------------------------------------------------------------- other ways to give and to backward
+# --------------------------------------------------------------- other ways to give and to backward
 
 
 @ALL
@@ -286,7 +340,9 @@ def test_model_parameters_named_parameters_and_groups_are_the_same(make):
 
 
 def test_gradient_penalty():
-    """A second backward through the first: gradients are finite, the loop runs, T is that of one pass."""
+    """A second backward through the first: gradients are finite, the loop runs, T is that of one
+    pass.
+    """
     model, optimizer, _, _ = pair(THOR)
     for x, labels in batches(3):
         x = x.clone().requires_grad_()

@@ -23,17 +23,31 @@ class Scaled(nn.Linear):
 
 
 def test_every_parameter_is_listed_once_and_in_order():
-    """What each kind of layer is listed as: tests/capture/test_inspection.py and tests/curvature/test_kinds_*.py."""
+    """What each kind of layer is listed as: tests/capture/test_inspection.py and
+    tests/curvature/test_kinds_*.py.
+    """
     model = every_kind.build()
     optimizer = THOR(model)
-    assert [entry.name for entry in optimizer.coverage()] == [name for name, _ in model.named_parameters()]
+    assert [entry.name for entry in optimizer.coverage()] == [
+        name for name, _ in model.named_parameters()
+    ]
     for entry in optimizer.coverage():
         assert (entry.reason is None) == (entry.factor_sizes is not None) == entry.preconditioned
         assert entry.name in repr(optimizer)
-    assert str(optimizer.coverage()).splitlines()[1:] == repr(optimizer).splitlines()[-len(optimizer.coverage()) :]
+    assert (
+        str(optimizer.coverage()).splitlines()[1:]
+        == repr(optimizer).splitlines()[-len(optimizer.coverage()) :]
+    )
     with pytest.raises(TypeError):
         optimizer.curvature["head"] = None
-    for word in ("damping", "MultiheadAttention", "Conv2d", "4 x 4 x 3 groups", "a normalisation layer", "9 x 4"):
+    for word in (
+        "damping",
+        "MultiheadAttention",
+        "Conv2d",
+        "4 x 4 x 3 groups",
+        "a normalisation layer",
+        "9 x 4",
+    ):
         assert word in repr(optimizer)
 
 
@@ -44,7 +58,9 @@ def test_print_lists_the_options_of_each_group_and_nothing_that_is_internal():
     assert lines[:4] == ["THOR (", "Parameter Group 0", "    lr: 0.2", "    damping: 0.03"]
     second = lines[lines.index("Parameter Group 1") + 1 : lines.index(")")]
     assert second[0] == "    lr: 0.1"
-    assert {line.split(":")[0].strip() for line in second} <= set(inspect.signature(THOR).parameters)
+    assert {line.split(":")[0].strip() for line in second} <= set(
+        inspect.signature(THOR).parameters
+    )
 
 
 def test_nothing_to_precondition_is_an_error():

@@ -1,4 +1,6 @@
-"""What LAMB and AGCSGD share, beside the contract of all: copies, checkpoints, and what is treated apart."""
+"""What LAMB and AGCSGD share, beside the contract of all: copies, checkpoints, and what is treated
+apart.
+"""
 
 import copy
 import itertools
@@ -38,7 +40,9 @@ def maximised(model, optimizer, stream):
 
 
 def replaced(model, optimizer, stream):
-    """Accelerate and FSDP2 put other objects into groups and modules after the optimizer was made."""
+    """Accelerate and FSDP2 put other objects into groups and modules after the optimizer was
+    made.
+    """
     swapped = {id(p): nn.Parameter(p.detach().clone()) for p in model.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [swapped[id(p)] for p in group["params"]]
@@ -84,10 +88,15 @@ def test_parameters_without_gradient_or_numbers_are_passed_over(make):
     for p in (*model[0].parameters(), model[4].hollow):
         p.grad = torch.ones_like(p)
     optimizer.step()
-    assert {key for key, value in weights(model).items() if not value.equal(before[key])} == {"0.weight", "0.bias"}
+    assert {key for key, value in weights(model).items() if not value.equal(before[key])} == {
+        "0.weight",
+        "0.bias",
+    }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process"
+)
 @pytest.mark.parametrize("carry", [by_state_dict, by_distributed_checkpoint, FLAT, FULL])
 def test_resume_is_never_having_stopped(make, carry):
     """From a file options come too, but for what is excluded."""
@@ -103,13 +112,20 @@ def test_resume_is_never_having_stopped(make, carry):
 
 
 def test_groups_have_options_of_their_own(make):
-    model, twin, kept = build(), build(), {"lr": 0.1, "weight_decay": 0.2, "exclude": ["0.weight", "2.bias"]}
+    model, twin, kept = (
+        build(),
+        build(),
+        {"lr": 0.1, "weight_decay": 0.2, "exclude": ["0.weight", "2.bias"]},
+    )
     own = {"lr": 0.02, "weight_decay": 0.0}
     first = [[*one[0].parameters(), *one[4].parameters()] for one in (model, twin)]
     optimizer = make([{"params": first[0]}, {"params": []}], model=model, **kept)
     optimizer.add_param_group({"params": list(model[2].parameters()), **own})
     assert optimizer.excluded == ("0.weight", "2.bias")
-    others = make(first[1], model=twin, **kept), make(twin[2].named_parameters("2"), model=twin, **kept | own)
+    others = (
+        make(first[1], model=twin, **kept),
+        make(twin[2].named_parameters("2"), model=twin, **kept | own),
+    )
     for batch in STREAM:
         train(model, optimizer, [batch])
         backward(twin, batch)
@@ -124,10 +140,22 @@ def test_what_is_refused(make, foreach):
     """Before anything moves."""
     model, make = build(), partial(make, foreach=foreach)
     for error, said, call in (
-        (ValueError, r"'hed' matches no parameter; the model has 0\.weight", lambda: make(model, exclude=["0", "hed"])),
+        (
+            ValueError,
+            r"'hed' matches no parameter; the model has 0\.weight",
+            lambda: make(model, exclude=["0", "hed"]),
+        ),
         (TypeError, r"without a model.*model=model", lambda: make(model.parameters(), exclude="0")),
-        (TypeError, r"exclude=.*Linear.*must be a name, a pattern", lambda: make(model, exclude=model[4])),
-        (ValueError, r"\(2,\) are not in the model", lambda: make([nn.Parameter(torch.ones(2))], model=model)),
+        (
+            TypeError,
+            r"exclude=.*Linear.*must be a name, a pattern",
+            lambda: make(model, exclude=model[4]),
+        ),
+        (
+            ValueError,
+            r"\(2,\) are not in the model",
+            lambda: make([nn.Parameter(torch.ones(2))], model=model),
+        ),
     ):
         with pytest.raises(error, match=said):
             call()
@@ -143,6 +171,8 @@ def test_what_is_refused(make, foreach):
     optimizer = make(model)
     (model[2](torch.tensor([1])).sum() + model[0](torch.ones(1, 2)).sum()).backward()
     before = weights(model)
-    with pytest.raises(RuntimeError, match=r"'2\.weight' has a gradient of layout torch\.sparse_coo.*sparse=False"):
+    with pytest.raises(
+        RuntimeError, match=r"'2\.weight' has a gradient of layout torch\.sparse_coo.*sparse=False"
+    ):
         optimizer.step()
     assert_same(weights(model), before)

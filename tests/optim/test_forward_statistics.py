@@ -17,15 +17,21 @@ def moment(rows):
 
 
 def test_large_blocks_take_eight_rows_a_column():
-    """3300 rows of 300 columns: 1024 are enough for small blocks, eight times its columns for a larger one."""
+    """3300 rows of 300 columns: 1024 are enough for small blocks, eight times its columns for a
+    larger one.
+    """
     for split_dim, every in ((64, 3), (150, 2), (200, 2), (210, 1), (None, 1)):
         model = nn.Sequential(nn.Linear(300, 2)).double()
         x = torch.randn(3300, 300).double() * torch.linspace(1, 3, 3300).double()[:, None]
         optimizer = TakesAll(model, **OPTIONS, split_dim=split_dim)
         model(x).square().mean().backward()
         optimizer.step()
-        wanted = torch.block_diag(*(moment(part[::every]) for part in x.split(split_dim or 300, dim=1)))
-        torch.testing.assert_close(optimizer.curvature["0"].factors()[0], wanted, msg=f"{split_dim}")
+        wanted = torch.block_diag(
+            *(moment(part[::every]) for part in x.split(split_dim or 300, dim=1))
+        )
+        torch.testing.assert_close(
+            optimizer.curvature["0"].factors()[0], wanted, msg=f"{split_dim}"
+        )
 
 
 def test_each_micro_batch_has_rows_enough_and_thor_takes_all():

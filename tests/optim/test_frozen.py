@@ -1,4 +1,6 @@
-"""Frozen weights have no state and no statistics, and are no part of what is counted; unfreezing works at any time."""
+"""Frozen weights have no state and no statistics, and are no part of what is counted; unfreezing
+works at any time.
+"""
 
 import copy
 import warnings
@@ -31,7 +33,9 @@ def test_no_state_no_statistics_no_share(make):
     model, optimizer = build(make)
     assert listened_to(model) == {"0", "4"}
     train(model, optimizer, STREAM[:3])
-    assert {id(p) for p in optimizer.state} == {id(p) for name, p in model.named_parameters() if name[0] != "2"}
+    assert {id(p) for p in optimizer.state} == {
+        id(p) for name, p in model.named_parameters() if name[0] != "2"
+    }
     assert not listened_to(model)
     for name in ("2.weight", "2.bias"):
         assert "frozen" in entries(optimizer)[name].reason
@@ -43,7 +47,9 @@ def test_no_state_no_statistics_no_share(make):
 
 @BOTH
 def test_unfrozen_it_is_preconditioned_from_the_second_step_on(make):
-    """One plain step, as for a layer that is used late; it does not wait for the others' refresh."""
+    """One plain step, as for a layer that is used late; it does not wait for the others'
+    refresh.
+    """
     for when in (1, 2, 3):
         model, optimizer = build(make, update_interval=100)
         train(model, optimizer, STREAM[:when])
@@ -53,7 +59,11 @@ def test_unfrozen_it_is_preconditioned_from_the_second_step_on(make):
         for i, refreshes in enumerate((0, 1)):
             train(model, optimizer, STREAM[when + i : when + i + 1])
             assert not torch.equal(model[2].weight, before)
-            assert {name: c.refreshes for name, c in optimizer.curvature.items()} == {"0": 1, "2": refreshes, "4": 1}
+            assert {name: c.refreshes for name, c in optimizer.curvature.items()} == {
+                "0": 1,
+                "2": refreshes,
+                "4": 1,
+            }
         assert set(optimizer.state) == set(model.parameters())
         assert all("preconditioned" in state for state in optimizer.state.values())
         assert entries(optimizer)["2.weight"].preconditioned
@@ -79,14 +89,16 @@ def test_frozen_later_it_stands_still_and_keeps_its_state():
     assert optimizer.curvature["2"].refreshes == 3
 
 
-# --------------------------------------------------------------- less than half of it is preconditioned
+# ----------------------------------------------------------- less than half of it is preconditioned
 
 
 class Little(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.bilinear = nn.Linear(4, 3), nn.Bilinear(4, 4, 3)
-        self.table, self.small, self.other = (nn.Parameter(torch.zeros(shape)) for shape in ((40, 4), (2,), (3,)))
+        self.table, self.small, self.other = (
+            nn.Parameter(torch.zeros(shape)) for shape in ((40, 4), (2,), (3,))
+        )
 
 
 def said(make):
@@ -110,7 +122,9 @@ def test_what_is_frozen_not_in_the_groups_or_left_out_does_not_count():
     frozen, part = Little(), Little()
     frozen.table.requires_grad_(False)
     frozen.bilinear.requires_grad_(False)
-    three = nn.ModuleDict({"body": nn.Linear(9, 9), "more": nn.Linear(9, 9), "head": nn.Linear(3, 3)})
+    three = nn.ModuleDict(
+        {"body": nn.Linear(9, 9), "more": nn.Linear(9, 9), "head": nn.Linear(3, 3)}
+    )
     for make in (
         lambda: THOR(frozen),
         lambda: THOR(part.linear.parameters(), model=part),
@@ -136,5 +150,9 @@ def test_a_model_that_is_another_one_is_named_once(make):
                     called(STREAM[0][0]).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        texts = [str(one.message) for one in caught if "nothing is trained. Call the model that" in str(one.message)]
+        texts = [
+            str(one.message)
+            for one in caught
+            if "nothing is trained. Call the model that" in str(one.message)
+        ]
         assert len(texts) == said

@@ -1,4 +1,6 @@
-"""Parameter groups by name and by depth, and the coverage of an optimizer that a trainer has wrapped."""
+"""Parameter groups by name and by depth, and the coverage of an optimizer that a trainer has
+wrapped.
+"""
 
 from types import SimpleNamespace
 
@@ -22,12 +24,16 @@ def names(groups, model, key="weight_decay"):
 
 
 class Model(nn.Module):
-    """Embeddings, blocks in a numbered container, a frozen part, a head that is tied to the embedding."""
+    """Embeddings, blocks in a numbered container, a frozen part, a head that is tied to the
+    embedding.
+    """
 
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(5, 3)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)) for _ in range(2)
+        )
         self.frozen = nn.Linear(3, 3).requires_grad_(False)
         self.head = nn.Linear(3, 5)
         self.head.weight = self.embed.weight
@@ -47,13 +53,17 @@ def test_biases_norms_and_what_is_named_are_not_decayed():
 
 
 def test_the_learning_rate_falls_from_block_to_block():
-    """ELECTRA: the block nearest to the loss has it whole; without an lr, the factor is what timm's schedulers read."""
+    """ELECTRA: the block nearest to the loss has it whole; without an lr, the factor is what timm's
+    schedulers read.
+    """
     model = Model()
     for lr, key in ((0.8, "lr"), (None, "lr_scale")):
         found = names(param_groups(model, lr=lr, layer_decay=0.5), model, key)
         blocks = {"embed", "blocks.0", "blocks.1", "head"}
         by_factor = {
-            value / (lr or 1): {block for block in blocks if any(name.startswith(block) for name in those)}
+            value / (lr or 1): {
+                block for block in blocks if any(name.startswith(block) for name in those)
+            }
             for value, those in found.items()
         }
         assert by_factor == {0.125: {"embed"}, 0.25: {"blocks.0"}, 0.5: {"blocks.1"}, 1.0: {"head"}}
@@ -77,6 +87,13 @@ def test_coverage_of_what_a_trainer_has_wrapped():
     assert torch_thor.coverage(wrapped) == torch_thor.coverage(optimizer) == optimizer.coverage()
     itself = SimpleNamespace()
     itself.optimizer = itself
-    for other in (torch.optim.SGD(mlp().parameters()), SimpleNamespace(optimizer=None), itself, None):
-        with pytest.raises(TypeError, match=rf"coverage\({type(other).__name__}\): must be THOR or ThorMuon"):
+    for other in (
+        torch.optim.SGD(mlp().parameters()),
+        SimpleNamespace(optimizer=None),
+        itself,
+        None,
+    ):
+        with pytest.raises(
+            TypeError, match=rf"coverage\({type(other).__name__}\): must be THOR or ThorMuon"
+        ):
             torch_thor.coverage(other)

@@ -1,4 +1,6 @@
-"""Between refreshes nothing of ours runs or is kept; while THOR waits for statistics the model carries nothing."""
+"""Between refreshes nothing of ours runs or is kept; while THOR waits for statistics the model
+carries nothing.
+"""
 
 import copy
 import gc
@@ -66,7 +68,11 @@ def test_the_model_and_its_copies_are_the_bare_model():
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    twins = [copy.deepcopy(model), torch.load(file, weights_only=False), AveragedModel(model).module]
+    twins = [
+        copy.deepcopy(model),
+        torch.load(file, weights_only=False),
+        AveragedModel(model).module,
+    ]
     assert not any(listened_to(twin) for twin in twins)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -87,7 +93,9 @@ def test_the_model_and_its_copies_are_the_bare_model():
 
 
 def test_hooks_go_with_the_optimizer():
-    """Refreshes leave no finalizers behind either. Of two that listen: tests/capture/test_module_hooks.py."""
+    """Refreshes leave no finalizers behind either. Of two that listen:
+    tests/capture/test_module_hooks.py.
+    """
     model = mlp()
     optimizer = THOR(model, update_interval=1, trace_thresholds=(0.0, 0.0))
     train(model, optimizer, STREAM[:1])

@@ -15,7 +15,9 @@ MUON = {"lr": 0.02, "damping": 0.1, "split_dim": 3, "update_interval": 2}
 OPTIONS = {**MUON, "trace_thresholds": (0.0, 0.0)}
 TERMS = STREAM[0][1].numel()
 
-pytestmark = pytest.mark.filterwarnings("ignore:THOR.*:RuntimeWarning", "ignore:Thor.*:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:THOR.*:RuntimeWarning", "ignore:Thor.*:RuntimeWarning"
+)
 
 
 class Bypass(nn.Module):
@@ -54,7 +56,9 @@ def two(change="trained", optimizer=THOR, **options):
 
 
 def in_parts(model, optimizer, cuts, *, least_likely):
-    """Micro-batches of unlike sizes: in some of them there is no token for an expert. All forward passes come first."""
+    """Micro-batches of unlike sizes: in some of them there is no token for an expert. All forward
+    passes come first.
+    """
     for x, labels in STREAM:
         losses = []
         for start, stop in zip((0, *cuts), (*cuts, len(x)), strict=True):
@@ -73,19 +77,26 @@ def in_parts(model, optimizer, cuts, *, least_likely):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("method", ["empirical", "sampled", "muon"])
 def test_micro_batches_equal_one_batch(change, method):
-    """And labels that are sampled, where they are the training's, equal the training's: rows count once."""
+    """And labels that are sampled, where they are the training's, equal the training's: rows count
+    once.
+    """
     muon, least_likely = method == "muon", method == "sampled"
     options = {"optimizer": ThorMuon, **MUON} if muon else OPTIONS
     (model, optimizer), (twin, other) = two(change, **options)
     if least_likely:
-        _beside, optimizer = optimizer, having(THOR(model, **OPTIONS, fisher="sampled"), loss_terms=TERMS)
+        _beside, optimizer = (
+            optimizer,
+            having(THOR(model, **OPTIONS, fisher="sampled"), loss_terms=TERMS),
+        )
     in_parts(model, optimizer, (1, 2), least_likely=least_likely)
     in_parts(twin, other, (), least_likely=least_likely)
-    # a direction that is lost in rounding (of a softmax's gradient) comes out of the orthogonalisation as 1e-9
+    # a direction that is lost in rounding (of a softmax's gradient) comes out of the
+    # orthogonalisation as 1e-9
     rtol, atol = (1e-7, 1e-8) if muon else (1e-9, 1e-12)
     torch.testing.assert_close(weights(model), weights(twin), rtol=rtol, atol=atol)
     found, expected = (
-        [(c.refreshes, c.rows_per_term) for c in one.curvature.values() if c.refreshes] for one in (optimizer, other)
+        [(c.refreshes, c.rows_per_term) for c in one.curvature.values() if c.refreshes]
+        for one in (optimizer, other)
     )
     torch.testing.assert_close(found, expected)
     assert len(found) == CHANGES[change][1] - 2 * muon  # ThorMuon has no diagonal factors

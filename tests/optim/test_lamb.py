@@ -1,4 +1,6 @@
-"""LAMB: against a loop in numpy, and its state. More stands in test_contract.py and test_exclusion.py."""
+"""LAMB: against a loop in numpy, and its state. More stands in test_contract.py and
+test_exclusion.py.
+"""
 
 import numpy as np
 import pytest
@@ -10,10 +12,18 @@ from torch_thor import LAMB
 
 
 class ByTheBook:
-    """Algorithm 2 of the paper, one parameter, in numpy; `adapted=False` has neither decay nor ratio."""
+    """Algorithm 2 of the paper, one parameter, in numpy; `adapted=False` has neither decay nor
+    ratio.
+    """
 
     def __init__(self, x, *, lr, betas, eps, weight_decay, adapted):
-        self.x, self.lr, self.betas, self.eps, self.adapted = np.array(x, dtype=float), lr, betas, eps, adapted
+        self.x, self.lr, self.betas, self.eps, self.adapted = (
+            np.array(x, dtype=float),
+            lr,
+            betas,
+            eps,
+            adapted,
+        )
         self.weight_decay = weight_decay if adapted else 0.0
         self.m, self.v, self.t = np.zeros_like(self.x), np.zeros_like(self.x), 0
 
@@ -42,7 +52,9 @@ EXCLUDED = {
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_equals_the_loop(weight_decay, name, foreach):
     """Some gradients are missing at times: every parameter counts its own steps."""
-    model = nn.Sequential(nn.Conv1d(1, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(12, 3)).double()
+    model = nn.Sequential(
+        nn.Conv1d(1, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(12, 3)
+    ).double()
     options = {"lr": 0.03, "betas": (0.7, 0.9), "eps": 1e-3, "weight_decay": weight_decay}
     exclude, excluded = EXCLUDED[name]
     optimizer = LAMB(model, exclude=exclude, foreach=foreach, **options)
@@ -62,7 +74,9 @@ def test_equals_the_loop(weight_decay, name, foreach):
         optimizer.step()
         optimizer.zero_grad()
         for name, p in model.named_parameters():
-            np.testing.assert_allclose(p.detach().numpy(), books[name].x, rtol=1e-10, atol=1e-13, err_msg=name)
+            np.testing.assert_allclose(
+                p.detach().numpy(), books[name].x, rtol=1e-10, atol=1e-13, err_msg=name
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -89,14 +103,21 @@ def test_low_precision_parameters_have_float32_moments_and_norms(dtype):
 
 
 def test_a_checkpoint_of_adamw_goes_on():
-    """Moments, steps and betas are AdamW's; in float32, also where AdamW had them in bfloat16. The rest is LAMB's."""
+    """Moments, steps and betas are AdamW's; in float32, also where AdamW had them in bfloat16. The
+    rest is LAMB's.
+    """
     model = mlp(dtype=torch.bfloat16)
     adamw = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9), weight_decay=0.3)
     train(model, adamw, batches(3, dtype=torch.bfloat16))
     optimizer = LAMB(model, lr=0.02, eps=1e-5, weight_decay=0.1)
     optimizer.load_state_dict(adamw.state_dict())
     group = optimizer.param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.02, (0.8, 0.9), 1e-5, 0.1)
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        0.02,
+        (0.8, 0.9),
+        1e-5,
+        0.1,
+    )
     for p in model.parameters():
         assert torch.equal(optimizer.state[p]["exp_avg"], adamw.state[p]["exp_avg"].float())
         assert optimizer.state[p]["exp_avg_sq"].dtype == torch.float32

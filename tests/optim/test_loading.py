@@ -1,4 +1,6 @@
-"""A state dict is loaded as a whole, or refused in one sentence; what is refused has changed nothing."""
+"""A state dict is loaded as a whole, or refused in one sentence; what is refused has changed
+nothing.
+"""
 
 import copy
 
@@ -14,7 +16,9 @@ STREAM = batches(8, dtype=torch.float32)
 
 def build():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+    return nn.Sequential(
+        nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)
+    )
 
 
 def thor(model):
@@ -59,11 +63,16 @@ def assert_goes_on_as(one, other):
 
 
 FAULTS = {
-    "nan-in-an-inverse": (spoil(4, "A_inverse", torch.nan), "NaN or inf in 'A_inverse' of parameter '3.weight'"),
-    "inf-in-an-inverse": (spoil(0, "A_inverse", torch.inf), "NaN or inf in 'A_inverse' of parameter '0.weight'"),
-    "nan-in-a-factor": (spoil(0, "G", torch.nan), "NaN or inf in 'G' of parameter '0.weight'.*earlier checkpoint"),
-    "nan-in-momentum": (spoil(2, "momentum_buffer", torch.nan), "NaN or inf in 'momentum_buffer' of .*'1.weight'"),
-    "momentum-shape": (put(4, momentum_buffer=torch.zeros(7, 6)), r"'3.weight' has shape \(7, 6\) and needs"),
+    "nan-in-an-inverse": (spoil(4, "A_inverse", torch.nan),
+    "NaN or inf in 'A_inverse' of parameter '3.weight'"),
+    "inf-in-an-inverse": (spoil(0, "A_inverse", torch.inf),
+    "NaN or inf in 'A_inverse' of parameter '0.weight'"),
+    "nan-in-a-factor": (spoil(0, "G", torch.nan),
+    "NaN or inf in 'G' of parameter '0.weight'.*earlier checkpoint"),
+    "nan-in-momentum": (spoil(2, "momentum_buffer", torch.nan),
+    "NaN or inf in 'momentum_buffer' of .*'1.weight'"),
+    "momentum-shape": (put(4, momentum_buffer=torch.zeros(7, 6)),
+    r"'3.weight' has shape \(7, 6\) and needs"),
     "factor-shape": (put(4, A=torch.zeros(1, 3, 3)), r"A of layer '3' has shape \(1, 3, 3\)"),
     "inverse-shape": (put(4, G_inverse=torch.zeros(1, 5, 5)), "G_inverse of layer '3' has shape"),
     "no-inverse": (drop(4, "G_inverse"), "not whole: it lacks G_inverse of layer '3'"),
@@ -77,14 +86,19 @@ FAULTS = {
     "damping": (option(damping=0.0), "damping=0.0"),
     "lr": (option(lr=torch.nan), "lr=nan"),
     "interval": (option(update_interval="Sometimes(n=3)"), "is no known schedule"),
-    "parameters": (lambda saved: saved["param_groups"][0]["params"].pop(), "doesn't match the size"),
-    "groups": (lambda saved: saved["param_groups"].append(saved["param_groups"][0]), "number of parameter groups"),
-    "no-state": (lambda saved: saved.pop("state"), "not the state dict of an optimizer.*found 'param_groups'"),
+    "parameters": (lambda saved: saved["param_groups"][0]["params"].pop(),
+    "doesn't match the size"),
+    "groups": (lambda saved: saved["param_groups"].append(saved["param_groups"][0]),
+    "number of parameter groups"),
+    "no-state": (lambda saved: saved.pop("state"),
+    "not the state dict of an optimizer.*found 'param_groups'"),
 }  # fmt: skip
 
 
 def test_a_refused_state_dict_has_changed_nothing():
-    """Bits, options, schedules, statistics in flight: the training goes on as if nobody had asked."""
+    """Bits, options, schedules, statistics in flight: the training goes on as if nobody had
+    asked.
+    """
     (model, optimizer), (twin, other) = trained(thor, 6), trained(thor, 6)
     right = trained(thor, 4)[1].state_dict()
     schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, other)]
@@ -126,10 +140,13 @@ def test_hooks_of_the_users():
     assert_same(optimizer.state_dict(), later)
 
 
-# ------------------------------------------------------------------------------------- of another optimizer
+# ----------------------------------------------------------------------------- of another optimizer
 
 OTHERS = {
-    "sgd": (lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), r"torch\.optim\.SGD"),
+    "sgd": (
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
+        r"torch\.optim\.SGD",
+    ),
     "adamw": (lambda model: torch.optim.AdamW(model.parameters()), r"torch\.optim\.Adam or AdamW"),
     "rmsprop": (lambda model: torch.optim.RMSprop(model.parameters()), "another optimizer"),
     "agc-sgd": (lambda model: AGCSGD(model, momentum=0.9), "AGCSGD"),
@@ -152,7 +169,10 @@ def test_what_is_not_its_own_state_dict_is_refused(ours):
     pair, same = trained(make), trained(make)
     for theirs in OTHERS.keys() - known:
         for steps in (0, 2):
-            message = f"looks like that of {OTHERS[theirs][1]} .*nothing was loaded.*load the model's weights, and let"
+            message = (
+                f"looks like that of {OTHERS[theirs][1]} .*nothing was loaded.*load the model's "
+                "weights, and let"
+            )
             with pytest.raises(ValueError, match=message):
                 pair[1].load_state_dict(trained(OTHERS[theirs][0], steps)[1].state_dict())
     for wrong in ({}, [], None, build().state_dict()):
@@ -167,7 +187,7 @@ def test_what_is_not_its_own_state_dict_is_refused(ours):
     assert_goes_on_as(pair, same)
 
 
-# ------------------------------------------------------------------------------------- of other layers
+# ---------------------------------------------------------------------------------- of other layers
 
 
 @pytest.mark.parametrize("optimizer", [THOR, ThorMuon])
@@ -181,7 +201,9 @@ def test_a_state_of_other_layers_is_refused(optimizer):
     ):
         saved = trained(lambda model, then=then: optimizer(model, layers=then))[1].state_dict()
         pair, same = (trained(lambda m, now=now: optimizer(m, layers=now)) for _ in range(2))
-        with pytest.raises(ValueError, match=f"other preconditioned layers.*{message}.* with the layers= that"):
+        with pytest.raises(
+            ValueError, match=f"other preconditioned layers.*{message}.* with the layers= that"
+        ):
             pair[1].load_state_dict(saved)
         assert_goes_on_as(pair, same)
 
@@ -189,7 +211,10 @@ def test_a_state_of_other_layers_is_refused(optimizer):
 def test_a_state_of_layers_of_another_shape_is_refused():
     """The layer is named. Only the last block may differ, or their number."""
     x, words = torch.randn(6, 3, 4), torch.randint(8, (4, 5))
-    cases = [(nn.Linear(4, 7), nn.Linear(n, 7), x, size) for n, size in ((5, 128), (6, 128), (6, 4), (9, 4))]
+    cases = [
+        (nn.Linear(4, 7), nn.Linear(n, 7), x, size)
+        for n, size in ((5, 128), (6, 128), (6, 4), (9, 4))
+    ]
     cases += [(nn.Embedding(9, 4), nn.Embedding(*shape), words, 128) for shape in ((8, 4), (9, 3))]
     for one, other, data, split_dim in cases:
         optimizer = THOR(nn.Sequential(one), split_dim=split_dim)

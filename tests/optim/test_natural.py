@@ -1,4 +1,6 @@
-"""The bound on a step relative to the parameter: its length and direction, whatever a parameter is like."""
+"""The bound on a step relative to the parameter: its length and direction, whatever a parameter is
+like.
+"""
 
 import copy
 import itertools
@@ -15,7 +17,9 @@ from torch_thor import THOR
 
 
 class Odd(nn.Module):
-    """A layer of each way to the update (blocks, diagonal, plain), and parameters of every shape and kind."""
+    """A layer of each way to the update (blocks, diagonal, plain), and parameters of every shape
+    and kind.
+    """
 
     def __init__(self):
         super().__init__()
@@ -39,8 +43,10 @@ class Odd(nn.Module):
 
 
 ROWS = {  # of what is not zeros or a matrix with more rows than 1, by hand
-    "words.weight": 11, "image.weight": 6, "image.bias": 6, "norm.weight": 6, "norm.bias": 6, "closed.weight": 6,
-    "closed.bias": 6, "head.weight": 3, "head.bias": 3, "position": 3, "gain": 1, "turn": 2, "nothing": 0,
+    "words.weight": 11, "image.weight": 6, "image.bias": 6, "norm.weight": 6, "norm.bias": 6,
+    "closed.weight": 6,
+    "closed.bias": 6, "head.weight": 3, "head.bias": 3, "position": 3, "gain": 1, "turn": 2,
+    "nothing": 0,
 }  # fmt: skip
 
 
@@ -55,7 +61,12 @@ def odd(scale=1.0):
 
 def stream():
     generator = torch.Generator().manual_seed(3)
-    return [(torch.randint(11, (8, 4), generator=generator), torch.randint(3, (8,), generator=generator))]
+    return [
+        (
+            torch.randint(11, (8, 4), generator=generator),
+            torch.randint(3, (8,), generator=generator),
+        )
+    ]
 
 
 def moved(model, **options):
@@ -70,7 +81,8 @@ def moved(model, **options):
 def longest(model, ratio):
     """By hand, parameter by parameter."""
     return {
-        name: ratio * max(math.sqrt(float(p.detach().abs().square().sum())), 0.03 * math.sqrt(ROWS[name]))
+        name: ratio
+        * max(math.sqrt(float(p.detach().abs().square().sum())), 0.03 * math.sqrt(ROWS[name]))
         for name, p in model.named_parameters()
     }
 
@@ -85,12 +97,21 @@ def longest(model, ratio):
 )
 def test_length_and_direction_of_any_step(lr, ratio, scale, momentum, nesterov, decay):
     model = odd(scale)
-    options = {"lr": lr, "momentum": momentum, "nesterov": nesterov and momentum > 0, "weight_decay": decay}
+    options = {
+        "lr": lr,
+        "momentum": momentum,
+        "nesterov": nesterov and momentum > 0,
+        "weight_decay": decay,
+    }
     free = moved(model, max_update_ratio=None, **options)
     bounded = moved(model, max_update_ratio=ratio, **options)
     for name, most in longest(model, ratio).items():
         factor = 1 + momentum if options["nesterov"] else 1  # the first Nesterov step is d + μ d
-        size = float(model.get_parameter(name).detach().abs().max()) if model.get_parameter(name).numel() else 0.0
+        size = (
+            float(model.get_parameter(name).detach().abs().max())
+            if model.get_parameter(name).numel()
+            else 0.0
+        )
         wanted = float(free[name].norm()) / factor
         rounding = 1e-14 * (size * math.sqrt(free[name].numel()) + most)  # of W − lr v
         length = float(bounded[name].norm()) / factor
@@ -100,7 +121,9 @@ def test_length_and_direction_of_any_step(lr, ratio, scale, momentum, nesterov, 
         elif wanted >= most * (1 + 1e-9) + rounding:
             assert length == pytest.approx(most, rel=1e-9, abs=rounding), name
             shrunk = free[name] * (most / wanted)
-            assert (bounded[name] - shrunk).norm() <= 1e-9 * most * factor + 3 * rounding * (1 + lr), name
+            assert (bounded[name] - shrunk).norm() <= 1e-9 * most * factor + 3 * rounding * (
+                1 + lr
+            ), name
 
 
 def test_half_precision_weights_are_measured_in_float32():
@@ -113,11 +136,15 @@ def test_half_precision_weights_are_measured_in_float32():
         optimizer.step()
         direction = optimizer.state[model[0].weight]["momentum_buffer"]
         assert direction.dtype == torch.float32
-        assert float(direction.norm()) == pytest.approx(1e-6 * 600 * math.sqrt(100 * 128), rel=1e-5), (dtype, nesterov)
+        assert float(direction.norm()) == pytest.approx(
+            1e-6 * 600 * math.sqrt(100 * 128), rel=1e-5
+        ), (dtype, nesterov)
 
 
 def test_precisions_side_by_side():
-    """Directions are measured together by device and precision, and each parameter meets its own limit."""
+    """Directions are measured together by device and precision, and each parameter meets its own
+    limit.
+    """
     [(x, labels)] = batches(1)
     for momentum in (0.0, 0.9):
         model = mlp(dtype=torch.float32)
@@ -132,14 +159,25 @@ def test_precisions_side_by_side():
             old = before[name].double()
             most = 0.2 * max(float(old.norm()), 0.03 * math.sqrt(len(old)))
             rel = 2e-2 if parameter.dtype == torch.bfloat16 else 1e-5
-            assert float((parameter.detach().double() - old).norm()) == pytest.approx(most, rel=rel), (name, momentum)
+            assert float((parameter.detach().double() - old).norm()) == pytest.approx(
+                most, rel=rel
+            ), (name, momentum)
 
 
 def test_accelerators_are_not_waited_for(monkeypatch):
-    """A meta tensor has no numbers: asking it for one is an error. Only the gradients are asked, once."""
+    """A meta tensor has no numbers: asking it for one is an error. Only the gradients are asked,
+    once.
+    """
     monkeypatch.setattr("torch_thor.optim.step._largest_gradient", lambda optimizer: 1.0)
-    for options in ({}, {"kl_clip": 1e-3}, {"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.1}):
-        model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2, dtype=torch.float32)).to("meta")
+    for options in (
+        {},
+        {"kl_clip": 1e-3},
+        {"momentum": 0.0},
+        {"nesterov": True, "weight_decay": 0.1},
+    ):
+        model = nn.Sequential(
+            nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2, dtype=torch.float32)
+        ).to("meta")
         optimizer = THOR(model, **options)
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)

@@ -1,4 +1,6 @@
-"""A weight that is pruned or parametrised after THOR was made: said once, trained plainly, later taken up again."""
+"""A weight that is pruned or parametrised after THOR was made: said once, trained plainly, later
+taken up again.
+"""
 
 import pytest
 import torch
@@ -25,16 +27,22 @@ def build(optimizer=THOR, **options):
 @pytest.mark.parametrize("optimizer", [THOR, ThorMuon])
 @pytest.mark.parametrize("change", CHANGES)
 def test_said_once_and_trained_plainly(change, optimizer):
-    """Whether it happens before the first step, an ordinary step, a refresh step, or after a refresh."""
+    """Whether it happens before the first step, an ordinary step, a refresh step, or after a
+    refresh.
+    """
     for steps in (0, 1, 3, 4):
         model, one = build(optimizer)
         train(model, one, STREAM[:steps])
         CHANGES[change](model[2])
-        with pytest.raises(RuntimeError, match=r"(?s)'weight' of .*Linear.*pruned or parametrised|no factors yet"):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)'weight' of .*Linear.*pruned or parametrised|no factors yet"
+        ):
             one.curvature["2"].factors()
         entries = {entry.name: entry for entry in one.coverage()}
         assert list(entries) == [name for name, _ in model.named_parameters()]
-        assert not any(entry.preconditioned for name, entry in entries.items() if name.startswith("2."))
+        assert not any(
+            entry.preconditioned for name, entry in entries.items() if name.startswith("2.")
+        )
         before = weights(model)
         (message,) = told(train, model, one, STREAM[steps:])
         assert "'2'" in message
@@ -46,7 +54,9 @@ def test_said_once_and_trained_plainly(change, optimizer):
 
 
 def test_taken_up_again():
-    """`prune.remove` gives the weight back, and with it the layer, its inverses and its refreshes."""
+    """`prune.remove` gives the weight back, and with it the layer, its inverses and its
+    refreshes.
+    """
     for steps in (1, 2, 3):
         model, optimizer = build()
         train(model, optimizer, STREAM[:1])
@@ -59,7 +69,9 @@ def test_taken_up_again():
         assert torch.equal(optimizer.curvature["2"].inverses()[0], inverse)
         assert not told(train, model, optimizer, STREAM[2 + steps :])
         assert optimizer.curvature["2"].refreshes >= 2
-        assert {entry.name for entry in optimizer.coverage()} == {name for name, _ in model.named_parameters()}
+        assert {entry.name for entry in optimizer.coverage()} == {
+            name for name, _ in model.named_parameters()
+        }
         assert all(entry.preconditioned for entry in optimizer.coverage())
 
 

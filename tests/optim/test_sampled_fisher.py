@@ -1,4 +1,6 @@
-"""``THOR(..., fisher="sampled")`` in training loops of all kinds; what its factors are stands in tests/curvature."""
+"""``THOR(..., fisher="sampled")`` in training loops of all kinds; what its factors are stands in
+tests/curvature.
+"""
 
 import copy
 import gc
@@ -62,9 +64,10 @@ def make(**options):
 
 
 def play(events, model, optimizer, stream, call=None, scaler=None, **drawn):
-    """Of each batch: ``f`` forward pass (``x`` of other data, ``i`` of infinite data, ``1`` to ``4`` of a quarter,
-    ``c`` of a copied model, ``r`` with reentrant checkpoints), ``e`` evaluation, ``s`` sample_fisher(), ``b`` backward
-    pass (``B`` of an infinite loss), ``u`` unscale, ``o`` step, ``z`` optimizer.zero_grad(), ``m`` model.zero_grad().
+    """Of each batch: ``f`` forward pass (``x`` of other data, ``i`` of infinite data, ``1`` to
+    ``4`` of a quarter, ``c`` of a copied model, ``r`` with reentrant checkpoints), ``e``
+    evaluation, ``s`` sample_fisher(), ``b`` backward pass (``B`` of an infinite loss), ``u``
+    unscale, ``o`` step, ``z`` optimizer.zero_grad(), ``m`` model.zero_grad().
     """
     factors = {"x": 5.0, "i": float("inf"), "B": float("inf")}
     calls = {"c": copy.deepcopy(model), "r": Checkpointed(model, True)}
@@ -74,7 +77,11 @@ def play(events, model, optimizer, stream, call=None, scaler=None, **drawn):
                 data = (factors.get(event, 1.0) * x).requires_grad_(event == "r")
                 logits, truth, share = calls.get(event, call or model)(data), labels, 1.0
             elif event in "1234":
-                logits, truth, share = model(x.chunk(4)[int(event) - 1]), labels.chunk(4)[int(event) - 1], 0.25
+                logits, truth, share = (
+                    model(x.chunk(4)[int(event) - 1]),
+                    labels.chunk(4)[int(event) - 1],
+                    0.25,
+                )
             elif event == "e":
                 with torch.no_grad():
                     optimizer.sample_fisher(model(5 * x))
@@ -104,7 +111,9 @@ def factors(optimizer):
         f"{name}.{which}": factor
         for name, layer in optimizer.curvature.items()
         if layer.refreshes
-        for which, factor in zip(("A", "G", "T"), (*layer.factors(), torch.tensor(layer.rows_per_term)), strict=True)
+        for which, factor in zip(
+            ("A", "G", "T"), (*layer.factors(), torch.tensor(layer.rows_per_term)), strict=True
+        )
     }
 
 
@@ -127,30 +136,45 @@ def test_it_leaves_alone_gradients_random_numbers_and_what_is_dropped():
     assert torch.equal(torch.get_rng_state(), state)
     assert not computed
     assert all(parameter.grad is None for parameter in model.parameters())
-    gradients = [torch.autograd.grad(F.cross_entropy(y, labels), [*model.parameters()]) for y in (logits, model(x))]
+    gradients = [
+        torch.autograd.grad(F.cross_entropy(y, labels), [*model.parameters()])
+        for y in (logits, model(x))
+    ]
     assert_same(*gradients)
 
 
 EXACT, ROUNDED = {"rtol": 0, "atol": 0}, {"rtol": 1e-9, "atol": 1e-11}
-# what happens to each batch, the options of play() and the attributes of the optimizer, the tolerance
+# what happens to each batch, the options of play() and the attributes of the optimizer, the
+# tolerance
 LOOPS = [
     *((events, {}, {}, EXACT) for events in ("zfsbo", "fszbo", "efsboz", "xsbmfsboz", "xsbzfsboz")),
     ("isbozfsBozfsboz", {}, {"nonfinite": "skip"}, EXACT),
     ("fsboz", {"call": lambda model: Checkpointed(model, False)}, {}, EXACT),
     ("fsboz", {"call": lambda model: torch.compile(model, backend="aot_eager")}, {}, ROUNDED),
     *(("1sb2sb3sb4sboz", {}, {"loss_terms": terms}, ROUNDED) for terms in (None, 8)),
-    *((e, {"scaler": lambda _: torch.amp.GradScaler("cpu", 1024.0)}, {}, ROUNDED) for e in ("fsboz", "fsbuoz")),
+    *(
+        (e, {"scaler": lambda _: torch.amp.GradScaler("cpu", 1024.0)}, {}, ROUNDED)
+        for e in ("fsboz", "fsbuoz")
+    ),
 ]
 
 
 def test_every_loop_takes_the_steps_of_the_ordinary_one():
-    """On refresh steps and between them; and the steps are others than with the empirical Fisher."""
+    """On refresh steps and between them; and the steps are others than with the empirical
+    Fisher.
+    """
     twin, other = make()
     train(twin, other, STREAM)
     for events, options, attributes, tolerance in LOOPS:
         model, optimizer = make()
         having(optimizer, **attributes)
-        play(events, model, optimizer, STREAM, **{name: build(model) for name, build in options.items()})
+        play(
+            events,
+            model,
+            optimizer,
+            STREAM,
+            **{name: build(model) for name, build in options.items()},
+        )
         assert optimizer.skipped_steps == (2 * len(STREAM) if attributes.get("nonfinite") else 0)
         assert_close(weights(model), weights(twin), (events, options), **tolerance)
         assert_close(factors(optimizer), factors(other), (events, options), **tolerance)
@@ -160,7 +184,9 @@ def test_every_loop_takes_the_steps_of_the_ordinary_one():
 
 
 def test_autocast():
-    """The likelihood is taken in float32, wherever it is asked for; the rest in what the model ran in."""
+    """The likelihood is taken in float32, wherever it is asked for; the rest in what the model ran
+    in.
+    """
     [(x, labels)] = batches(1, size=64, dtype=torch.float32)
     seen, found = [], []
 
@@ -168,7 +194,12 @@ def test_autocast():
         seen.append(logits.dtype)
         return Fixed(logits=logits)
 
-    for dtype, inside in ((None, False), (torch.bfloat16, True), (torch.float16, True), (torch.float16, False)):
+    for dtype, inside in (
+        (None, False),
+        (torch.bfloat16, True),
+        (torch.float16, True),
+        (torch.float16, False),
+    ):
         model = make()[0].float()
         optimizer = THOR(model, **OPTIONS)
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -184,7 +215,9 @@ def test_autocast():
 
 
 def test_labels_are_a_function_of_seed_step_and_call():
-    """Two refreshes with the same predictions; then the same inputs in four micro-batches: four samples, not one."""
+    """Two refreshes with the same predictions; then the same inputs in four micro-batches: four
+    samples, not one.
+    """
 
     def drawn(seed, skip):
         model, optimizer = make(lr=0.0, update_interval=2)
@@ -203,7 +236,8 @@ def test_labels_are_a_function_of_seed_step_and_call():
     assert len({tuple(labels.tolist()) for labels in Recorded.found}) == 4
     model, optimizer = make()
     Recorded.found.clear()
-    for events, draws in (("fsboz", 1), ("fsboz", 1), ("fboz", 1), ("fsboz", 2)):  # and none between refreshes
+    # and none between refreshes
+    for events, draws in (("fsboz", 1), ("fsboz", 1), ("fboz", 1), ("fsboz", 2)):
         play(events, model, optimizer, STREAM[:1], distribution=recorded)
         assert len(Recorded.found) == draws
 
@@ -224,10 +258,15 @@ def test_no_labels_are_no_rows():
 
 
 def test_two_optimizers_of_one_model():
-    """The one's sampled pass brings nothing to the other, whose statistics are those of the training loss."""
+    """The one's sampled pass brings nothing to the other, whose statistics are those of the
+    training loss.
+    """
     model, (x, labels) = mlp(), STREAM[0]
     options = {"model": model, "lr": 0.0}
-    pair = [THOR(model[0].parameters(), fisher="sampled", **options), THOR(model[2:].parameters(), **options)]
+    pair = [
+        THOR(model[0].parameters(), fisher="sampled", **options),
+        THOR(model[2:].parameters(), **options),
+    ]
     alone = [THOR(model, lr=0.0, fisher=fisher) for fisher in ("sampled", "empirical")]
     for together in (pair, alone[:1], alone[1:]):
         logits = model(x)
@@ -247,7 +286,9 @@ ARGUMENTS = {
     "'softmax': must be one of 'categorical', 'bernoulli', 'normal', or a callable": lambda y: {
         "distribution": "softmax"
     },
-    "callable that makes a torch.distributions.Distribution": lambda y: {"distribution": lambda y: y.softmax(-1)},
+    "callable that makes a torch.distributions.Distribution": lambda y: {
+        "distribution": lambda y: y.softmax(-1)
+    },
     r"dim=None.*\(1, 8, 3\).*dim=1.*dim=-1": lambda y: {"output": y[None]},
     r"dim=2.*\(8, 3\)": lambda y: {"dim": 2},
     "dim=1.*categorical.*leave it out": lambda y: {"distribution": "normal", "dim": 1},
@@ -277,7 +318,9 @@ MISUSES = {
 
 
 def test_calls_at_the_wrong_time():
-    """Nothing has changed, and the next step is that of an optimizer to which it has not happened."""
+    """Nothing has changed, and the next step is that of an optimizer to which it has not
+    happened.
+    """
     twin, its = make()
     train(twin, its, STREAM[1:2])
     for events, message in MISUSES.items():
@@ -300,6 +343,11 @@ def test_a_layer_that_the_prediction_does_not_depend_on():
     optimizer, scores = THOR(model, fisher="sampled"), model[0](x)
     optimizer.sample_fisher(scores)
     (F.cross_entropy(scores, labels) + model[1](x).square().mean()).backward()
-    with pytest.warns(RuntimeWarning, match=r"'1'.*sample_fisher\(\) does not depend on it.*layers="):
+    with pytest.warns(
+        RuntimeWarning, match=r"'1'.*sample_fisher\(\) does not depend on it.*layers="
+    ):
         optimizer.step()
-    assert {name: layer.refreshes for name, layer in optimizer.curvature.items()} == {"0": 1, "1": 0}
+    assert {name: layer.refreshes for name, layer in optimizer.curvature.items()} == {
+        "0": 1,
+        "1": 0,
+    }

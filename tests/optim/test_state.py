@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process"
 )
 
-# ------------------------------------------------------------------------------ ways from one optimizer to another
+# --------------------------------------------------------------- ways from one optimizer to another
 
 
 def round_trip(objects):
@@ -52,7 +52,9 @@ def by_state_dict(one, other):
 
 
 def by_distributed_checkpoint(one, other, **options):
-    """Into a model with other weights. Fresh optimizers take a step of zero gradients, which must not count."""
+    """Into a model with other weights. Fresh optimizers take a step of zero gradients, which must
+    not count.
+    """
     options = StateDictOptions(**options)
     kept = dict(zip(("model", "optimizer"), get_state_dict(*one, options=options), strict=True))
     with torch.no_grad():
@@ -62,7 +64,12 @@ def by_distributed_checkpoint(one, other, **options):
     with tempfile.TemporaryDirectory() as folder:
         dcp.save(kept, checkpoint_id=folder, no_dist=True)
         dcp.load(loaded, checkpoint_id=folder, no_dist=True)
-    set_state_dict(*other, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=options)
+    set_state_dict(
+        *other,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+        options=options,
+    )
     for group in other[1].param_groups:
         if "trace_thresholds" in group:
             group["trace_thresholds"] = tuple(group["trace_thresholds"])  # DCP makes a list of it
@@ -74,7 +81,9 @@ def in_memory(one, other):
 
 
 def transposed(one, other):
-    """Some formats give every tensor back row-major, whatever it was: the run that goes on must have had them so."""
+    """Some formats give every tensor back row-major, whatever it was: the run that goes on must
+    have had them so.
+    """
     saved = copy.deepcopy(one[1].state_dict())
     for state in saved["state"].values():
         for key, value in state.items():
@@ -89,18 +98,29 @@ FULL = partial(by_distributed_checkpoint, full_state_dict=True, cpu_offload=True
 EVERY_WAY = [directly, by_state_dict, by_distributed_checkpoint, FLAT, FULL, in_memory, transposed]
 # step -> the ways by which a run is stopped before it
 THOROUGH = {0: EVERY_WAY, 4: EVERY_WAY, **{step: [by_state_dict] for step in (1, 2, 3, 5)}}
-QUICK = {0: [by_distributed_checkpoint], 1: [transposed], 3: [by_state_dict], 4: [FLAT, FULL], 5: [by_state_dict]}
+QUICK = {
+    0: [by_distributed_checkpoint],
+    1: [transposed],
+    3: [by_state_dict],
+    4: [FLAT, FULL],
+    5: [by_state_dict],
+}
 EACH = {step: [by_state_dict] for step in range(1, 6)}
 IMAGES = [(torch.randn(16, 3, 5, 5), torch.randint(3, (16,))) for _ in range(6)]
 
-# ------------------------------------------------------------------------------------------------------------ runs
+# --------------------------------------------------------------------------------------------- runs
 
 
 def build(dtype=torch.float32):
     """A model with preconditioned and plain parameters, the same every time."""
     torch.manual_seed(1)
     return nn.Sequential(
-        nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        nn.Linear(5, 7),
+        nn.LayerNorm(7),
+        nn.Tanh(),
+        nn.Linear(7, 6),
+        nn.BatchNorm1d(6),
+        nn.Linear(6, 3),
     ).to(dtype)
 
 
@@ -118,12 +138,18 @@ def wide():
     """Large enough for products that are rounded by the strides of their factors."""
     torch.manual_seed(1)
     return nn.Sequential(
-        nn.Conv2d(3, 70, 3), nn.Tanh(), nn.Flatten(), nn.Linear(630, 65), nn.Tanh(), nn.Linear(65, 3)
+        nn.Conv2d(3, 70, 3),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(630, 65),
+        nn.Tanh(),
+        nn.Linear(65, 3),
     ).to(memory_format=torch.channels_last)
 
 
 class Late(nn.Module):
-    """One layer is called in some steps only, in the others its weight may be used without calling it.
+    """One layer is called in some steps only, in the others its weight may be used without calling
+    it.
 
     A refresh that has not reached it waits for the first step that does.
     """
@@ -140,11 +166,15 @@ class Late(nn.Module):
         self.steps += 1
         if step in self.called:
             return self.first(h) + self.second(h)
-        return self.first(h) + (nn.functional.linear(h, self.second.weight) if self.bypassed else 0.0)
+        return self.first(h) + (
+            nn.functional.linear(h, self.second.weight) if self.bypassed else 0.0
+        )
 
 
 def late(called, otherwise):
-    model, optimizer = thor(partial(Late, called, otherwise == "bypassed"), update_interval=4, **EVERY)()
+    model, optimizer = thor(
+        partial(Late, called, otherwise == "bypassed"), update_interval=4, **EVERY
+    )()
     optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=otherwise != "zeros")
     return model, optimizer
 
@@ -163,10 +193,20 @@ def pruned():
 
 
 def groups():
-    """With options of their own, of which one changes from step to step, and with what a scheduler keeps in them."""
+    """With options of their own, of which one changes from step to step, and with what a scheduler
+    keeps in them.
+    """
     model = build()
-    matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "damping": 0.1, "split_dim": None}
-    vectors = {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.01, "momentum": 0.5}
+    matrices = {
+        "params": [p for p in model.parameters() if p.ndim > 1],
+        "damping": 0.1,
+        "split_dim": None,
+    }
+    vectors = {
+        "params": [p for p in model.parameters() if p.ndim == 1],
+        "lr": 0.01,
+        "momentum": 0.5,
+    }
     optimizer = THOR([matrices, vectors], model=model, update_interval=3)
 
     def schedule(optimizer, *_):
@@ -181,7 +221,8 @@ def groups():
 MODELS = {
     "perceptron": (build, STREAM, THOROUGH),
     **{
-        str(dtype): (partial(build, dtype), batches(8, dtype=dtype), QUICK) for dtype in (torch.bfloat16, torch.float64)
+        str(dtype): (partial(build, dtype), batches(8, dtype=dtype), QUICK)
+        for dtype in (torch.bfloat16, torch.float64)
     },
     "channels_last": (wide, IMAGES, QUICK),
     "frozen": (frozen, STREAM, QUICK),
@@ -189,11 +230,34 @@ MODELS = {
 }
 OPTIONS = {
     "defaults": {"update_interval": 3},
-    "decay, clip, split": {"nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3, "split_dim": 3, **EVERY},
-    "average, keep, stop": {"update_interval": 1, "factor_decay": 0.5, "trace_thresholds": (0.2, 0.1)},
-    "average, split": {"lr": torch.tensor(0.05), "update_interval": 2, "factor_decay": 0.5, "split_dim": 4, **EVERY},
-    "without momentum": {"update_interval": lambda step: 3 if step == 0 else 1, "momentum": 0.0, **EVERY},
-    "left out": {"update_interval": 2, "layers": lambda name, _: not name.endswith(("3", "k_proj", "norm"))},
+    "decay, clip, split": {
+        "nesterov": True,
+        "weight_decay": 0.1,
+        "kl_clip": 1e-3,
+        "split_dim": 3,
+        **EVERY,
+    },
+    "average, keep, stop": {
+        "update_interval": 1,
+        "factor_decay": 0.5,
+        "trace_thresholds": (0.2, 0.1),
+    },
+    "average, split": {
+        "lr": torch.tensor(0.05),
+        "update_interval": 2,
+        "factor_decay": 0.5,
+        "split_dim": 4,
+        **EVERY,
+    },
+    "without momentum": {
+        "update_interval": lambda step: 3 if step == 0 else 1,
+        "momentum": 0.0,
+        **EVERY,
+    },
+    "left out": {
+        "update_interval": 2,
+        "layers": lambda name, _: not name.endswith(("3", "k_proj", "norm")),
+    },
     "muon": {"optimizer": ThorMuon, "weight_decay": 0.4, "update_interval": 2, "factor_decay": 0.3},
 }
 RUNS = {
@@ -218,13 +282,20 @@ def keys_of(optimizer):
 
 def strides(optimizer):
     states = optimizer.state_dict()["state"]
-    tensors = {(i, key): value for i, state in states.items() for key, value in state.items() if torch.is_tensor(value)}
+    tensors = {
+        (i, key): value
+        for i, state in states.items()
+        for key, value in state.items()
+        if torch.is_tensor(value)
+    }
     return {place: tensor.stride() for place, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_resume_is_never_having_stopped(name):
-    """And the state has the same keys at any time: checkpoints of ranks with other data must have one structure."""
+    """And the state has the same keys at any time: checkpoints of ranks with other data must have
+    one structure.
+    """
     setup, stream, stops = RUNS[name]
     model, optimizer = setup()
     resumed, keys = [], None
@@ -233,7 +304,8 @@ def test_resume_is_never_having_stopped(name):
             twin, other = setup()
             carry((model, optimizer), (twin, other))
             for p, q in zip(twin.parameters(), model.parameters(), strict=True):
-                p.grad = None if q.grad is None else q.grad.clone()  # zeros, which momentum goes on with
+                # zeros, which momentum goes on with
+                p.grad = None if q.grad is None else q.grad.clone()
             where = f"stopped before step {step} by way {number}"
             assert strides(other) == strides(optimizer), where
             resumed.append((where, step, twin, other))
@@ -248,21 +320,28 @@ def test_resume_is_never_having_stopped(name):
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                own = torch.float64 if parameter.dtype == torch.float64 and key != "step" else torch.float32
+                own = (
+                    torch.float64
+                    if parameter.dtype == torch.float64 and key != "step"
+                    else torch.float32
+                )
                 assert value.dtype == own, key
             else:
                 assert isinstance(value, int | float), key
 
 
 def test_split_factors_are_stored_as_blocks_only():
-    """Two factors and two inverses of 64 × 64 with blocks of 8: 4 · 8 · 64 numbers, and the momentum."""
+    """Two factors and two inverses of 64 × 64 with blocks of 8: 4 · 8 · 64 numbers, and the
+    momentum.
+    """
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     optimizer = THOR(model, split_dim=8)
     model(torch.randn(4, 64)).square().mean().backward()
     optimizer.step()
     size = io.BytesIO()
     torch.save(optimizer.state_dict(), size)
-    assert size.tell() < 4 * (4 * 8 * 64 + 64 * 64) + 8000  # no view of something larger goes into the file
+    # no view of something larger goes into the file
+    assert size.tell() < 4 * (4 * 8 * 64 + 64 * 64) + 8000
 
 
 @pytest.mark.parametrize("make", [THOR, ThorMuon])

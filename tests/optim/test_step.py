@@ -21,7 +21,9 @@ def labelled(count, size=8):
 def images(name, count):
     """A model with the named convolution, and a stream of batches for it."""
     model, x = conv_model(name)
-    return model, [(torch.randn_like(x), cross_entropy(torch.randint(3, (len(x),)))) for _ in range(count)]
+    return model, [
+        (torch.randn_like(x), cross_entropy(torch.randint(3, (len(x),)))) for _ in range(count)
+    ]
 
 
 BOUNDED = {"max_update_ratio": 0.01}  # the default, which is active on every parameter here
@@ -41,7 +43,14 @@ OPTIONS = {  # other sizes of blocks, dampings, intervals and averages are in `t
     "keep_some": {"update_interval": 1, "trace_thresholds": (0.08, 0.0)},
     "stop_some": {"update_interval": 1, "trace_thresholds": (0.08, 0.01), "factor_decay": 0.2},
     "everything": {
-        **{"lr": 0.02, "damping": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.05, "update_interval": 2},
+        **{
+            "lr": 0.02,
+            "damping": 0.1,
+            "momentum": 0.8,
+            "nesterov": True,
+            "weight_decay": 0.05,
+            "update_interval": 2,
+        },
         **{"trace_thresholds": (0.1, 0.01), "split_dim": 3, "factor_decay": 0.5, "kl_clip": 1e-3},
     },
 }
@@ -51,25 +60,42 @@ def assert_same_decisions(optimizer, reference):
     for layer, curvature in reference.curvature.items():
         assert optimizer.curvature[layer].refreshes == curvature.refreshes
         assert optimizer.curvature[layer].stopped == curvature.stopped
-        assert optimizer.curvature[layer].last_trace_change == pytest.approx(curvature.last_trace_change)
+        assert optimizer.curvature[layer].last_trace_change == pytest.approx(
+            curvature.last_trace_change
+        )
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_ten_steps_of_a_perceptron(name):
     optimizer, reference = compare(mlp(), labelled(10), **OPTIONS[name])
     assert_same_decisions(optimizer, reference)
-    if name in ("keep_some", "stop_some"):  # else the ten steps would prove nothing about the trace rule
+    # else the ten steps would prove nothing about the trace rule
+    if name in ("keep_some", "stop_some"):
         assert any(1 < curvature.refreshes < 10 for curvature in reference.curvature.values())
-        assert any(curvature.stopped for curvature in reference.curvature.values()) == (name == "stop_some")
+        assert any(curvature.stopped for curvature in reference.curvature.values()) == (
+            name == "stop_some"
+        )
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_steps_of_a_convolution(name):
     """Traces and the clip's sum run over all groups."""
     compare(*images(name, 1), momentum=0.0)
-    compare(*images(name, 10), lr=0.01, update_interval=4, split_dim=5, weight_decay=0.01, factor_decay=0.3)
+    compare(
+        *images(name, 10),
+        lr=0.01,
+        update_interval=4,
+        split_dim=5,
+        weight_decay=0.01,
+        factor_decay=0.3,
+    )
     if name in ("groups", "depthwise", "uneven"):
-        options = {"lr": 0.02, "update_interval": 1, "trace_thresholds": (0.25, 0.1), "kl_clip": 1e-3}
+        options = {
+            "lr": 0.02,
+            "update_interval": 1,
+            "trace_thresholds": (0.25, 0.1),
+            "kl_clip": 1e-3,
+        }
         assert_same_decisions(*compare(*images(name, 8), **options))
 
 
@@ -89,7 +115,8 @@ def test_any_perceptron(widths, batch, bias, **options):
 
 
 def test_groups_with_options_of_their_own():
-    """Each parameter in a group; some groups are added later. A bias is solved with its layer's G in any group.
+    """Each parameter in a group; some groups are added later. A bias is solved with its layer's G
+    in any group.
 
     The sum of a clip runs over all groups, each with its own learning rate.
     """
@@ -107,7 +134,10 @@ def test_groups_with_options_of_their_own():
     ):
         model = mlp()
         given = [{"params": [p], **groups.get(name, {})} for name, p in model.named_parameters()]
-        optimizer, reference = THOR(given[:4], model=model, **options), ReferenceTHOR(model, groups=groups, **options)
+        optimizer, reference = (
+            THOR(given[:4], model=model, **options),
+            ReferenceTHOR(model, groups=groups, **options),
+        )
         for group in given[4:]:
             optimizer.add_param_group(group)
         assert_same_steps(model, optimizer, reference, labelled(6))
@@ -132,7 +162,11 @@ def test_frozen_parts_stay_and_the_others_go_on():
     """Whole layers; a weight alone, whose bias then gets SGD for lack of factors; a bias alone."""
     for frozen in ("0", "2", "2.weight", "2.bias"):
         model = mlp()
-        still = [p.requires_grad_(False) for name, p in model.named_parameters() if name.startswith(frozen)]
+        still = [
+            p.requires_grad_(False)
+            for name, p in model.named_parameters()
+            if name.startswith(frozen)
+        ]
         before = [p.clone() for p in still]
         optimizer, _ = compare(model, labelled(4), **BOUNDED, update_interval=2)
         assert all(map(torch.equal, still, before)), frozen
@@ -143,12 +177,19 @@ def test_what_is_left_out_takes_the_steps_of_sgd():
     """To the last bit, and its momentum is SGD's."""
     decays = {"weight_decay": 0.1}
     momenta = ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True})
-    for dtype, settings in product((torch.float64, torch.float32), [m | d for m in momenta for d in ({}, decays)]):
-        model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+    for dtype, settings in product(
+        (torch.float64, torch.float32), [m | d for m in momenta for d in ({}, decays)]
+    ):
+        model = nn.Sequential(
+            nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)
+        ).to(dtype)
         plain = [*model[:3].parameters()]
         twins = [parameter.detach().clone().requires_grad_() for parameter in plain]
         options = {"momentum": 0.0, **settings, "lr": 0.1, "max_update_ratio": None}
-        optimizer, sgd = THOR(model, layers="4", **options), torch.optim.SGD(twins, lr=0.1, **settings)
+        optimizer, sgd = (
+            THOR(model, layers="4", **options),
+            torch.optim.SGD(twins, lr=0.1, **settings),
+        )
         for x, labels in batches(6, dtype=dtype):
             cross_entropy(labels)(model(x)).backward()
             for parameter, twin in zip(plain, twins, strict=True):
@@ -158,7 +199,9 @@ def test_what_is_left_out_takes_the_steps_of_sgd():
             sgd.step()
             assert all(map(torch.equal, plain, twins)), (dtype, settings)
         for parameter, twin in zip(plain, twins, strict=True) if "momentum" in settings else ():
-            assert torch.equal(optimizer.state[parameter]["momentum_buffer"], sgd.state[twin]["momentum_buffer"])
+            assert torch.equal(
+                optimizer.state[parameter]["momentum_buffer"], sgd.state[twin]["momentum_buffer"]
+            )
 
 
 class TwoHeads(nn.Module):
@@ -194,7 +237,9 @@ def test_layer_without_gradient_this_step():
 
 
 def test_input_that_is_written_over_after_the_layer():
-    """Reusing an input buffer between forward and backward must raise or not matter, never corrupt A."""
+    """Reusing an input buffer between forward and backward must raise or not matter, never corrupt
+    A.
+    """
     model = nn.Sequential(nn.Linear(5, 3, bias=False)).double()
     optimizer = THOR(model, lr=0.0)
     x = torch.randn(4, 5).double()

@@ -21,13 +21,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:ThorMuon preconditions")
 
 
 def step_of(matrices, size=None):
-    """(..., out, in): polar factors of the blocks along the smaller side, with the norm of a step at lr = 1.
+    """(..., out, in): polar factors of the blocks along the smaller side, with the norm of a step
+    at lr = 1.
 
-    All singular values are 1, but those that are 0 to rounding: the rows of a softmax's gradient add up to zero.
+    All singular values are 1, but those that are 0 to rounding: the rows of a softmax's gradient
+    add up to zero.
     """
     rows, columns = matrices.shape[-2:]
     parts = []
-    for block in (matrices if rows <= columns else matrices.mT).double().split(size or 1000, dim=-2):
+    for block in (
+        (matrices if rows <= columns else matrices.mT).double().split(size or 1000, dim=-2)
+    ):
         left, values, right = torch.linalg.svd(block, full_matrices=False)
         parts.append((left * (values > 1e-9 * values.amax(-1, keepdim=True))[..., None, :]) @ right)
     polar = torch.cat(parts, dim=-2)
@@ -38,12 +42,20 @@ def step_of(matrices, size=None):
 
 def damped_inverse(factor, damping, size):
     """(M + λ tr(M)/n I)⁻¹ of what is left of M when all between blocks of a size is dropped."""
-    blocks = torch.block_diag(*(torch.ones(len(part), len(part)) for part in factor.split(size or 1000)))
+    blocks = torch.block_diag(
+        *(torch.ones(len(part), len(part)) for part in factor.split(size or 1000))
+    )
     shift = damping * factor.trace() / len(factor)
     return torch.linalg.inv(blocks * factor + shift * torch.eye(len(factor)))
 
 
-OPTIONS = {"lr": 0.05, "damping": 0.2, "update_interval": 2, "factor_decay": 0.3, "max_update_ratio": 0.08}
+OPTIONS = {
+    "lr": 0.05,
+    "damping": 0.2,
+    "update_interval": 2,
+    "factor_decay": 0.3,
+    "max_update_ratio": 0.08,
+}
 DECAY = 0.4
 
 
@@ -55,7 +67,9 @@ class Reference:
         self.momentum, self.nesterov, self.size, self.step_number = momentum, nesterov, split_dim, 0
         self.factors, self.buffers, self.inverses, self.bounded = {}, {}, {}, set()
         biases = [layer.bias for layer in self.layers]
-        self.adamw = torch.optim.AdamW(biases, lr=ADAMW_SHARE * OPTIONS["lr"], betas=(0.9, 0.95), weight_decay=0.0)
+        self.adamw = torch.optim.AdamW(
+            biases, lr=ADAMW_SHARE * OPTIONS["lr"], betas=(0.9, 0.95), weight_decay=0.0
+        )
 
     @torch.no_grad()
     def step(self, inputs):
@@ -69,8 +83,14 @@ class Reference:
             v = self.buffers[i] = self.momentum * self.buffers.get(i, 0.0) + grad
             u = grad + self.momentum * v if self.nesterov else v
             weight *= 1 - OPTIONS["lr"] * DECAY
-            d = OPTIONS["lr"] * math.sqrt(min(1, 10 / len(self.layers))) * step_of(u @ self.inverses[i], self.size)
-            longest = OPTIONS["max_update_ratio"] * max(float(weight.norm()), 0.03 * math.sqrt(len(weight)))
+            d = (
+                OPTIONS["lr"]
+                * math.sqrt(min(1, 10 / len(self.layers)))
+                * step_of(u @ self.inverses[i], self.size)
+            )
+            longest = OPTIONS["max_update_ratio"] * max(
+                float(weight.norm()), 0.03 * math.sqrt(len(weight))
+            )
             self.bounded.add(float(d.norm()) > longest)
             weight -= d * min(1.0, longest / float(d.norm()))
         self.adamw.step()
@@ -85,22 +105,34 @@ def perceptron(*widths):
 
 
 def test_steps_are_those_of_the_reference():
-    """Blocks are smaller than the sides: of tall, wide and square matrices, the size dividing a side or not.
+    """Blocks are smaller than the sides: of tall, wide and square matrices, the size dividing a
+    side or not.
 
     The steps of fourteen matrices are shorter.
     """
     cases = [
         ((5, 7, 6, 3), batches(5), {"momentum": momentum, "nesterov": nesterov})
-        for momentum, nesterov in ((0.8, True), (0.95, True), (0.8, False), (0.0, True), (0.0, False))
+        for momentum, nesterov in (
+            (0.8, True),
+            (0.95, True),
+            (0.8, False),
+            (0.0, True),
+            (0.0, False),
+        )
     ]
-    cases += [((5, 9, 9, 4, 3), batches(4, size=12), {"split_dim": size}) for size in (1, 2, 3, 4, 6, 7, None)]
+    cases += [
+        ((5, 9, 9, 4, 3), batches(4, size=12), {"split_dim": size})
+        for size in (1, 2, 3, 4, 6, 7, None)
+    ]
     cases += [((*[5] * 14, 3), batches(3, size=32), {})]
     bounded = set()
     for widths, stream, options in cases:
         torch.manual_seed(0)
         model = perceptron(*widths)
         twin = copy.deepcopy(model)
-        optimizer = TakesAll(param_groups(model, weight_decay=DECAY), model=model, **OPTIONS, **options)
+        optimizer = TakesAll(
+            param_groups(model, weight_decay=DECAY), model=model, **OPTIONS, **options
+        )
         reference = Reference(twin, **options)
         for x, labels in stream:
             train(model, optimizer, [(x, labels)])
@@ -110,13 +142,17 @@ def test_steps_are_those_of_the_reference():
             twin.zero_grad()
             for name, value in weights(model).items():
                 where = f"{name} of {widths}, {options}"
-                torch.testing.assert_close(value, weights(twin)[name], rtol=1e-7, atol=1e-8, msg=where)
+                torch.testing.assert_close(
+                    value, weights(twin)[name], rtol=1e-7, atol=1e-8, msg=where
+                )
         bounded |= reference.bounded
     assert bounded == {True, False}
 
 
 def first_step(model, loss, name, **options):
-    """The optimizer, the gradient of a parameter in its first step, and by how much it moves at lr = 1."""
+    """The optimizer, the gradient of a parameter in its first step, and by how much it moves at lr
+    = 1.
+    """
     optimizer = ThorMuon(model, **UNBOUNDED, **options)
     parameter = model.get_parameter(name)
     before = parameter.detach() * (1 - LR * options.get("weight_decay", 0.0))
@@ -129,7 +165,10 @@ def first_step(model, loss, name, **options):
 # layer -> (its parameter, that as matrices (groups, out, in), by hand)
 KNOWN = {
     "conv": ("conv.weight", lambda w: w.reshape(2, 1, 4)),
-    "transposed": ("transposed.weight", lambda w: torch.stack([w[:1], w[1:]]).transpose(1, 2).reshape(2, 2, 2)),
+    "transposed": (
+        "transposed.weight",
+        lambda w: torch.stack([w[:1], w[1:]]).transpose(1, 2).reshape(2, 2, 2),
+    ),
     "attention.q_proj": ("attention.in_proj_weight", lambda w: w[None, :4]),
     "attention.v_proj": ("attention.in_proj_weight", lambda w: w[None, 8:]),
     "attention.out_proj": ("attention.out_proj.weight", lambda w: w[None]),
@@ -152,14 +191,19 @@ def test_a_preconditioned_step_of_every_memory_layout():
         inverse, none = optimizer.curvature[name].inverses()
         assert none is None
         inverse = torch.stack(inverse) if isinstance(inverse, list) else inverse
-        moved, ahead = matrices(moved) / math.sqrt(10 / 25), matrices(1.8 * gradient)  # of 25 matrices
-        torch.testing.assert_close(moved, step_of(ahead @ inverse, split_dim), rtol=1e-7, atol=1e-8, msg=name)
+        # of 25 matrices
+        moved, ahead = matrices(moved) / math.sqrt(10 / 25), matrices(1.8 * gradient)
+        torch.testing.assert_close(
+            moved, step_of(ahead @ inverse, split_dim), rtol=1e-7, atol=1e-8, msg=name
+        )
         difference = (moved - step_of(ahead, split_dim)).abs().max()
         assert difference > 1e-3, f"the inverse makes no difference to {name}"
 
 
 def test_no_step_is_longer_than_a_share_of_the_weight():
-    """Each group counts for itself, and a weight of zeros as 0.03 √d_out; a long step keeps its direction."""
+    """Each group counts for itself, and a weight of zeros as 0.03 √d_out; a long step keeps its
+    direction.
+    """
     moved = {}
     for ratio in (0.02, None):
         torch.manual_seed(4)
@@ -168,7 +212,9 @@ def test_no_step_is_longer_than_a_share_of_the_weight():
             model[2].weight[:3] *= 100
             model[2].weight[3:] = 0
         before = model[2].weight.detach().clone().unflatten(0, (2, 3)).flatten(1)
-        train(model, ThorMuon(model, lr=0.1, max_update_ratio=ratio), [(x, torch.tensor([0, 1, 2]))])
+        train(
+            model, ThorMuon(model, lr=0.1, max_update_ratio=ratio), [(x, torch.tensor([0, 1, 2]))]
+        )
         moved[ratio] = model[2].weight.detach().unflatten(0, (2, 3)).flatten(1) - before
     torch.testing.assert_close(moved[0.02][0], moved[None][0])  # short, compared with its weights
     shortened = moved[None][1] * (0.02 * 0.03 * math.sqrt(3) / moved[None][1].norm())

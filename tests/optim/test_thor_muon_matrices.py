@@ -45,22 +45,40 @@ MATRICES = {
     "table": lambda w: w[None],
     "positions": lambda w: w,
 }
-NO_MATRIX = ("linear.bias", "bilinear.bias", "token", "column", "phase", "embedding.weight", "norm.weight", "norm.bias")
+NO_MATRIX = (
+    "linear.bias",
+    "bilinear.bias",
+    "token",
+    "column",
+    "phase",
+    "embedding.weight",
+    "norm.weight",
+    "norm.bias",
+)
 
 
 def test_steps_of_what_has_no_factors():
-    """Matrices: u = ∇ + μ v, orthogonalised and given the norm of their shape; what is no matrix: AdamW's."""
+    """Matrices: u = ∇ + μ v, orthogonalised and given the norm of their shape; what is no matrix:
+    AdamW's.
+    """
     for split_dim, momentum in ((2, 0.8), (None, 0.8), (2, 0.0)):
         model = Odd()
-        optimizer = ThorMuon(model, split_dim=split_dim, momentum=momentum, layers="-head", **UNBOUNDED)
+        optimizer = ThorMuon(
+            model, split_dim=split_dim, momentum=momentum, layers="-head", **UNBOUNDED
+        )
         assert "orthogonalised momentum: " in repr(optimizer)
         assert "AdamW: no matrix" in repr(optimizer)
-        twins = {name: model.get_parameter(name).detach().clone().requires_grad_() for name in NO_MATRIX}
-        adamw = torch.optim.AdamW(twins.values(), lr=ADAMW_SHARE * LR, betas=(0.9, 0.95), weight_decay=0.0)
+        twins = {
+            name: model.get_parameter(name).detach().clone().requires_grad_() for name in NO_MATRIX
+        }
+        adamw = torch.optim.AdamW(
+            twins.values(), lr=ADAMW_SHARE * LR, betas=(0.9, 0.95), weight_decay=0.0
+        )
         buffers = dict.fromkeys(MATRICES, 0.0)
         for _ in range(3):
             before = weights(model)
-            for name in (*MATRICES, *NO_MATRIX):  # no forward pass, so the others have no statistics
+            # no forward pass, so the others have no statistics
+            for name in (*MATRICES, *NO_MATRIX):
                 model.get_parameter(name).grad = torch.randn_like(before[name])
             for name, twin in twins.items():
                 twin.grad = model.get_parameter(name).grad.clone()
@@ -73,17 +91,24 @@ def test_steps_of_what_has_no_factors():
                 wanted = step_of(matrices(gradient + momentum * buffers[name]), split_dim).float()
                 torch.testing.assert_close(moved, wanted, rtol=1e-3, atol=1e-4, msg=name)
             for name, twin in twins.items():
-                torch.testing.assert_close(model.get_parameter(name), twin, rtol=0, atol=1e-6, msg=name)
+                torch.testing.assert_close(
+                    model.get_parameter(name), twin, rtol=0, atol=1e-6, msg=name
+                )
 
 
 def test_rows_of_a_fused_weight_that_are_left_out():
-    """Each run of them is a matrix without factors, with weight decay as the others; coverage says so."""
+    """Each run of them is a matrix without factors, with weight decay as the others; coverage says
+    so.
+    """
     for layers, runs in (
         ("-q_proj", [slice(0, 8)]),
         (["-k_proj", "-v_proj"], [slice(8, 24)]),
         (["k_proj", "out_proj"], [slice(0, 8), slice(16, 24)]),
     ):
-        model, x = nn.MultiheadAttention(8, 2, batch_first=True).double(), torch.randn(3, 5, 8).double()
+        model, x = (
+            nn.MultiheadAttention(8, 2, batch_first=True).double(),
+            torch.randn(3, 5, 8).double(),
+        )
         optimizer, gradient, moved = first_step(
             model, lambda model, x=x: model(x, x, x)[0].square().mean(), "in_proj_weight",
             layers=layers, split_dim=None, weight_decay=0.1,
@@ -115,15 +140,27 @@ def test_a_model_without_a_layer():
 def test_coverage_says_which_matrices_are_orthogonalised():
     model = Odd()
     optimizer = ThorMuon(model, layers="-head")
-    shapes = {name: [tuple(one.shape) for one in cut(model.get_parameter(name))] for name, cut in MATRICES.items()}
+    shapes = {
+        name: [tuple(one.shape) for one in cut(model.get_parameter(name))]
+        for name, cut in MATRICES.items()
+    }
     shapes["bilinear.weight"], shapes["linear.weight"] = [(5, 4)] * 3, [(5, 6)]
     assert {e.name: [*e.matrices] for e in optimizer.coverage() if e.matrices} == shapes
     attention, linear = nn.MultiheadAttention(8, 2), nn.Linear(8, 6)
     split_rows(linear, (2, 4))
     optimizer = ThorMuon(nn.Sequential(attention, linear), layers="-0.v_proj")
-    shapes = {"0.in_proj_weight": ((8, 8),) * 3, "0.out_proj.weight": ((8, 8),), "1.weight": ((2, 8), (4, 8))}
+    shapes = {
+        "0.in_proj_weight": ((8, 8),) * 3,
+        "0.out_proj.weight": ((8, 8),),
+        "1.weight": ((2, 8), (4, 8)),
+    }
     assert {e.name: e.matrices for e in optimizer.coverage() if e.matrices} == shapes
-    assert "A 8 x 2 groups; orthogonalised: 3 of 8 x 8; orthogonalised momentum for '0.v_proj'" in repr(optimizer)
+    assert (
+        "A 8 x 2 groups; orthogonalised: 3 of 8 x 8; orthogonalised momentum for '0.v_proj'"
+        in repr(optimizer)
+    )
     split_rows(linear, (2, 3))
-    with pytest.raises(ValueError, match=r"split_rows of layer '1': \(2, 3\) must add up to its 6 outputs"):
+    with pytest.raises(
+        ValueError, match=r"split_rows of layer '1': \(2, 3\) must add up to its 6 outputs"
+    ):
         optimizer.coverage()

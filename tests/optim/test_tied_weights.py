@@ -1,4 +1,6 @@
-"""One parameter in several modules or calls: one step. Who shares, and what is listed: capture/test_inspection.py."""
+"""One parameter in several modules or calls: one step. Who shares, and what is listed:
+capture/test_inspection.py.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch_thor import THOR, ThorMuon
 
 
 class Shared(nn.Module):
-    """Two modules of one weight, or one, called twice; with an activation between. A language model has no head."""
+    """Two modules of one weight, or one, called twice; with an activation between. A language model
+    has no head.
+    """
 
     def __init__(self, first, second, head=None, *, second_first=False):
         super().__init__()
@@ -43,13 +47,25 @@ def parts(model, x):
 def stream(count, shape):
     """Of tokens for a language model, or of features."""
     if shape is None:
-        return [(torch.randint(7, (5, 3)), cross_entropy(torch.randint(7, (5, 3)))) for _ in range(count)]
-    return [(torch.randn(5, *shape).double(), cross_entropy(torch.randint(3, (5,)))) for _ in range(count)]
+        return [
+            (torch.randint(7, (5, 3)), cross_entropy(torch.randint(7, (5, 3))))
+            for _ in range(count)
+        ]
+    return [
+        (torch.randn(5, *shape).double(), cross_entropy(torch.randint(3, (5,))))
+        for _ in range(count)
+    ]
 
 
 SETTINGS = {
     "defaults": {"update_interval": 2},
-    "everything": {"update_interval": 2, "nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3, "split_dim": 3},
+    "everything": {
+        "update_interval": 2,
+        "nesterov": True,
+        "weight_decay": 0.1,
+        "kl_clip": 1e-3,
+        "split_dim": 3,
+    },
     "no_momentum": {"momentum": 0.0, "update_interval": 1},
 }
 DECODER, POOLED = {"preconditioned": ["first"]}, {"pooled": {"first": ["second"]}}
@@ -63,17 +79,20 @@ def twice(layer, width):
 TIED = {
     "embedding": lambda: (Shared(nn.Embedding(7, 4), nn.Linear(4, 7)), None, DECODER),
     "no bias": lambda: (Shared(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)), None, DECODER),
-    "decoder first": lambda: (Shared(nn.Embedding(7, 4), nn.Linear(4, 7), second_first=True), None, DECODER),
+    "decoder first": lambda: (Shared(nn.Embedding(7, 4), nn.Linear(4, 7), second_first=True), None,
+    DECODER),
     "padding": lambda: (Shared(nn.Embedding(7, 4, padding_idx=2), nn.Linear(4, 7)), None, DECODER),
     "linear": lambda: (Shared(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)), (5,), POOLED),
     "linear_one_bias": lambda: (
         Shared(nn.Linear(5, 5), nn.Linear(5, 5, bias=False), nn.Linear(5, 3)), (5,), POOLED
     ),
     "conv_other_stride": lambda: (
-        Shared(nn.Conv1d(2, 2, 3, padding=1), nn.Conv1d(2, 2, 3, stride=2, dilation=2), nn.Linear(2, 3)), (2, 5), POOLED
+        Shared(nn.Conv1d(2, 2, 3, padding=1), nn.Conv1d(2, 2, 3, stride=2, dilation=2),
+        nn.Linear(2, 3)), (2, 5), POOLED
     ),
     "transposed": lambda: (
-        Shared(nn.ConvTranspose1d(2, 2, 3), nn.ConvTranspose1d(2, 2, 3, stride=2, padding=1), nn.Linear(26, 3)),
+        Shared(nn.ConvTranspose1d(2, 2, 3), nn.ConvTranspose1d(2, 2, 3, stride=2, padding=1),
+        nn.Linear(26, 3)),
         (2, 5), POOLED,
     ),
     "hugging_face": lambda: (Shared(Conv1D(5, 5), Conv1D(5, 5), nn.Linear(5, 3)), (5,), POOLED),
@@ -87,13 +106,19 @@ TIED = {
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", TIED)
 def test_steps_with_a_weight_that_is_used_twice(name, settings):
-    """Of an embedding and its decoder: statistics of the embedding's use, the gradient of both, a plain bias.
+    """Of an embedding and its decoder: statistics of the embedding's use, the gradient of both, a
+    plain bias.
 
-    Modules of one geometry pool their rows, and so do the calls of one module; all biases are solved with G.
+    Modules of one geometry pool their rows, and so do the calls of one module; all biases are
+    solved with G.
     """
     model, shape, known = TIED[name]()
     optimizer, reference = compare(
-        model.double(), stream(6, shape), forward=parts, reference_options=known, **SETTINGS[settings]
+        model.double(),
+        stream(6, shape),
+        forward=parts,
+        reference_options=known,
+        **SETTINGS[settings],
     )
     assert set(optimizer.curvature) == set(reference.curvature)
 
@@ -115,7 +140,8 @@ def test_tied_after_the_optimizer_was_made(optimizer):
             loss(model(x)).backward()
             for _ in range(2):
                 with pytest.raises(
-                    RuntimeError, match=r"'\w+.weight' and '\w+.weight' are one parameter.* then make the"
+                    RuntimeError,
+                    match=r"'\w+.weight' and '\w+.weight' are one parameter.* then make the",
                 ):
                     made.step()
             assert_same(weights(model), before)

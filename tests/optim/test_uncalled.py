@@ -1,4 +1,6 @@
-"""Layers whose weight is used without calling them: named once, trained plainly, and waited for no longer."""
+"""Layers whose weight is used without calling them: named once, trained plainly, and waited for no
+longer.
+"""
 
 import torch
 from torch import nn
@@ -11,7 +13,9 @@ STREAM = batches(8)
 
 
 class Bypassed(nn.Module):
-    """Three layers, of which the middle one is used by its weight alone, or called, as the test says."""
+    """Three layers, of which the middle one is used by its weight alone, or called, as the test
+    says.
+    """
 
     def __init__(self):
         super().__init__()
@@ -20,7 +24,11 @@ class Bypassed(nn.Module):
 
     def forward(self, x):
         h = torch.tanh(self.first(x))
-        h = self.middle(h) if self.calls else functional.linear(h, self.middle.weight, self.middle.bias)
+        h = (
+            self.middle(h)
+            if self.calls
+            else functional.linear(h, self.middle.weight, self.middle.bias)
+        )
         return self.last(torch.tanh(h))
 
 
@@ -44,7 +52,10 @@ def test_the_layer_takes_plain_steps_and_the_others_their_own():
         assert_same(weights(model), weights(twin))
         assert all("without calling" in reason for reason in reasons(optimizer).values())
         assert reasons(optimizer).keys() == reasons(left_out).keys()
-        assert {name for name, layer in optimizer.curvature.items() if layer.refreshes} == {"first", "last"}
+        assert {name for name, layer in optimizer.curvature.items() if layer.refreshes} == {
+            "first",
+            "last",
+        }
         assert len(messages) == 1
         for part in ("'middle'", "without calling", "layers="):
             assert part in messages[0]

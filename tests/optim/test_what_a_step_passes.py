@@ -1,4 +1,6 @@
-"""How much of the code one training step goes through: a step must stay readable, and cheap in Python."""
+"""How much of the code one training step goes through: a step must stay readable, and cheap in
+Python.
+"""
 
 import sys
 from pathlib import Path
@@ -12,13 +14,16 @@ from tiny import leave_no_listeners
 from torch_thor import THOR, ThorMuon
 
 PACKAGE = Path(torch_thor.__file__).parent
-# Files and functions that a step passes, with its forward and backward pass: an ordinary one, and one that refreshes.
+# Files and functions that a step passes, with its forward and backward pass: an ordinary one, and
+# one that refreshes.
 ORDINARY, REFRESH = (11, 50), (18, 120)
 INTERVAL = 5
 
 
 def assert_passes(train, most_files, most_functions):
-    """Of the package, a call goes through so many files and functions at most; returns the number of functions."""
+    """Of the package, a call goes through so many files and functions at most; returns the number
+    of functions.
+    """
     seen = set()
 
     def note(frame, event, _):
@@ -29,7 +34,13 @@ def assert_passes(train, most_files, most_functions):
             and code.co_filename.startswith(str(PACKAGE))
             and not code.co_name.endswith(("comp>", "expr>"))
         ):
-            seen.add((str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname, code.co_firstlineno))
+            seen.add(
+                (
+                    str(Path(code.co_filename).relative_to(PACKAGE)),
+                    code.co_qualname,
+                    code.co_firstlineno,
+                )
+            )
 
     sys.setprofile(note)
     try:
@@ -45,11 +56,14 @@ def assert_passes(train, most_files, most_functions):
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}], ids=["", "decay"])
 @pytest.mark.parametrize("optimizer", [THOR, ThorMuon])
 def test_a_step_passes_few_files_and_functions(optimizer, options):
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
+    )
     one = optimizer(model, update_interval=INTERVAL, **options)
 
     def train():
-        x, y = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))  # fresh ones: else the trace of A does not change
+        # fresh ones: else the trace of A does not change
+        x, y = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
         one.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         one.step()

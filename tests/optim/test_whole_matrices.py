@@ -1,4 +1,6 @@
-"""Which process orthogonalises which matrix, where matrices are divided by rows and orthogonalised as a whole."""
+"""Which process orthogonalises which matrix, where matrices are divided by rows and orthogonalised
+as a whole.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,13 +1,13 @@
 """THOR, slow and obvious, in float64: the oracle of the fast implementation.
 
-Written from the mathematics alone, with explicit loops, dense matrices and `numpy.linalg`. It uses no hook,
-no `unfold`, no Cholesky and no batching, and torch only for the gradients of the loss.
+Written from the mathematics alone, with explicit loops, dense matrices and `numpy.linalg`. It uses
+no hook, no `unfold`, no Cholesky and no batching, and torch only for the gradients of the loss.
 
 Legend:
     x       what goes into a layer             y       what comes out of it
-    a       a row of the input (a patch)       g       gradient of ONE loss term by the matching row of y
-    R       rows of a layer in one step        N       loss terms in one step             T = R / N
-    A, G    second moments of a and g          λ       damping
+    a       a row of the input (a patch)       g       gradient of ONE loss term by the matching row
+    of y R       rows of a layer in one step        N       loss terms in one step             T = R
+    / N A, G    second moments of a and g          λ       damping
     d       the direction: W ← W − lr · (momentum of d)
 """
 

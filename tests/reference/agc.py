@@ -1,7 +1,8 @@
 """Adaptive gradient clipping with explicit loops, in float64. What a unit is, is found by trying.
 
-A number of a weight belongs to the output that changes with it: the weight is set to zero but for this number, and the
-layer is run on ones. Nothing here knows where PyTorch keeps the outputs of which layer.
+A number of a weight belongs to the output that changes with it: the weight is set to zero but for
+this number, and the layer is run on ones. Nothing here knows where PyTorch keeps the outputs of
+which layer.
 """
 
 import copy
@@ -12,7 +13,9 @@ import torch
 
 
 def output_of_each_number(module, size):
-    """For each number of `module.weight`, in its shape, the output channel that it feeds; `size` is the input's."""
+    """For each number of `module.weight`, in its shape, the output channel that it feeds; `size` is
+    the input's.
+    """
     channel_dim = 1 if len(size) > 2 else -1
     found = np.zeros(module.weight.shape, dtype=int)
     module = copy.deepcopy(module)
@@ -22,7 +25,11 @@ def output_of_each_number(module, size):
         for index in np.ndindex(*module.weight.shape):
             module.weight.zero_()
             module.weight[index] = 1
-            output = module(torch.ones(size, dtype=module.weight.dtype)).movedim(channel_dim, 0).flatten(1)
+            output = (
+                module(torch.ones(size, dtype=module.weight.dtype))
+                .movedim(channel_dim, 0)
+                .flatten(1)
+            )
             (channel,) = [c for c, values in enumerate(output) if values.any()]
             found[index] = channel
     return found

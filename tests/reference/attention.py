@@ -39,23 +39,28 @@ def scores_to_add(mask: torch.Tensor | None) -> torch.Tensor | float:
 
 
 def attention_by_hand(module, name, query, key, value, *, key_padding_mask=None, attn_mask=None):
-    """(output, weights averaged over the heads, [(layer name, x, y)]); inputs are shaped as the module takes them."""
+    """(output, weights averaged over the heads, [(layer name, x, y)]); inputs are shaped as the
+    module takes them.
+    """
     dot = f"{name}." if name else ""
     alone = query.dim() == 2
     swap = not module.batch_first and not alone
     if swap:
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
     if module.in_proj_weight is not None:
-        weights = [module.in_proj_weight[i * module.embed_dim : (i + 1) * module.embed_dim] for i in range(3)]
+        weights = [
+            module.in_proj_weight[i * module.embed_dim : (i + 1) * module.embed_dim]
+            for i in range(3)
+        ]
     else:
         weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-    projected, seen = [], []
+    seen = []
     for i, (part, x, weight) in enumerate(zip(PARTS, (query, key, value), weights, strict=True)):
         y = x @ weight.T
         if module.in_proj_bias is not None:
             y = y + module.in_proj_bias[i * module.embed_dim : (i + 1) * module.embed_dim]
-        projected.append(y)
         seen.append((f"{dot}{part}_proj", x, y))
+    projected = [y for *_, y in seen]
     q, k, v = (t[None] if alone else t for t in projected)
     padding = None if key_padding_mask is None else key_padding_mask.reshape(len(q), -1)
     size = module.embed_dim // module.num_heads
@@ -65,11 +70,17 @@ def attention_by_hand(module, name, query, key, value, *, key_padding_mask=None,
         for h in range(module.num_heads):
             mine = slice(h * size, (h + 1) * size)
             queries, keys, values = q[n, :, mine], k[n, :, mine], v[n, :, mine]
-            mask = attn_mask[n * module.num_heads + h] if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+            mask = (
+                attn_mask[n * module.num_heads + h]
+                if attn_mask is not None and attn_mask.dim() == 3
+                else attn_mask
+            )
             scores = queries @ keys.T / size**0.5 + scores_to_add(mask)
             scores = scores + scores_to_add(None if padding is None else padding[n])
             if module.bias_k is not None:
-                scores = torch.cat([scores, queries @ module.bias_k[0, 0, mine][:, None] / size**0.5], 1)
+                scores = torch.cat(
+                    [scores, queries @ module.bias_k[0, 0, mine][:, None] / size**0.5], 1
+                )
                 values = torch.cat([values, module.bias_v[0, :, mine]])
             if module.add_zero_attn:
                 scores = torch.cat([scores, torch.zeros_like(scores[:, :1])], 1)

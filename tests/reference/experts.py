@@ -6,7 +6,9 @@ from torch import nn
 from reference.layers import Layer
 
 
-def expert_layers(model: nn.Module, name: str, weights: tuple[str, ...], *, inputs_first: bool = False):
+def expert_layers(
+    model: nn.Module, name: str, weights: tuple[str, ...], *, inputs_first: bool = False
+):
     """The layers of every expert of some 3-d weights, as parts of their parameters."""
     module = model.get_submodule(name)
     layers = {}
@@ -19,7 +21,9 @@ def expert_layers(model: nn.Module, name: str, weights: tuple[str, ...], *, inpu
     return layers
 
 
-def expert_by_hand(module: nn.Module, name: str, attribute: str, e: int, x: torch.Tensor, *, inputs_first: bool):
+def expert_by_hand(
+    module: nn.Module, name: str, attribute: str, e: int, x: torch.Tensor, *, inputs_first: bool
+):
     """One expert's product, and what was seen of it: (y, [(layer, x, y)])."""
     weight, bias = getattr(module, attribute)[e], getattr(module, f"{attribute}_bias", None)
     y = x @ (weight if inputs_first else weight.T)

@@ -24,7 +24,9 @@ def keep_blocks(matrix: np.ndarray, size: int | None) -> np.ndarray:
     """The matrix with everything outside the size × size blocks on its diagonal set to zero."""
     n = len(matrix)
     size = n if size is None else size
-    return np.array([[matrix[i, j] if i // size == j // size else 0.0 for j in range(n)] for i in range(n)])
+    return np.array(
+        [[matrix[i, j] if i // size == j // size else 0.0 for j in range(n)] for i in range(n)]
+    )
 
 
 def damped(matrix: np.ndarray, damping: float, rows_per_term: float) -> np.ndarray:
@@ -44,12 +46,17 @@ class Factors:
         """tr(T · A ⊗ G + λI), summed over groups; the Kronecker product is not even formed."""
         T = self.rows_per_term
         return sum(
-            T * np.trace(A) * np.trace(G) + damping * len(A) * len(G) for A, G in zip(self.A, self.G, strict=True)
+            T * np.trace(A) * np.trace(G) + damping * len(A) * len(G)
+            for A, G in zip(self.A, self.G, strict=True)
         )
 
 
-def factors_of_rows(per_use, terms: float, g_scale: float, a_split: int | None, g_split: int | None) -> Factors:
-    """The factors of one step: rows of every use together; g is `g_scale` times the gradient of the loss."""
+def factors_of_rows(
+    per_use, terms: float, g_scale: float, a_split: int | None, g_split: int | None
+) -> Factors:
+    """The factors of one step: rows of every use together; g is `g_scale` times the gradient of the
+    loss.
+    """
     A, G = [], []
     for q in range(len(per_use[0])):
         used = [use[q] for use in per_use if len(use[q][0])]
@@ -69,7 +76,9 @@ def factors_of(
     split: int | None,
     mask: np.ndarray | None = None,
 ) -> Factors:
-    """The factors of a layer that is one module (None: a linear one), from (x, gradient by y) of every use."""
+    """The factors of a layer that is one module (None: a linear one), from (x, gradient by y) of
+    every use.
+    """
     per_use = [rows_of(module, x, grad_y, mask) for x, grad_y in uses]
     return factors_of_rows(per_use, terms, g_scale, Layer(module, "").input_split or split, split)
 
@@ -87,7 +96,9 @@ class Curvature:
     last_trace_change: float | None = None
     layer: Layer = field(default_factory=lambda: Layer(None, ""))
 
-    def refresh(self, fresh: Factors, damping: float, thresholds: tuple[float, float], decay: float) -> None:
+    def refresh(
+        self, fresh: Factors, damping: float, thresholds: tuple[float, float], decay: float
+    ) -> None:
         """Take, keep or stop, as the trace rule has it."""
         if self.stopped:
             return
@@ -101,8 +112,14 @@ class Curvature:
             if change <= thresholds[0]:
                 return
             fresh = Factors(
-                [decay * old + (1 - decay) * new for old, new in zip(self.taken.A, fresh.A, strict=True)],
-                [decay * old + (1 - decay) * new for old, new in zip(self.taken.G, fresh.G, strict=True)],
+                [
+                    decay * old + (1 - decay) * new
+                    for old, new in zip(self.taken.A, fresh.A, strict=True)
+                ],
+                [
+                    decay * old + (1 - decay) * new
+                    for old, new in zip(self.taken.G, fresh.G, strict=True)
+                ],
                 fresh.rows_per_term,
             )
         self.taken = fresh
@@ -115,11 +132,14 @@ class Curvature:
         self.G_inverse = [np.linalg.inv(G) for _, G in self.damped_blocks]
 
     def weight_direction(self, grad: np.ndarray) -> np.ndarray:
-        """Solves T · (G_d ⊗ A_d) vec(ΔW) = vec(∇W), the Kronecker product written out, a group at a time."""
+        """Solves T · (G_d ⊗ A_d) vec(ΔW) = vec(∇W), the Kronecker product written out, a group at a
+        time.
+        """
         assert self.taken is not None
         parts = []
         for (A, G), piece in zip(self.damped_blocks, self.layer.matrices(grad), strict=True):
-            fisher = self.taken.rows_per_term * np.kron(G, A)  # rows of vec: output first, then input
+            # rows of vec: output first, then input
+            fisher = self.taken.rows_per_term * np.kron(G, A)
             parts.append(np.linalg.solve(fisher, piece.ravel()).reshape(piece.shape))
         return self.layer.tensor(parts, grad.shape)
 
@@ -127,5 +147,8 @@ class Curvature:
         """(1/T) G_d⁻¹ ∇b, a group at a time."""
         assert self.taken is not None
         pieces = np.split(grad.ravel(), len(self.damped_blocks))
-        parts = [np.linalg.solve(G, piece) for (_, G), piece in zip(self.damped_blocks, pieces, strict=True)]
+        parts = [
+            np.linalg.solve(G, piece)
+            for (_, G), piece in zip(self.damped_blocks, pieces, strict=True)
+        ]
         return np.concatenate(parts).reshape(grad.shape) / self.taken.rows_per_term

@@ -11,17 +11,23 @@ from torch import nn
 from reference.rows import CALLED, TRANSPOSED, is_inputs_first, is_standardised, places
 
 NORMS = (
-    nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm1d
+    nn.LayerNorm
+    | nn.RMSNorm
+    | nn.GroupNorm
+    | nn.BatchNorm1d
+    | nn.BatchNorm2d
+    | nn.BatchNorm3d
+    | nn.InstanceNorm1d
     | nn.InstanceNorm2d
-)  # fmt: skip
+)
 
 
 @dataclass
 class Layer:
     """One layer: its weight (some rows of a parameter), its biases, and whose calls give its rows.
 
-    `module` says how the weight lies in memory; None is a plain (out, in), or one of the matrices of a 3-d weight,
-    (in, out) where `inputs_first`.
+    `module` says how the weight lies in memory; None is a plain (out, in), or one of the matrices
+    of a 3-d weight, (in, out) where `inputs_first`.
     """
 
     module: nn.Module | None
@@ -70,7 +76,9 @@ class Layer:
 
     def _columns(self) -> list[tuple[int, tuple[int, ...]]]:
         width = self.module.in_channels // self.module.groups
-        return [(channel, tap) for channel in range(width) for tap in places(self.module.kernel_size)]
+        return [
+            (channel, tap) for channel in range(width) for tap in places(self.module.kernel_size)
+        ]
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -79,9 +87,13 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def layers_of(
-    model: nn.Module, names: Iterable[str] | None = None, pooled: Mapping[str, Iterable[str]] | None = None
+    model: nn.Module,
+    names: Iterable[str] | None = None,
+    pooled: Mapping[str, Iterable[str]] | None = None,
 ) -> dict[str, Layer]:
-    """The modules that are layers; `pooled` says which other modules, of the same weight, share a layer's rows."""
+    """The modules that are layers; `pooled` says which other modules, of the same weight, share a
+    layer's rows.
+    """
     modules, known = dict(model.named_modules()), parameter_names(model)
     pooled = pooled or {}
     others = {other for more in pooled.values() for other in more}
@@ -101,5 +113,7 @@ def layers_of(
             for c in calls
             if getattr(modules[c], "bias", None) is not None and not is_standardised(modules[c])
         }
-        layers[name] = Layer(modules[name], known[id(modules[name].weight)], biases=biases, calls=calls)
+        layers[name] = Layer(
+            modules[name], known[id(modules[name].weight)], biases=biases, calls=calls
+        )
     return layers

@@ -14,11 +14,16 @@ from reference.factors import Curvature, factors_of_rows
 from reference.layers import layers_of
 from reference.rows import CALLED, is_inputs_first, rows_of
 
-Uses = dict[str, list[tuple[np.ndarray, np.ndarray]]]  # what ran -> (x, gradient of the loss by y), one a use
+# what ran -> (x, gradient of the loss by y), one a use
+Uses = dict[str, list[tuple[np.ndarray, np.ndarray]]]
 
 
-def by_stages(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor, torch.Tensor]]]:
-    """The forward of an `nn.Sequential`, stage by stage: (output, [(name, x, y) of every stage])."""
+def by_stages(
+    model: nn.Module, x: torch.Tensor
+) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor, torch.Tensor]]]:
+    """The forward of an `nn.Sequential`, stage by stage: (output, [(name, x, y) of every
+    stage]).
+    """
     seen = []
     for name, stage in model.named_children():
         y = stage(x)
@@ -34,10 +39,13 @@ def gradients(
     output, seen = forward(model, x)
     modules = dict(model.named_modules())
     # a name that is no called module's is a projection's inside an attention
-    parents = {name for name, m in modules.items() if not isinstance(m, CALLED) and not is_inputs_first(m)}
+    parents = {
+        name for name, m in modules.items() if not isinstance(m, CALLED) and not is_inputs_first(m)
+    }
     seen = [(name, a, y) for name, a, y in seen if name not in parents]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    seen = [(name, a, y) for name, a, y in seen if y.requires_grad]  # nothing trainable before: no gradient
+    # nothing trainable before: no gradient
+    seen = [(name, a, y) for name, a, y in seen if y.requires_grad]
     wanted = [*parameters.values(), *(y for _, _, y in seen)]
     found = torch.autograd.grad(loss(output), wanted, allow_unused=True)
     grads = {
@@ -55,11 +63,11 @@ def gradients(
 class ReferenceTHOR:
     """THOR over a float64 copy of a model, with the names and defaults of the fast one.
 
-    `groups` maps a parameter name to the options that differ for it. `preconditioned` names the modules that
-    get a natural gradient (default: all that are layers and have a trainable weight), `pooled` those whose rows go to
-    another, which has the same weight; `layers` makes from the model whatever other layers there are (attention's).
-    The rest, norms among it, is plain SGD. Every parameter's step is bounded by `max_update_ratio`, which `kl_clip`
-    replaces.
+    `groups` maps a parameter name to the options that differ for it. `preconditioned` names the
+    modules that get a natural gradient (default: all that are layers and have a trainable weight),
+    `pooled` those whose rows go to another, which has the same weight; `layers` makes from the
+    model whatever other layers there are (attention's). The rest, norms among it, is plain SGD.
+    Every parameter's step is bounded by `max_update_ratio`, which `kl_clip` replaces.
     """
 
     defaults: dict[str, Any] = {  # noqa: RUF012
@@ -96,8 +104,11 @@ class ReferenceTHOR:
         self.groups = groups or {}
         self.layers = layers_of(self.model, preconditioned, pooled)
         if layers is not None:
-            inside = {name for name in self.layers if name.endswith("out_proj")}  # a module that attention never calls
-            self.layers = {n: layer for n, layer in self.layers.items() if n not in inside} | layers(self.model)
+            # a module that attention never calls
+            inside = {name for name in self.layers if name.endswith("out_proj")}
+            self.layers = {
+                n: layer for n, layer in self.layers.items() if n not in inside
+            } | layers(self.model)
         self.curvature = {name: Curvature(layer=layer) for name, layer in self.layers.items()}
         self.buffers: dict[str, np.ndarray] = {}
         self.clock = 0
@@ -142,10 +153,14 @@ class ReferenceTHOR:
             g_scale = terms if option["loss_reduction"] == "mean" else 1
             split = option["split_dim"]
             fresh = factors_of_rows(per_use, terms, g_scale, layer.input_split or split, split)
-            curvature.refresh(fresh, option["damping"], option["trace_thresholds"], option["factor_decay"])
+            curvature.refresh(
+                fresh, option["damping"], option["trace_thresholds"], option["factor_decay"]
+            )
 
     def _natural(self, parameter: str, grad: np.ndarray) -> np.ndarray | None:
-        """The natural gradient of a parameter, piece by piece; None if no layer with factors has one of it."""
+        """The natural gradient of a parameter, piece by piece; None if no layer with factors has
+        one of it.
+        """
         found = None
         for name, curvature in self.curvature.items():
             layer = self.layers[name]
@@ -153,7 +168,11 @@ class ReferenceTHOR:
             if mine is None or curvature.taken is None:
                 continue
             found = grad.copy() if found is None else found
-            solve = curvature.weight_direction if parameter == layer.weight else curvature.bias_direction
+            solve = (
+                curvature.weight_direction
+                if parameter == layer.weight
+                else curvature.bias_direction
+            )
             found[mine] = solve(grad[mine])
         return found
 
@@ -168,7 +187,8 @@ class ReferenceTHOR:
         return direction if length <= longest else direction * (longest / length)
 
     def _update(self, grads: dict[str, np.ndarray]) -> None:
-        values = {name: p.detach().numpy() for name, p in self.model.named_parameters()}  # views: written in place
+        # they are views, in which the update is written
+        values = {name: p.detach().numpy() for name, p in self.model.named_parameters()}
         directions = {}
         clipped_sum = 0.0
         natural = []
@@ -181,7 +201,9 @@ class ReferenceTHOR:
             directions[name] = d + self.option(name, "weight_decay") * values[name]
         if self.options["kl_clip"] is not None:
             for name in natural:
-                clipped_sum += self.option(name, "lr") ** 2 * float(np.sum(directions[name] * grads[name]))
+                clipped_sum += self.option(name, "lr") ** 2 * float(
+                    np.sum(directions[name] * grads[name])
+                )
             if clipped_sum > 0:
                 shrink = min(1.0, float(np.sqrt(self.options["kl_clip"] / clipped_sum)))
                 for name in natural:

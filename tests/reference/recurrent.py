@@ -1,4 +1,6 @@
-"""Recurrent layers written out: sequence by sequence, step by step, the gates as torch documents them."""
+"""Recurrent layers written out: sequence by sequence, step by step, the gates as torch documents
+them.
+"""
 
 import torch
 from torch import nn
@@ -14,7 +16,9 @@ def recurrent_layers(model: nn.Module, name: str) -> dict[str, Layer]:
         if weight.startswith("weight_"):
             bias = weight.replace("weight", "bias")
             biases = {f"{name}.{bias}": slice(None)} if hasattr(module, bias) else {}
-            layers[f"{name}.{weight}"] = Layer(None, f"{name}.{weight}", biases=biases, calls=[f"{name}.{weight}"])
+            layers[f"{name}.{weight}"] = Layer(
+                None, f"{name}.{weight}", biases=biases, calls=[f"{name}.{weight}"]
+            )
     return layers
 
 
@@ -24,7 +28,8 @@ def step_by_hand(module, x, states, product):
     from_input, from_hidden = product("ih", x), product("hh", states[0])
     size = module.hidden_size
     a, b = (
-        [gates[k * size : (k + 1) * size] for k in range(len(gates) // size)] for gates in (from_input, from_hidden)
+        [gates[k * size : (k + 1) * size] for k in range(len(gates) // size)]
+        for gates in (from_input, from_hidden)
     )
     if kind == "LSTM":
         i, f, g, o = (p + q for p, q in zip(a, b, strict=True))
@@ -39,7 +44,9 @@ def step_by_hand(module, x, states, product):
 
 
 def sequence_by_hand(module, name, x):
-    """(outputs (L, ·), the last states of the last layer's directions, [(weight, row, product)]) of one (L, in)."""
+    """(outputs (L, ·), the last states of the last layer's directions, [(weight, row, product)]) of
+    one (L, in).
+    """
     seen, layer_input, last = [], x, []
     for layer in range(module.num_layers):
         outputs, last = [], []

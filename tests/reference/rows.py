@@ -11,7 +11,8 @@ CALLED = nn.Linear | CONVOLUTIONS | TRANSPOSED | nn.Embedding
 
 
 STANDARDISED = (
-    "StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame", "WeightStandardizedConv2d"
+    "StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame",
+    "WeightStandardizedConv2d"
 )  # fmt: skip
 SAME_PADDED = ("StdConv2dSame", "ScaledStdConv2dSame", "Conv2dSame", "WeightStandardizedConv2d")
 
@@ -22,7 +23,9 @@ def is_standardised(module: nn.Module | None) -> bool:
 
 
 def is_inputs_first(module: nn.Module | None) -> bool:
-    """A linear layer whose weight is (in, out) or (in, ...): GPT-2's, and what says so of itself."""
+    """A linear layer whose weight is (in, out) or (in, ...): GPT-2's, and what says so of
+    itself.
+    """
     return type(module).__name__ == "Conv1D" or getattr(module, "inputs_come_first", False)
 
 
@@ -40,43 +43,58 @@ def padded_input(x: np.ndarray, conv: nn.Module) -> np.ndarray:
     """(N, C, *L) with the margins that the convolution sees."""
     if type(conv).__name__ in SAME_PADDED and not any(conv.padding):
         margins = []
-        for n, k, stride, d in zip(x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True):
-            total = max((-(-n // stride) - 1) * stride + d * (k - 1) + 1 - n, 0)  # for ⌈n / stride⌉ pixels
+        for n, k, stride, d in zip(
+            x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True
+        ):
+            # for ⌈n / stride⌉ pixels
+            total = max((-(-n // stride) - 1) * stride + d * (k - 1) + 1 - n, 0)
             margins.append((total // 2, total - total // 2))
     elif conv.padding == "valid":
         margins = [(0, 0) for _ in conv.kernel_size]
     elif conv.padding == "same":
         totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        margins = [(total // 2, total - total // 2) for total in totals]  # the odd one goes right and below
+        # the odd one goes right and below
+        margins = [(total // 2, total - total // 2) for total in totals]
     else:
         margins = [(p, p) for p in conv.padding]
-    mode = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}[conv.padding_mode]
+    mode = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}[
+        conv.padding_mode
+    ]
     return np.pad(x, [(0, 0), (0, 0), *margins], mode=mode)
 
 
 def conv_input_rows(x: np.ndarray, conv: nn.Module, group: int) -> np.ndarray:
-    """Every patch that one group of the convolution looks at, each in the order of `weight.flatten(1)`."""
+    """Every patch that one group of the convolution looks at, each in the order of
+    `weight.flatten(1)`.
+    """
     x = padded_input(batched(x, conv), conv)
     width = x.shape[1] // conv.groups
     steps = list(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True))
-    sizes = [(n - d * (k - 1) - 1) // s + 1 for n, (k, s, d) in zip(x.shape[2:], steps, strict=True)]
+    sizes = [
+        (n - d * (k - 1) - 1) // s + 1 for n, (k, s, d) in zip(x.shape[2:], steps, strict=True)
+    ]
     rows = []
     for image in x:
         for place in places(sizes):
             row = []
             for channel in range(group * width, (group + 1) * width):
                 for tap in places(conv.kernel_size):
-                    pixel = tuple(p * s + t * d for p, t, (_, s, d) in zip(place, tap, steps, strict=True))
+                    pixel = tuple(
+                        p * s + t * d for p, t, (_, s, d) in zip(place, tap, steps, strict=True)
+                    )
                     row.append(image[(channel, *pixel)])
             rows.append(row)
     return np.array(rows)
 
 
-def transposed_input_rows(x: np.ndarray, conv: nn.Module, group: int, sizes: tuple[int, ...]) -> np.ndarray:
-    """What every pixel of the output is a weighted sum of: each pixel of the input is scattered, tap by tap.
+def transposed_input_rows(
+    x: np.ndarray, conv: nn.Module, group: int, sizes: tuple[int, ...]
+) -> np.ndarray:
+    """What every pixel of the output is a weighted sum of: each pixel of the input is scattered,
+    tap by tap.
 
-    y[p · stride − padding + t · dilation] += W[channel, :, t] x[channel, p]: so x[channel, p] stands in the row of
-    that output pixel, at (channel, t).
+    y[p · stride − padding + t · dilation] += W[channel, :, t] x[channel, p]: so x[channel, p]
+    stands in the row of that output pixel, at (channel, t).
     """
     x = batched(x, conv)
     width = x.shape[1] // conv.groups
@@ -87,7 +105,9 @@ def transposed_input_rows(x: np.ndarray, conv: nn.Module, group: int, sizes: tup
             for tap in places(conv.kernel_size):
                 place = tuple(
                     p * s - m + t * d
-                    for p, t, s, m, d in zip(pixel, tap, conv.stride, conv.padding, conv.dilation, strict=True)
+                    for p, t, s, m, d in zip(
+                        pixel, tap, conv.stride, conv.padding, conv.dilation, strict=True
+                    )
                 )
                 if place in seen:
                     for channel in range(width):
@@ -102,12 +122,16 @@ def conv_output_rows(grad_y: np.ndarray, conv: nn.Module, group: int) -> np.ndar
     rows = []
     for image in batched(grad_y, conv):
         for place in places(image.shape[1:]):
-            rows.append([image[(channel, *place)] for channel in range(group * width, (group + 1) * width)])
+            rows.append(
+                [image[(channel, *place)] for channel in range(group * width, (group + 1) * width)]
+            )
     return np.array(rows)
 
 
 def standardised_rows(a: np.ndarray, g: np.ndarray, conv: nn.Module, group: int):
-    """Rows of the weight that is trained, from rows of the one that convolves: W_i / its deviation, times a gain."""
+    """Rows of the weight that is trained, from rows of the one that convolves: W_i / its deviation,
+    times a gain.
+    """
     centred = np.array([row - sum(row) / len(row) for row in a])
     width = conv.out_channels // conv.groups
     scales = []
@@ -121,7 +145,9 @@ def standardised_rows(a: np.ndarray, g: np.ndarray, conv: nn.Module, group: int)
 
 
 def embedding_rows(tokens: np.ndarray, grad_y: np.ndarray, embedding: nn.Embedding):
-    """One-hot vectors; a padding token is no row; a scaled embedding's output is its vector times a number."""
+    """One-hot vectors; a padding token is no row; a scaled embedding's output is its vector times a
+    number.
+    """
     rows, outputs = [], []
     scale = float(getattr(embedding, "embed_scale", 1.0))
     for token, g in zip(tokens.ravel(), grad_y.reshape(tokens.size, -1), strict=True):
@@ -134,18 +160,26 @@ def embedding_rows(tokens: np.ndarray, grad_y: np.ndarray, embedding: nn.Embeddi
     return np.array(rows), np.array(outputs)
 
 
-def rows_of(module: nn.Module | None, x: np.ndarray, grad_y: np.ndarray, mask: np.ndarray | None = None):
-    """(rows of the input, rows of the output's gradient), one pair a group; None stands for any linear layer.
+def rows_of(
+    module: nn.Module | None, x: np.ndarray, grad_y: np.ndarray, mask: np.ndarray | None = None
+):
+    """(rows of the input, rows of the output's gradient), one pair a group; None stands for any
+    linear layer.
 
     A mask leaves out rows of whatever has its leading dimensions.
     """
     if is_standardised(module):
         return [
-            standardised_rows(conv_input_rows(x, module, q), conv_output_rows(grad_y, module, q), module, q)
+            standardised_rows(
+                conv_input_rows(x, module, q), conv_output_rows(grad_y, module, q), module, q
+            )
             for q in range(module.groups)
         ]
     if isinstance(module, CONVOLUTIONS):
-        return [(conv_input_rows(x, module, q), conv_output_rows(grad_y, module, q)) for q in range(module.groups)]
+        return [
+            (conv_input_rows(x, module, q), conv_output_rows(grad_y, module, q))
+            for q in range(module.groups)
+        ]
     if isinstance(module, TRANSPOSED):
         sizes = batched(grad_y, module).shape[2:]
         return [

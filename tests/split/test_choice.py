@@ -1,4 +1,6 @@
-"""The crossing by hand, the losses of whole models against dense ones, and a model that comes back as it was."""
+"""The crossing by hand, the losses of whole models against dense ones, and a model that comes back
+as it was.
+"""
 
 import copy
 
@@ -47,11 +49,16 @@ def test_candidates():
         (9000, 1, (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)),
     ):
         module = nn.Linear(inputs, outputs, device="meta")
-        assert candidates([LayerCurvature("", kind_of(module), ParameterView(module, "weight"), [])]) == expected
+        assert (
+            candidates([LayerCurvature("", kind_of(module), ParameterView(module, "weight"), [])])
+            == expected
+        )
 
 
 class Net(nn.Module):
-    """A convolution with groups, one without, BatchNorm, dropout, and a layer that is called twice."""
+    """A convolution with groups, one without, BatchNorm, dropout, and a layer that is called
+    twice.
+    """
 
     def __init__(self):
         super().__init__()
@@ -77,7 +84,9 @@ def sample():
 def dense_loss(factor, split_dim):
     """1 - |Â| / |A| from the definition, groups one below the other."""
     groups = as_list(factor)
-    index = torch.cat([torch.arange(len(one)) // split_dim + 1000 * g for g, one in enumerate(groups)])
+    index = torch.cat(
+        [torch.arange(len(one)) // split_dim + 1000 * g for g, one in enumerate(groups)]
+    )
     whole = torch.block_diag(*groups)
     cut = torch.where(index[:, None] == index[None, :], whole, torch.zeros_like(whole))
     return 1 - float(torch.linalg.matrix_norm(cut, ord=2) / torch.linalg.matrix_norm(whole, ord=2))
@@ -100,15 +109,23 @@ def test_losses_shares_and_choice_of_a_model(monkeypatch, asked):
     model = Net().double()
     images, labels = sample()
     with torch.random.fork_rng():
-        curvature = refreshed(copy.deepcopy(model), images, cross_entropy(labels), split_dim=None).curvature
+        curvature = refreshed(
+            copy.deepcopy(model), images, cross_entropy(labels), split_dim=None
+        ).curvature
     really, times = choice_module.inverse_seconds, (0.1, 0.2, 0.4, 0.5)
-    monkeypatch.setattr(choice_module, "inverse_seconds", lambda *args, **options: really(*args, **options) and times)
+    monkeypatch.setattr(
+        choice_module,
+        "inverse_seconds",
+        lambda *args, **options: really(*args, **options) and times,
+    )
     found = choose_split_dim(model, (images, labels))
     assert isinstance(found, SplitChoice)
     assert found.candidates == (1, 16, 32, 40)
     assert list(found.losses) == ["conv", "grouped", "twice", "head"]
     sizes = [(1, 36), (1, 20), (2, 40), (2, 4), (1, 8), (1, 8), (1, 8), (1, 3)]
-    assert asked == [(sorted(sizes), (1, 16, 32, 40), {"dtype": torch.float64, "device": torch.device("cpu")})]
+    assert asked == [
+        (sorted(sizes), (1, 16, 32, 40), {"dtype": torch.float64, "device": torch.device("cpu")})
+    ]
     kept = []
     for name, factors in found.losses.items():
         assert list(factors) == ["A", "G"]
@@ -119,7 +136,8 @@ def test_losses_shares_and_choice_of_a_model(monkeypatch, asked):
     assert found.information == tuple(sum(column) / 8 for column in zip(*kept, strict=True))
     assert found.performance == pytest.approx((1.0, 0.5, 0.25, 0.2))
     assert found.seconds == times
-    # by hand: kept are 0, 5/8 (A and G of twice and head but for G of conv 20 > 16), ..., so they cross below 16
+    # by hand: kept are 0, 5/8 (A and G of twice and head but for G of conv 20 > 16), ..., so they
+    # cross below 16
     assert found.information[0] <= 0.25
     assert found.information[1:] == (0.625, 0.75, 1.0)
     p, i = found.performance, found.information
@@ -129,8 +147,12 @@ def test_losses_shares_and_choice_of_a_model(monkeypatch, asked):
 
 def everything_of(model):
     kept = {f"state.{k}": v.clone() for k, v in model.state_dict().items()}
-    kept |= {f"grad.{k}": None if p.grad is None else p.grad.clone() for k, p in model.named_parameters()}
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()]
+    kept |= {
+        f"grad.{k}": None if p.grad is None else p.grad.clone() for k, p in model.named_parameters()
+    }
+    hooks = [
+        (len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()
+    ]
     return {**kept, "random": torch.get_rng_state()}, (hooks, [id(p) for p in model.parameters()])
 
 
@@ -193,11 +215,14 @@ def test_batches_and_losses_of_ones_own():
     by_name = losses_with(worded, {"x": x / 2, "scale": 2.0}, loss_fn=lambda output: output["loss"])
     linear = nn.Sequential(worded.fc)
     alone = losses_with(linear, x, loss_fn=lambda output: output.square().sum())
-    by_position = losses_with(linear, ((x,), torch.zeros(5, 2)), loss_fn=lambda y, t: (y - t).square().sum())
+    by_position = losses_with(
+        linear, ((x,), torch.zeros(5, 2)), loss_fn=lambda y, t: (y - t).square().sum()
+    )
     assert by_name["fc"] == alone["0"] == by_position["0"]
     model, x = nn.Linear(4, 2), torch.randn(8, 4)
     nn.init.zeros_(model.weight)
-    model.bias.data = torch.tensor([50.0, -50.0])  # class 0 is certain, and a drawn label leaves no gradient
+    # class 0 is certain, and a drawn label leaves no gradient
+    model.bias.data = torch.tensor([50.0, -50.0])
     assert losses_with(model, x)[""]["G"] == (0.0, 0.0)
     given = losses_with(model, (x, torch.ones(8, dtype=torch.long)))[""]["G"]
     assert given[0] == pytest.approx(0.5, abs=1e-5)  # G of two classes is c * [[1, -1], [-1, 1]]
@@ -224,13 +249,19 @@ def test_which_layers_and_calls_count(asked):
     frozen[0].weight.requires_grad_(False)
     found = choose_split_dim(frozen, torch.randn(5, 40))
     assert (list(found.losses), found.candidates) == (["1"], (1, 4))
-    embedding = nn.Sequential(nn.Embedding(500, 20), nn.Flatten(), nn.Linear(60, 4))  # its A is diagonal
+    # its A is diagonal
+    embedding = nn.Sequential(nn.Embedding(500, 20), nn.Flatten(), nn.Linear(60, 4))
     found = choose_split_dim(embedding, torch.randint(0, 500, (7, 3)))
     assert found.candidates == (1, 16, 32, 60)
-    assert {name: list(factors) for name, factors in found.losses.items()} == {"0": ["G"], "2": ["A", "G"]}
+    assert {name: list(factors) for name, factors in found.losses.items()} == {
+        "0": ["G"],
+        "2": ["A", "G"],
+    }
     assert asked[-1][0] == [(1, 4), (1, 20), (1, 60)]
     model, tokens = every_kind.build(), every_kind.stream()[-1][0]
-    assert set(losses_with(model, tokens, loss_fn=lambda y: y.square().mean())) == set(THOR(model).curvature)
+    assert set(losses_with(model, tokens, loss_fn=lambda y: y.square().mean())) == set(
+        THOR(model).curvature
+    )
 
 
 def test_what_cannot_be_measured_is_one_clear_error():
@@ -238,9 +269,24 @@ def test_what_cannot_be_measured_is_one_clear_error():
     for model, batch, loss_fn, said in (
         (nn.ReLU(), nothing, None, "ReLU has no parameters.*give a model"),
         (nn.BatchNorm1d(3), nothing, None, "BatchNorm1d has no layer .*give a model"),
-        (nn.Linear(3, 2), torch.full((2, 3), torch.inf), torch.sum, "factor A of layer '' holds NaN or inf"),
-        (nn.Conv2d(3, 2, 1), torch.ones(2, 3, 4, 4), None, "without targets the model must return class scores"),
-        (norm, nothing, lambda y: torch.ones(1, requires_grad=True), "no gradient in any layer.*sample_batch= and"),
+        (
+            nn.Linear(3, 2),
+            torch.full((2, 3), torch.inf),
+            torch.sum,
+            "factor A of layer '' holds NaN or inf",
+        ),
+        (
+            nn.Conv2d(3, 2, 1),
+            torch.ones(2, 3, 4, 4),
+            None,
+            "without targets the model must return class scores",
+        ),
+        (
+            norm,
+            nothing,
+            lambda y: torch.ones(1, requires_grad=True),
+            "no gradient in any layer.*sample_batch= and",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             choose_split_dim(model, batch, loss_fn=loss_fn)

@@ -39,7 +39,9 @@ def test_equals_the_dense_eigenvalue_and_draws_no_random_number_of_the_callers()
         expected, before = torch.linalg.eigvalsh(matrix)[-1:], torch.get_rng_state()
         for dtype in (torch.float64, torch.float32):
             found = largest_eigenvalues(matrix[None].to(dtype)).double()
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=0 if name != "zero" else 1e-30, msg=name)
+            torch.testing.assert_close(
+                found, expected, rtol=1e-3, atol=0 if name != "zero" else 1e-30, msg=name
+            )
         assert torch.equal(torch.get_rng_state(), before)
     matrix = wishart(30, 60)[None]
     found = largest_eigenvalues(matrix, tolerance=0.0)
@@ -74,7 +76,8 @@ def test_losses_by_hand():
     samples[:, 8:] = 1.0  # all of it in rows 8 and 9: blocks of 4 end with a block of those two
     assert spectral_losses(factor(samples), (4, 3)) == pytest.approx((0.0, 0.5), abs=1e-6)
     assert spectral_losses(factor(torch.zeros(1, 8, 3)), (1, 4, 8)) == (0.0, 0.0, 0.0)
-    # the eigenvalues of a diagonal lie close, so that the whole is found a little too small, and each block exactly
+    # the eigenvalues of a diagonal lie close, so that the whole is found a little too small, and
+    # each block exactly
     matrix = factor(torch.diag(torch.linspace(0.9, 1.0, 2000, dtype=torch.float64).sqrt())[None])
     assert largest_eigenvalues(matrix.parts[0]) < matrix.rows.diagonal().amax()
     assert spectral_losses(matrix, (1, 16)) == (0.0, 0.0)

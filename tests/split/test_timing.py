@@ -10,7 +10,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Replace clock and inversion: each call takes what the script says for its block size, and is recorded."""
+    """Replace clock and inversion: each call takes what the script says for its block size, and is
+    recorded.
+    """
 
     def install(script):
         clock, calls = [0.0], []

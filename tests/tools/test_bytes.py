@@ -37,7 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*preconditions")
 
 
 class Kinds(nn.Module):
-    """A convolution, a grouped one, an embedding, rows of one weight, and a layer with fewer rows than processes."""
+    """A convolution, a grouped one, an embedding, rows of one weight, and a layer with fewer rows
+    than processes.
+    """
 
     def __init__(self):
         super().__init__()
@@ -80,16 +82,24 @@ def recorded():
             every = [*given, *options.values()]
             received, *passed = [one for one in every if torch.is_tensor(one)]
             (group,) = [one for one in every if isinstance(one, dist.ProcessGroup)]
-            found.append(Collective(name, group.size(), (passed or [received])[0].nbytes, received.nbytes))
+            found.append(
+                Collective(name, group.size(), (passed or [received])[0].nbytes, received.nbytes)
+            )
             return really(*given, **options)
 
         return collective
 
     with contextlib.ExitStack() as stack:
         # names that FSDP2 uses before and since torch 2.14
-        for called, name in {"all_gather_single": GATHER, "reduce_scatter_single": SCATTER, **NAMES}.items():
+        for called, name in {
+            "all_gather_single": GATHER,
+            "reduce_scatter_single": SCATTER,
+            **NAMES,
+        }.items():
             if hasattr(dist, called):
-                stack.enter_context(mock.patch.object(dist, called, recording(name, getattr(dist, called))))
+                stack.enter_context(
+                    mock.patch.object(dist, called, recording(name, getattr(dist, called)))
+                )
         yield found
 
 
@@ -120,13 +130,20 @@ def test_what_the_first_process_keeps_and_sends_is_that_of_fully_shard(fake, mes
     states = {id(parameter): {} for parameter in real.model.parameters()}
     for layer in found:
         layer.weight_view.bind(
-            states[id(layer.weight)], layer.weight_view.options, layer.weight, layer.weight_view.shards
+            states[id(layer.weight)],
+            layer.weight_view.options,
+            layer.weight,
+            layer.weight_view.shards,
         )
         layer.bind()
         layer.make_state()
 
     def local(tensors):
-        return sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors if torch.is_tensor(one))
+        return sum(
+            getattr(one, "to_local", lambda one=one: one)().nbytes
+            for one in tensors
+            if torch.is_tensor(one)
+        )
 
     assert memory.curvature == sum(local(state.values()) for state in states.values())
     assert memory.curvature == kept_bytes(found, world)
@@ -189,9 +206,18 @@ def test_one_process_keeps_what_a_step_leaves(kind, model):
     optimizer = kind(model(), split_dim=4)
     memory = memory_of(optimizer, optimizer.curvature.values(), 1)
     optimizer.model.loss().backward()
-    sums = [sums.rows.nbytes for layer in optimizer.curvature.values() for sums in layer.statistics.sums()]
+    sums = [
+        sums.rows.nbytes
+        for layer in optimizer.curvature.values()
+        for sums in layer.statistics.sums()
+    ]
     optimizer.step()
-    states = [one for state in optimizer.state.values() for one in state.items() if torch.is_tensor(one[1])]
+    states = [
+        one
+        for state in optimizer.state.values()
+        for one in state.items()
+        if torch.is_tensor(one[1])
+    ]
     moments = ("momentum_buffer", "exp_avg", "exp_avg_sq", "step")
     assert memory.curvature == sum(value.nbytes for key, value in states if key not in moments)
     state = sum(value.nbytes for key, value in states if key != "step")

@@ -1,4 +1,6 @@
-"""`torch-thor plan`: its numbers are those of the optimizer and of the ring, and bad input gets one line."""
+"""`torch-thor plan`: its numbers are those of the optimizer and of the ring, and bad input gets one
+line.
+"""
 
 import json
 import re
@@ -24,7 +26,8 @@ def timed():
     return build(), (torch.randn(4, 300), torch.randint(10, (4,)))
 
 def own_loss():
-    return nn.Linear(5, 3), ({"input": torch.randn(6, 5)}, torch.zeros(6, 3)), nn.functional.mse_loss
+    batch = {"input": torch.randn(6, 5)}, torch.zeros(6, 3)
+    return nn.Linear(5, 3), batch, nn.functional.mse_loss
 
 def frozen():
     return build().requires_grad_(False)
@@ -46,7 +49,8 @@ def test_what_is_kept_and_sent(mine, console, tmp_path):
     """Blocks of 128, 128, 44 (A), 128, 2 (G), 128, 2 (A) and 10 (G)."""
     rows = plan(mine("build"), console, devices=(1, 2, 5, 8), shards=2, out=tmp_path / "plan")
     assert [(row.form, row.devices) for row in rows] == [
-        ("ddp", 1), *((form, n) for form in ("ddp", "divided", "fsdp") for n in (2, 5, 8)), ("hsdp", 8)
+        ("ddp", 1), *((form, n) for form in ("ddp", "divided", "fsdp") for n in (2, 5, 8)),
+        ("hsdp", 8)
     ]  # fmt: skip
     alone, two, *_ = rows
     weights = 4 * (301 * 130 + 131 * 10)
@@ -75,12 +79,17 @@ def test_times_are_those_of_the_measured_step_and_a_ring(monkeypatch, mine, cons
     rest = 3.0 + 4.0 * row.most_work / 4
     assert refresh == pytest.approx(rest + network + 18 * 0.5 + row.sent_more / 1e6)
     links = {"bandwidth": 1.0, "latency": 5.0}
-    plan(mine("timed"), console, devices=(2, 8), batch=4, samples=1600, out=tmp_path / "out", **links)
+    plan(
+        mine("timed"), console, devices=(2, 8), batch=4, samples=1600, out=tmp_path / "out", **links
+    )
     rows = json.loads((tmp_path / "out" / "plan.json").read_text())["rows"]
     seconds = rows[0]["seconds"]
     interval, steps = THOR(torch.nn.Linear(2, 2)).param_groups[0]["update_interval"], 200
     refreshes = len(range(0, steps, interval))
-    assert seconds["training"] == refreshes * seconds["refresh"] + (steps - refreshes) * seconds["step"]
+    assert (
+        seconds["training"]
+        == refreshes * seconds["refresh"] + (steps - refreshes) * seconds["step"]
+    )
     assert seconds["network"] == pytest.approx(rows[0]["rounds"] * 5e-6 + rows[0]["sent"] / 1e9)
     text = console.export_text()
     assert "Predicted from a step on a device, with 1 GB/s and 5 µs; nothing overlaps" in text
@@ -92,14 +101,23 @@ def test_the_minutes_of_the_paper_stand_beside_resnet50(monkeypatch, console):
     plan("resnet50", console, devices=(8, 16), batch=32, samples=40 * 1_281_167)
     text = console.export_text()
     assert re.search(r"ddp │ +8 │ +256 .* 66.7 │", text)
-    assert "Chen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the devices too" in text
+    assert (
+        "Chen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the devices "
+        "too" in text
+    )
     assert module._refreshes(100, 201) == 3
-    assert module._refreshes(lambda step: 1 if step < 3 else 10, 14) == 5  # in steps 0, 1, 2, 3 and 13
+    # in steps 0, 1, 2, 3 and 13
+    assert module._refreshes(lambda step: 1 if step < 3 else 10, 14) == 5
 
 
 @pytest.mark.parametrize(
     ("name", "outputs"),
-    [("digits", 10), ("resnet18-cifar10-thor", 10), ("bert-tiny", 30522), ("bert-large-thor", 30522)],
+    [
+        ("digits", 10),
+        ("resnet18-cifar10-thor", 10),
+        ("bert-tiny", 30522),
+        ("bert-large-thor", 30522),
+    ],
 )
 def test_recipes(console, name, outputs):
     """Without their data; settings are those of the recipe."""
@@ -114,14 +132,23 @@ def test_recipes(console, name, outputs):
 
 
 @pytest.mark.parametrize("name", ["thor", "thor-muon"])
-@pytest.mark.parametrize(("subject", "batch"), [("timed", 4), ("own_loss", 6), ("bert-tiny", 2), ("digits", 3)])
+@pytest.mark.parametrize(
+    ("subject", "batch"), [("timed", 4), ("own_loss", 6), ("bert-tiny", 2), ("digits", 3)]
+)
 def test_a_step_is_measured(monkeypatch, mine, subject, batch, name):
     """With the batch of the user's function, or a random one."""
     recipe = load_recipe("digits") if subject == "digits" else None
     if subject == "timed":  # an inversion takes no longer than a refresh more than an ordinary step
         monkeypatch.setattr(module, "inverse_seconds", lambda *_, **__: (1e9,))
     subject = mine(subject) if subject in ("timed", "own_loss") else subject
-    found = measure(subject, recipe, name, {"split_dim": 16, "fisher": "sampled"}, CPU, 3 if batch > 3 else batch)
+    found = measure(
+        subject,
+        recipe,
+        name,
+        {"split_dim": 16, "fisher": "sampled"},
+        CPU,
+        3 if batch > 3 else batch,
+    )
     assert found.batch == batch
     assert found.ordinary > 0
     assert 0 <= found.inverting <= max(0.0, found.refresh - found.ordinary)
@@ -135,11 +162,19 @@ def test_a_step_is_measured(monkeypatch, mine, subject, batch, name):
         ("resnet18", {"batch": 0}, "--batch 0: give 1 or more"),
         ("resnet18", {"bandwidth": 0.0}, "--bandwidth 0.0 must be above 0"),
         ("resnet18", {"latency": -1.0}, "--latency -1.0 at least 0"),
-        ("resnet18", {"optimizer": "sgd"}, "--optimizer sgd: only thor and thor-muon have curvature"),
+        (
+            "resnet18",
+            {"optimizer": "sgd"},
+            "--optimizer sgd: only thor and thor-muon have curvature",
+        ),
         ("resnet50-imagenet-sgd", {}, "--optimizer none: only thor and thor-muon"),
         ("resnet18", {"words": ["lr=1"]}, "resnet18 is no recipe: leave lr=1 out"),
         ("char-lm", {}, "task=char-lm: plans are for image-classification and masked-lm"),
-        ("digits", {"words": ["split_dim=auto"]}, "split_dim=auto is measured by a training: give --split-dim"),
+        (
+            "digits",
+            {"words": ["split_dim=auto"]},
+            "split_dim=auto is measured by a training: give --split-dim",
+        ),
         ("build", {"batch": 2}, "returned a model alone, and its times are to be measured: return"),
         ("frozen", {}, "has no parameters to train"),
         ("nothing", {}, "failed: KeyError"),

@@ -1,4 +1,6 @@
-"""`torch-thor split-dim` beside what the command line tests: whose numbers are reported, and from which samples."""
+"""`torch-thor split-dim` beside what the command line tests: whose numbers are reported, and from
+which samples.
+"""
 
 import json
 
@@ -23,7 +25,8 @@ def build():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(20))
 
 def net():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 20))
+    pool = nn.AdaptiveAvgPool2d(2)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), pool, nn.Flatten(), nn.Linear(32, 20))
 
 def own():
     return nn.Linear(5, 3), (torch.randn(6, 5), torch.zeros(6, 3)), nn.functional.mse_loss
@@ -52,7 +55,9 @@ def run(word, folder, **options):
 def test_the_report_is_that_of_the_choice(mine, tmp_path):
     choice, found, printed = run(mine("net"), tmp_path / "out", batch=3, pixels=12, seed=5)
     with fake_times(lambda sizes, split_dims, **_: tuple(map(float, split_dims))):
-        expected = choose_split_dim(load_subject(mine("net"), 5).model, sample_images(3, 12, None, 5)[0])
+        expected = choose_split_dim(
+            load_subject(mine("net"), 5).model, sample_images(3, 12, None, 5)[0]
+        )
     assert choice == expected
     assert found | json.loads(json.dumps(expected.as_dict())) == found
     assert (found["batch"], found["pixels"], found["seed"]) == (3, 12, 5)
@@ -64,14 +69,18 @@ def test_the_report_is_that_of_the_choice(mine, tmp_path):
 
 
 def test_samples_are_normalised_crops_of_the_images_of_a_folder(tmp_path):
-    """Images of one colour stay so, whatever the crop; which ones are chosen depends on the seed alone."""
+    """Images of one colour stay so, whatever the crop; which ones are chosen depends on the seed
+    alone.
+    """
     for number in range(6):
         (tmp_path / f"{number}").mkdir()
         Image.new("RGB", (9, 7), (40 * number, 7, 255)).save(tmp_path / f"{number}" / "one.png")
     images, source = sample_images(4, 5, tmp_path, 1)
     assert images.shape == (4, 3, 5, 5)
     assert source == f"crops of 4 images of {tmp_path}"
-    mean, std = (torch.tensor(values)[:, None, None] for values in (Transform().mean, Transform().std))
+    mean, std = (
+        torch.tensor(values)[:, None, None] for values in (Transform().mean, Transform().std)
+    )
     colours = ((images * std + mean) * 255).round()
     assert (colours == colours[..., :1, :1]).all()
     assert (colours[:, 1:, 0, 0] == torch.tensor([7.0, 255.0])).all()
@@ -84,7 +93,9 @@ def test_samples_are_normalised_crops_of_the_images_of_a_folder(tmp_path):
 
 def test_models_by_name():
     assert isinstance(load_subject("small-cnn", 0).model, nn.Module)
-    first, again, other = (next(load_subject("squeezenet1_1", seed).model.parameters()) for seed in (0, 0, 1))
+    first, again, other = (
+        next(load_subject("squeezenet1_1", seed).model.parameters()) for seed in (0, 0, 1)
+    )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -118,6 +129,8 @@ def test_mistakes_leave_nothing_behind(mine, tmp_path, word, options, said):
 
 def test_results_are_not_replaced_by_mistake(mine, tmp_path):
     (tmp_path / "split_dim.png").write_text("mine")
-    with pytest.raises(UserError, match=r"split_dim\.png exists already: give another --out, or --overwrite"):
+    with pytest.raises(
+        UserError, match=r"split_dim\.png exists already: give another --out, or --overwrite"
+    ):
         run(mine("own"), tmp_path)
     assert (tmp_path / "split_dim.png").read_text() == "mine"

@@ -1,6 +1,8 @@
-"""Trainers that others wrote, each with its one line: what it covers, that the loss falls, resume, accumulation, bf16.
+"""Trainers that others wrote, each with its one line: what it covers, that the loss falls, resume,
+accumulation, bf16.
 
-`python tests/trainers/matrix.py` installs all at their newest versions and writes what these tests see into the docs.
+`python tests/trainers/matrix.py` installs all at their newest versions and writes what these tests
+see into the docs.
 """
 
 import inspect
@@ -42,13 +44,17 @@ def constant(optimizer):
 
 
 def trained(losses, model, holder):
-    return SimpleNamespace(losses=[float(loss) for loss in losses], weights=weights(model), coverage=coverage(holder))
+    return SimpleNamespace(
+        losses=[float(loss) for loss in losses], weights=weights(model), coverage=coverage(holder)
+    )
 
 
-# ---- each trains from the start, or from what `place` has, to a number of steps, and saves there --------------------
+# ---- each trains from the start, or from what `place` has, to a number of steps, and saves there -
 
 
-def hugging_face(place, steps, resume, accumulate=1, bf16=False, trainer=None, config=None, model=None, **given):
+def hugging_face(
+    place, steps, resume, accumulate=1, bf16=False, trainer=None, config=None, model=None, **given
+):
     """The Trainer of transformers, and those that inherit from it."""
     import transformers
 
@@ -56,12 +62,20 @@ def hugging_face(place, steps, resume, accumulate=1, bf16=False, trainer=None, c
     model = gpt2() if model is None else model
     optimizer = optimizer_of(model)
     arguments = (config or transformers.TrainingArguments)(
-        str(place), per_device_train_batch_size=8 // accumulate, gradient_accumulation_steps=accumulate,
-        max_steps=steps, save_steps=HALF, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, bf16=bf16,
+        str(place), per_device_train_batch_size=8 // accumulate,
+        gradient_accumulation_steps=accumulate,
+        max_steps=steps, save_steps=HALF, logging_steps=1, report_to=[], use_cpu=True,
+        disable_tqdm=True, bf16=bf16,
     )  # fmt: skip
-    data = given.pop("train_dataset", [{"input_ids": one, "labels": one} for one in tokens(SAMPLES)])
+    data = given.pop(
+        "train_dataset", [{"input_ids": one, "labels": one} for one in tokens(SAMPLES)]
+    )
     own = (trainer or transformers.Trainer)(
-        model=model, args=arguments, train_dataset=data, optimizers=(optimizer, constant(optimizer)), **given
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        optimizers=(optimizer, constant(optimizer)),
+        **given,
     )
     own.train(resume_from_checkpoint=resume)
     return trained([line["loss"] for line in own.state.log_history if "loss" in line], model, own)
@@ -87,7 +101,8 @@ def trl(place, steps, resume, **options):
     import trl
 
     data = datasets.Dataset.from_dict({"text": texts()})
-    return hugging_face(place, steps, resume, trainer=trl.SFTTrainer, config=trl.SFTConfig, train_dataset=data,
+    return hugging_face(place, steps, resume, trainer=trl.SFTTrainer, config=trl.SFTConfig,
+    train_dataset=data,
                         processing_class=vocabulary(), **options)  # fmt: skip
 
 
@@ -107,7 +122,8 @@ def sentence_transformers(place, steps, resume, **options):
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=19, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12,
+        vocab_size=19, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=12,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1,
     )  # fmt: skip
     transformers.BertModel(config).save_pretrained(place / "bert")
@@ -115,7 +131,8 @@ def sentence_transformers(place, steps, resume, **options):
     model = SentenceTransformer(str(place / "bert"), device="cpu")
     pairs = datasets.Dataset.from_dict({"anchor": texts(), "positive": texts()[::-1]})
     return hugging_face(
-        place, steps, resume, trainer=SentenceTransformerTrainer, config=SentenceTransformerTrainingArguments,
+        place, steps, resume, trainer=SentenceTransformerTrainer,
+        config=SentenceTransformerTrainingArguments,
         model=model, train_dataset=pairs, loss=MultipleNegativesRankingLoss(model), **options,
     )  # fmt: skip
 
@@ -166,7 +183,8 @@ def lightning(place, steps, resume, accumulate=1, bf16=False):
     trainer = lightning.Trainer(
         max_steps=steps, max_epochs=-1, accelerator="cpu", logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, accumulate_grad_batches=accumulate,
-        default_root_dir=place, precision="bf16-mixed" if bf16 else "32-true", gradient_clip_val=1.0 if bf16 else None,
+        default_root_dir=place, precision="bf16-mixed" if bf16 else "32-true",
+        gradient_clip_val=1.0 if bf16 else None,
     )  # fmt: skip
     module, file = Module(), place / "half.ckpt"
     options = {"ckpt_path": file} if resume else {}
@@ -180,7 +198,9 @@ def lightning(place, steps, resume, accumulate=1, bf16=False):
 def fabric(place, steps, resume, accumulate=1, bf16=False):
     import lightning
 
-    own = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed" if bf16 else "32-true")
+    own = lightning.Fabric(
+        accelerator="cpu", devices=1, precision="bf16-mixed" if bf16 else "32-true"
+    )
     model = net()
     model, optimizer = own.setup(model, optimizer_of(model))
     state = {"model": model, "optimizer": optimizer}
@@ -213,7 +233,9 @@ def loop(place, steps, resume, model, optimizer, accumulate=1, bf16=False):
             (losses[-1] / accumulate).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, place / "state.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, place / "state.pt"
+    )
     return trained(losses, model, optimizer)
 
 
@@ -224,8 +246,11 @@ def timm(place, steps, resume, **options):
     default_registry.register(OptimInfo("thor-muon", ThorMuon, has_eps=False, has_momentum=True))
     model = net()
     with model_is(model):
-        optimizer = create_optimizer_v2(model, "thor-muon", lr=0.08, weight_decay=0.01, momentum=0.8, update_interval=3)
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.01}  # timm's groups
+        optimizer = create_optimizer_v2(
+            model, "thor-muon", lr=0.08, weight_decay=0.01, momentum=0.8, update_interval=3
+        )
+    # timm's groups
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.01}
     return loop(place, steps, resume, model, optimizer, **options)
 
 
@@ -258,13 +283,25 @@ def stable_baselines3(place, steps, resume):
     from stable_baselines3 import PPO
 
     torch.manual_seed(0)
-    agent = PPO("MlpPolicy", gymnasium.make("CartPole-v1"), learning_rate=0.08, n_steps=64, n_epochs=2, seed=0)
+    agent = PPO(
+        "MlpPolicy",
+        gymnasium.make("CartPole-v1"),
+        learning_rate=0.08,
+        n_steps=64,
+        n_epochs=2,
+        seed=0,
+    )
     agent.policy.optimizer = optimizer_of(agent.policy, lr=0.08)
-    with pytest.raises(TypeError, match=r"in stable_baselines3: .*agent\.policy\.optimizer = ThorMuon\(agent\.policy"):
+    with pytest.raises(
+        TypeError,
+        match=r"in stable_baselines3: .*agent\.policy\.optimizer = ThorMuon\(agent\.policy",
+    ):
         PPO("MlpPolicy", "CartPole-v1", policy_kwargs={"optimizer_class": ThorMuon})
     before = weights(agent.policy)
     agent.learn(64 * steps)
-    assert not any(torch.equal(before[name], value) for name, value in weights(agent.policy).items())
+    assert not any(
+        torch.equal(before[name], value) for name, value in weights(agent.policy).items()
+    )
     return trained([], agent.policy, agent)  # each loss is of other data
 
 
@@ -276,7 +313,10 @@ def deepspeed(place, steps, resume, accumulate=1):
         "gloo", auto_mpi_discovery=False, init_method=f"file://{place}/meet", rank=0, world_size=1
     )
     model = net()
-    config = {"train_micro_batch_size_per_gpu": SAMPLES // accumulate, "gradient_accumulation_steps": accumulate}
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // accumulate,
+        "gradient_accumulation_steps": accumulate,
+    }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)
     if resume:
         engine.load_checkpoint(place / "state")
@@ -306,7 +346,9 @@ CLIENTS = {
 }
 
 
-@pytest.mark.parametrize(("client", "check"), [(c, k) for c, (_, can) in CLIENTS.items() for k in ("trains", *can)])
+@pytest.mark.parametrize(
+    ("client", "check"), [(c, k) for c, (_, can) in CLIENTS.items() for k in ("trains", *can)]
+)
 def test_client(client, check, tmp_path):
     pytest.importorskip(client.partition(" ")[0].replace("-", "_"))
     fit = CLIENTS[client][0]
@@ -318,11 +360,17 @@ def test_client(client, check, tmp_path):
         assert sum(whole.losses[-2:]) < sum(whole.losses[:2]) or client == "stable-baselines3"
     elif check == "resume":
         fit(tmp_path / "cut", HALF, None)
-        at = str(tmp_path / "cut" / f"checkpoint-{HALF}") if fit in (hugging_face, trl, sentence_transformers) else True
+        at = (
+            str(tmp_path / "cut" / f"checkpoint-{HALF}")
+            if fit in (hugging_face, trl, sentence_transformers)
+            else True
+        )
         assert_same(fit(tmp_path / "cut", STEPS, at).weights, whole.weights)
     elif check == "accumulation":
         other = fit(tmp_path / "other", STEPS, None, accumulate=2).weights
-        assert all(torch.allclose(other[name], value, atol=2e-4) for name, value in whole.weights.items())
+        assert all(
+            torch.allclose(other[name], value, atol=2e-4) for name, value in whole.weights.items()
+        )
     else:
         other = fit(tmp_path / "other", STEPS, None, bf16=True)
         assert {value.dtype for value in other.weights.values()} == {torch.float32}

@@ -1,4 +1,6 @@
-"""Models of transformers and peft, tiny and with random weights: what they get, and that it trains."""
+"""Models of transformers and peft, tiny and with random weights: what they get, and that it
+trains.
+"""
 
 import warnings
 
@@ -17,7 +19,8 @@ SIZES = {"vocab_size": 19, "attn_implementation": "eager"}
 
 def gpt2(**options):
     config = transformers.GPT2Config(
-        **SIZES, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        **SIZES, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0,
         bos_token_id=0, eos_token_id=1, **options,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
@@ -26,13 +29,16 @@ def gpt2(**options):
 def llama():
     config = transformers.LlamaConfig(
         **SIZES, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=12, max_position_embeddings=8, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        intermediate_size=12, max_position_embeddings=8, bos_token_id=0, eos_token_id=1,
+        pad_token_id=2,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
 
 def lora(model, **options):
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, **options))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, **options)
+    )
 
 
 def tokens(batch=4, length=6):
@@ -55,7 +61,9 @@ def assert_learns(model, optimizer):
 def test_every_layer_is_covered_and_learns(build):
     """All but the norms is preconditioned; the embedding is GPT-2's decoder too."""
     model = build()
-    optimizer = having(THOR(model, lr=0.05, damping=0.1, update_interval=3), loss_terms=lambda: 4 * 5)
+    optimizer = having(
+        THOR(model, lr=0.05, damping=0.1, update_interval=3), loss_terms=lambda: 4 * 5
+    )
     entries = {entry.name: entry for entry in optimizer.coverage()}
     norms = {name for name in entries if "norm" in name.lower() or "ln_" in name}
     assert {name for name, entry in entries.items() if not entry.preconditioned} == norms
@@ -94,7 +102,8 @@ def test_adapters_made_after_thor_are_named_once_with_the_order(make):
     assert f"In no parameter group, and so not trained, are {', '.join(adapters)}" in message
     assert "get_peft_model(model, ...), then the optimizer" in message
     assert_same(weights(model), before)
-    optimizer.add_param_group({"params": [p for p in model.parameters() if p.requires_grad]})  # the other remedy
+    # the other remedy
+    optimizer.add_param_group({"params": [p for p in model.parameters() if p.requires_grad]})
     take_steps()
     assert all(not torch.equal(model.get_parameter(name), before[name]) for name in adapters)
 
@@ -122,14 +131,20 @@ ADAPTED = {
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_alone_are_preconditioned(name, whole):
-    """The base is frozen: no statistics, no step. Of a module to be trained beside them peft's copy is what runs."""
+    """The base is frozen: no statistics, no step. Of a module to be trained beside them peft's copy
+    is what runs.
+    """
     build, adapted = ADAPTED[name]
     model = build()
-    params = list(model.parameters()) if whole else [p for p in model.parameters() if p.requires_grad]
+    params = (
+        list(model.parameters()) if whole else [p for p in model.parameters() if p.requires_grad]
+    )
     optimizer = THOR(params, model=model, update_interval=3, lr=0.05)
     before = weights(model)
     assert_learns(model, optimizer)
-    assert {layer for layer, curvature in optimizer.curvature.items() if curvature.refreshes} == adapted
+    assert {
+        layer for layer, curvature in optimizer.curvature.items() if curvature.refreshes
+    } == adapted
     assert whole or set(optimizer.curvature) == adapted
     for n, parameter in model.named_parameters():
         assert torch.equal(parameter, before[n]) == ("default" not in n), n
@@ -163,7 +178,11 @@ def test_labels_are_followed_as_if_terms_and_mask_were_set_by_hand(build, terms)
             for part in (slice(0, 2), slice(2, 4)):
                 if not follow:
                     optimizer.row_mask, optimizer.loss_terms = mask[part], terms
-                given = {"input_ids": tokens()[part], "attention_mask": mask[part].long(), "labels": labels[part]}
+                given = {
+                    "input_ids": tokens()[part],
+                    "attention_mask": mask[part].long(),
+                    "labels": labels[part],
+                }
                 model(**given).loss.backward()
                 with torch.no_grad():
                     model(**given)  # an evaluation counts nothing
@@ -186,11 +205,16 @@ def test_the_callback_follows_labels_and_names_arguments_without_effect(tmp_path
         model = gpt2()
         optimizer = THOR(model, lr=optimizer_lr, update_interval=1)
         arguments = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2, report_to=[],
+            str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            max_steps=2, report_to=[],
             use_cpu=True, disable_tqdm=True, logging_strategy="no", save_strategy="no", **given,
         )  # fmt: skip
         trainer = transformers.Trainer(
-            model, arguments, train_dataset=sentences, optimizers=(optimizer, None), callbacks=[CurvatureCallback()]
+            model,
+            arguments,
+            train_dataset=sentences,
+            optimizers=(optimizer, None),
+            callbacks=[CurvatureCallback()],
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -220,11 +244,17 @@ def test_a_training_that_an_error_ended_is_not_followed_twice(tmp_path):
     model = gpt2()
     optimizer = THOR(model, update_interval=1)
     arguments = transformers.TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=4, max_steps=3, report_to=[], use_cpu=True, disable_tqdm=True,
+        str(tmp_path), per_device_train_batch_size=4, max_steps=3, report_to=[], use_cpu=True,
+        disable_tqdm=True,
         save_strategy="no",
     )  # fmt: skip
-    data, calls = [{"input_ids": one, "labels": one} for one in tokens(16)], [CurvatureCallback(), Breaks()]
-    trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=calls)
+    data, calls = (
+        [{"input_ids": one, "labels": one} for one in tokens(16)],
+        [CurvatureCallback(), Breaks()],
+    )
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=calls
+    )
     with pytest.raises(KeyError, match="once"):
         trainer.train()
     trainer.train()
@@ -237,14 +267,28 @@ def test_a_class_and_its_arguments_keep_the_groups_of_the_trainer(tmp_path):
     """As `optimizer_cls_and_kwargs` takes them; without the model, the error says what to write."""
     sentences, model = [{"input_ids": one, "labels": one} for one in tokens(8)], gpt2()
     arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, weight_decay=0.1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+        str(tmp_path),
+        max_steps=2,
+        weight_decay=0.1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
     )
     given = {"train_dataset": sentences, "optimizer_cls_and_kwargs": (ThorMuon, {"lr": 0.08})}
-    with pytest.raises(TypeError, match=r"in transformers: .*optimizers=\(ThorMuon\(model\), None\)"):
+    with pytest.raises(
+        TypeError, match=r"in transformers: .*optimizers=\(ThorMuon\(model\), None\)"
+    ):
         transformers.Trainer(model, arguments, **given).train()
     trainer = transformers.Trainer(model, arguments, **given)
     with model_is(model):
         trainer.train()
-    decays = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    decays = {
+        id(p): group["weight_decay"]
+        for group in trainer.optimizer.param_groups
+        for p in group["params"]
+    }
     decay = {name: decays[id(p)] for name, p in model.named_parameters()}
-    assert {name for name, value in decay.items() if value == 0} == {n for n in decay if "ln_" in n or "bias" in n}
+    assert {name for name, value in decay.items() if value == 0} == {
+        n for n in decay if "ln_" in n or "bias" in n
+    }

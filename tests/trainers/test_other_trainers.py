@@ -1,4 +1,6 @@
-"""The loops of Lightning and of the Hugging Face Trainer: with a closure, with accumulation, stopped and resumed."""
+"""The loops of Lightning and of the Hugging Face Trainer: with a closure, with accumulation,
+stopped and resumed.
+"""
 
 import lightning
 import pytest
@@ -38,12 +40,15 @@ def test_lightning_steps_as_the_plain_loop_and_resumes(tmp_path):
 
     def fit(steps, **options):
         trainer = lightning.Trainer(
-            max_steps=steps, max_epochs=-1, accelerator="cpu", logger=False, enable_progress_bar=False,
+            max_steps=steps, max_epochs=-1, accelerator="cpu", logger=False,
+            enable_progress_bar=False,
             enable_model_summary=False, enable_checkpointing=False, accumulate_grad_batches=2,
             default_root_dir=tmp_path,
         )  # fmt: skip
         module = Module()
-        trainer.fit(module, DataLoader([(x, labels)] * 4, batch_size=None, shuffle=False), **options)
+        trainer.fit(
+            module, DataLoader([(x, labels)] * 4, batch_size=None, shuffle=False), **options
+        )
         return module, trainer
 
     whole, plain = fit(10)[0], Module()
@@ -69,11 +74,14 @@ def test_the_trainer_accumulates_and_resumes(tmp_path):
         model = gpt2()
         optimizer = THOR(model, **OPTIONS)
         arguments = transformers.TrainingArguments(
-            str(tmp_path / folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=8,
+            str(tmp_path / folder), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            max_steps=8,
             save_steps=4, report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
         )  # fmt: skip
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        trainer = transformers.Trainer(model, arguments, train_dataset=sentences, optimizers=(optimizer, constant))
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=sentences, optimizers=(optimizer, constant)
+        )
         trainer.train(**options)
         return model, optimizer
 
@@ -85,7 +93,9 @@ def test_the_trainer_accumulates_and_resumes(tmp_path):
 
 
 class Loss(nn.Module):
-    """What torchrl's loss modules are: they hide parameters, with methods of fewer arguments; names are dotted."""
+    """What torchrl's loss modules are: they hide parameters, with methods of fewer arguments; names
+    are dotted.
+    """
 
     def __init__(self):
         super().__init__()
@@ -115,7 +125,9 @@ class Open(Loss):
 
 def test_modules_that_override_the_lists_of_their_parameters():
     for make in (
-        lambda model: THOR(param_groups(model, no_decay="*.0", weight_decay=0.1), model=model, **OPTIONS),
+        lambda model: THOR(
+            param_groups(model, no_decay="*.0", weight_decay=0.1), model=model, **OPTIONS
+        ),
         lambda model: ThorMuon(param_groups(model, no_decay="*.0", weight_decay=0.1), model=model),
         lambda model: AGCSGD(model, lr=0.1, exclude="*.0.*"),
         lambda model: LAMB(model, lr=0.1, exclude="*.0.*"),
@@ -127,4 +139,6 @@ def test_modules_that_override_the_lists_of_their_parameters():
             train(one, optimizer, batches(4))
             optimizer.state_dict()
         assert_same(model.state_dict(), plain.state_dict(), type(optimizer).__name__)
-        assert not torch.equal(model.held._parameters["module.0.scale"], torch.ones((), dtype=torch.float64))
+        assert not torch.equal(
+            model.held._parameters["module.0.scale"], torch.ones((), dtype=torch.float64)
+        )

@@ -1,4 +1,6 @@
-"""A small task with all that a resumed run must remember: batch statistics, dropout, whole numbers in buffers."""
+"""A small task with all that a resumed run must remember: batch statistics, dropout, whole numbers
+in buffers.
+"""
 
 import sys
 from contextlib import suppress
@@ -22,8 +24,18 @@ sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # where the poo
 
 STEPS, PER_EPOCH = 12, 5
 CUTS = {1: (0, 12), 2: (0, 4, 12), 4: (0, 2, 5, 8, 12)}  # of a batch, by the number of processes
-SETTINGS = {"update_interval": 4, "factor_decay": 0.5, "trace_thresholds": (0.05, 0.001), "lr": 0.01, "split_dim": 4}
-OPTIMIZERS = {"thor": SETTINGS, "thor-muon": {**SETTINGS, "divide_curvature": True}, "sgd": {"momentum": 0.0}}
+SETTINGS = {
+    "update_interval": 4,
+    "factor_decay": 0.5,
+    "trace_thresholds": (0.05, 0.001),
+    "lr": 0.01,
+    "split_dim": 4,
+}
+OPTIMIZERS = {
+    "thor": SETTINGS,
+    "thor-muon": {**SETTINGS, "divide_curvature": True},
+    "sgd": {"momentum": 0.0},
+}
 del OPTIMIZERS["thor-muon"]["trace_thresholds"]
 
 
@@ -46,7 +58,9 @@ class Quiet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3)
+        )
 
     def forward(self, rows):
         return self.layers(rows)
@@ -66,7 +80,10 @@ class Tied(Quiet):
 
 class Noisy:
     unit, steps_per_epoch, samples = "rows", PER_EPOCH, 60
-    metrics = (Metric("loss", "loss", "loss", False), Metric("top1", "top-1", "top-1", True, primary=True, share=True))
+    metrics = (
+        Metric("loss", "loss", "loss", False),
+        Metric("top1", "top-1", "top-1", True, primary=True, share=True),
+    )
 
     def __init__(self, kind=Net):
         self.kind = kind
@@ -75,7 +92,9 @@ class Noisy:
         return self.kind().double()
 
     def batch(self, seed, part):
-        rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        rows = torch.randn(
+            12, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         return rows[part], rows[:, :3].argmax(1)[part]
 
     def batches(self, ranks, start):
@@ -101,8 +120,17 @@ class Noisy:
 
 
 def recipe(**given):
-    own = {"steps": STEPS, "eval_interval": 3, "checkpoint_interval": 5, "ema_decay": 0.5, "seed": 3, "device": "cpu"}
-    return Recipe.model_validate({**own, "optimizer": list(OPTIMIZERS), "optimizers": OPTIMIZERS, **given})
+    own = {
+        "steps": STEPS,
+        "eval_interval": 3,
+        "checkpoint_interval": 5,
+        "ema_decay": 0.5,
+        "seed": 3,
+        "device": "cpu",
+    }
+    return Recipe.model_validate(
+        {**own, "optimizer": list(OPTIMIZERS), "optimizers": OPTIMIZERS, **given}
+    )
 
 
 class Losses(Observer):
@@ -122,7 +150,9 @@ class Losses(Observer):
 
 
 def go(folder, given, name, ranks=None, *, stop_at=None, resume=False, task=None):
-    """Train with checkpoints; gives losses, whole weights and state, and random numbers, on the first process."""
+    """Train with checkpoints; gives losses, whole weights and state, and random numbers, on the
+    first process.
+    """
     ranks, task = ranks or Ranks(), task or Noisy()
     run = build(given, name, task, ranks, resumed=resume)
     if resume:

@@ -1,4 +1,6 @@
-"""A small task with what a loop may not assume: mappings, padding, unequal and missing terms; and an observer."""
+"""A small task with what a loop may not assume: mappings, padding, unequal and missing terms; and
+an observer.
+"""
 
 import itertools
 
@@ -16,11 +18,17 @@ from torch_thor.training.tasks.task import Loss, Metric, Terms
 COUNTS = torch.tensor([5, 1, 0, 3, 2, 4])  # rows that count, of the five of each sample
 CUTS = {1: (0, 6), 2: (0, 2, 6)}  # of a batch, by the number of processes
 MUON = {"lr": 0.05, "damping": 0.1, "update_interval": 2, "factor_decay": 0.5}
-OPTIMIZERS = {"sgd": {"lr": 0.3}, "thor": {**MUON, "trace_thresholds": (0.0, 0.0)}, "thor-muon": MUON}
+OPTIMIZERS = {
+    "sgd": {"lr": 0.3},
+    "thor": {**MUON, "trace_thresholds": (0.0, 0.0)},
+    "thor-muon": MUON,
+}
 
 
 class Padded:
-    """Mappings of sequences; a row has a label, or is padding, which contains `junk`. One step may be spoiled."""
+    """Mappings of sequences; a row has a label, or is padding, which contains `junk`. One step may
+    be spoiled.
+    """
 
     unit, steps_per_epoch, samples = "rows", 4, 24
     metrics = (
@@ -37,8 +45,13 @@ class Padded:
     def batch(self, seed, own=slice(None)):
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randn(6, 5, 4, generator=generator, dtype=torch.float64)
-        labels, counts = torch.randint(3, (6, 5), generator=generator), torch.arange(5) < COUNTS[:, None]
-        rows = (rows * (float("nan") if seed + 1 == self.spoiled else 1)).where(counts[..., None], self.junk)
+        labels, counts = (
+            torch.randint(3, (6, 5), generator=generator),
+            torch.arange(5) < COUNTS[:, None],
+        )
+        rows = (rows * (float("nan") if seed + 1 == self.spoiled else 1)).where(
+            counts[..., None], self.junk
+        )
         return {"rows": rows[own], "truth": (labels[own], counts[own])}
 
     def batches(self, ranks, start):
@@ -56,7 +69,11 @@ class Padded:
     def each(self, scores, batch):
         self.passes += 1
         labels, counts = batch["truth"]
-        return F.cross_entropy(scores.movedim(-1, 1), labels, reduction="none").where(counts, 0.0).sum()
+        return (
+            F.cross_entropy(scores.movedim(-1, 1), labels, reduction="none")
+            .where(counts, 0.0)
+            .sum()
+        )
 
     def loss(self, net, batch):
         scores = net(batch["rows"])
@@ -68,7 +85,14 @@ class Padded:
 
 def started(name="sgd", task=None, ranks=None, **given):
     """A run of the task with one of OPTIMIZERS, before its first step."""
-    own = {"epochs": 2, "batch_size": 6, "seed": 5, "device": "cpu", "schedule": {"kind": "linear"}, **given}
+    own = {
+        "epochs": 2,
+        "batch_size": 6,
+        "seed": 5,
+        "device": "cpu",
+        "schedule": {"kind": "linear"},
+        **given,
+    }
     settings = {**OPTIMIZERS[name], **own.pop("settings", {})}
     recipe = Recipe.model_validate({**own, "optimizer": [name], "optimizers": {name: settings}})
     return build(recipe, name, task or Padded(), ranks or Ranks())

@@ -1,8 +1,10 @@
-"""Trains the task of noisy.py as a command would, and does something at a moment: python run_script.py PLAN OUT WORDS.
+"""Trains the task of noisy.py as a command would, and does something at a moment: python
+run_script.py PLAN OUT WORDS.
 
-PLAN has a part for each start under `torchrun`, separated by commas: `1:step:5:SIGKILL` sends rank 1 this signal before
-the optimizer's step 5, `0:writing:6:SIGKILL` before the manifest of a checkpoint, `0:evaluation:6:SIGKILL` before an
-evaluation, and `0:claim:0:SIGKILL` before the folder is changed. WORDS may be --resume.
+PLAN has a part for each start under `torchrun`, separated by commas: `1:step:5:SIGKILL` sends rank
+1 this signal before the optimizer's step 5, `0:writing:6:SIGKILL` before the manifest of a
+checkpoint, `0:evaluation:6:SIGKILL` before an evaluation, and `0:claim:0:SIGKILL` before the folder
+is changed. WORDS may be --resume.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""One format for every division: a resumed run is one that never stopped, and what is damaged is never loaded."""
+"""One format for every division: a resumed run is one that never stopped, and what is damaged is
+never loaded.
+"""
 
 import dataclasses
 import errno
@@ -42,7 +44,9 @@ def on(pool, tmp_path):
     def start(way, folder, given, name, **options):
         world, parallel = WAYS[way]
         shards = {"shards": 2} if parallel == "hsdp" else {}
-        return pool.run(world, tmp_path, _go, folder, given | {"parallel": parallel, **shards}, name, options)
+        return pool.run(
+            world, tmp_path, _go, folder, given | {"parallel": parallel, **shards}, name, options
+        )
 
     return start
 
@@ -66,17 +70,30 @@ def test_resumed_equals_never_stopped_bit_for_bit(on, tmp_path, way, name):
 
 
 PAIRS = [
-    *((before, after, name) for before, after in (("ddp", "one"), ("one", "ddp")) for name in noisy.OPTIMIZERS),
+    *(
+        (before, after, name)
+        for before, after in (("ddp", "one"), ("one", "ddp"))
+        for name in noisy.OPTIMIZERS
+    ),
     # thor-muon is left out: each process orthogonalises its own rows
-    *((*pair, name) for pair in (("fsdp", "one"), ("one", "fsdp"), ("fsdp", "ddp")) for name in ("thor", "sgd")),
+    *(
+        (*pair, name)
+        for pair in (("fsdp", "one"), ("one", "fsdp"), ("fsdp", "ddp"))
+        for name in ("thor", "sgd")
+    ),
 ]
 
 
 @pytest.mark.parametrize(("before", "after", "name"), PAIRS)
 def test_loads_into_another_division(on, tmp_path, before, after, name):
-    """Without dropout and batch statistics, and with blocks of one row, which are cut alike, all train alike."""
+    """Without dropout and batch statistics, and with blocks of one row, which are cut alike, all
+    train alike.
+    """
     free = {"split_dim": 1, "max_update_ratio": None}
-    own = {key: {**values, **free} if key != "sgd" else values for key, values in noisy.OPTIMIZERS.items()}
+    own = {
+        key: {**values, **free} if key != "sgd" else values
+        for key, values in noisy.OPTIMIZERS.items()
+    }
     given = {"ema_decay": None, "optimizers": own}
     task = noisy.Noisy(noisy.Quiet)
     on(before, tmp_path, given, name, stop_at=4, task=task)
@@ -89,7 +106,7 @@ def test_loads_into_another_division(on, tmp_path, before, after, name):
         torch.testing.assert_close({**found, "row_shards": 1}, {**values, "row_shards": 1})
 
 
-# ---- the files ------------------------------------------------------------------------------------------------------
+# ---- the files -----------------------------------------------------------------------------------
 
 FILES = ("model.safetensors", "averaged.safetensors", "state.pt", "recipe.yaml", "manifest.json")
 
@@ -97,7 +114,9 @@ FILES = ("model.safetensors", "averaged.safetensors", "state.pt", "recipe.yaml",
 @pytest.fixture
 def trained():
     """A run after two steps."""
-    run = build(noisy.recipe(name="noisy", steps=2, eval_interval=1), "thor", noisy.Noisy(), Ranks())
+    run = build(
+        noisy.recipe(name="noisy", steps=2, eval_interval=1), "thor", noisy.Noisy(), Ranks()
+    )
     train(run)
     return run
 
@@ -150,11 +169,15 @@ def test_damage_is_named_and_the_one_before_is_taken(trained, tmp_path, kind):
         assert len(said) == 1
         assert re.search(rf"{new} is damaged: .*{name}.*; falling back", said[0])
     harm(old / FILES[0], kind)
-    with pytest.raises(DamagedCheckpointError, match=r"every checkpoint in .* is damaged: start again with"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"every checkpoint in .* is damaged: start again with"
+    ):
         newest(tmp_path, said.append)
 
 
-@pytest.mark.parametrize("text", ["null", "[]", "7", "{}", "[" * 100_000, '{"checksum": []}', "\0", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["null", "[]", "7", "{}", "[" * 100_000, '{"checksum": []}', "\0", "\xff"]
+)
 def test_a_manifest_of_another_form_is_damage(tmp_path, text):
     (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(DamagedCheckpointError, match=r"manifest.json is truncated or altered"):
@@ -163,7 +186,9 @@ def test_a_manifest_of_another_form_is_damage(tmp_path, text):
 
 def test_a_checkpoint_of_another_step_is_damage(trained, tmp_path):
     save(tmp_path, trained, 99).rename(tmp_path / "step-00000100")
-    with pytest.raises(DamagedCheckpointError, match="step-00000100 is damaged: it contains step 99"):
+    with pytest.raises(
+        DamagedCheckpointError, match="step-00000100 is damaged: it contains step 99"
+    ):
         open_checkpoint(tmp_path / "step-00000100")
 
 
@@ -174,10 +199,15 @@ def test_nothing_in_it_is_executed(trained, tmp_path):
 
     path = save(tmp_path, trained, 2)
     manifest = json.loads((path / "manifest.json").read_text())
-    for content in (pickle.dumps({"optimizer": Evil()}), pickle.dumps(Evil(), protocol=2), b"PK\3\4"):
+    for content in (
+        pickle.dumps({"optimizer": Evil()}),
+        pickle.dumps(Evil(), protocol=2),
+        b"PK\3\4",
+    ):
         (path / "state.pt").write_bytes(content)
         del manifest["checksum"]
-        manifest["sha256"]["state.pt"] = checkpoint.sha256(path / "state.pt")  # a forger can do sums too
+        # a forger can do sums too
+        manifest["sha256"]["state.pt"] = checkpoint.sha256(path / "state.pt")
         manifest["checksum"] = checkpoint.digest(manifest)
         (path / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(DamagedCheckpointError, match=r"state.pt cannot be loaded"):
@@ -194,14 +224,18 @@ def full(*args, **options):
 
 
 def full_for_safetensors(*args, **options):
-    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    raise SafetensorError(
+        "Error while serializing: I/O error: No space left on device (os error 28)"
+    )
 
 
 def full_for_torch(*args, **options):
     try:
         full()
     except OSError:
-        raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 704 vs 598") from None
+        raise RuntimeError(
+            "[enforce fail at inline_container.cc:671] . unexpected pos 704 vs 598"
+        ) from None
 
 
 MOMENTS = [  # where, and the call that fails there
@@ -236,7 +270,9 @@ def test_a_full_disk_or_a_kill_leaves_the_older_ones_whole(
             assert "\n" not in str(caught.value)
             assert f"{tmp_path / 'step-00000003'} cannot be written (" in str(caught.value)
             assert "No space left on device" in str(caught.value)
-            assert "the newest complete one is step-00000002: free some disk space, then" in str(caught.value)
+            assert "the newest complete one is step-00000002: free some disk space, then" in str(
+                caught.value
+            )
             assert contents(tmp_path) == before
         assert newest(tmp_path, pytest.fail).step == 2
     save(tmp_path, trained, 3, keep=1)  # what a kill has left is no obstacle
@@ -245,7 +281,9 @@ def test_a_full_disk_or_a_kill_leaves_the_older_ones_whole(
 
 def test_everything_is_on_the_disk_before_the_rename(trained, tmp_path, monkeypatch):
     flushed = []
-    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(Path(f"/proc/self/fd/{number}").readlink().name))
+    monkeypatch.setattr(
+        os, "fsync", lambda number: flushed.append(Path(f"/proc/self/fd/{number}").readlink().name)
+    )
     monkeypatch.setattr(Path, "rename", die)
     with pytest.raises(SystemExit):
         save(tmp_path, trained, 2)
@@ -259,7 +297,8 @@ def test_newest_and_best_are_kept(trained, tmp_path):
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000012"]
     save(tmp_path, trained, 13, 1, 13)
     assert names(tmp_path) == ["step-00000013"]
-    save(tmp_path, trained, 11, 1, 11)  # of a run that continues because those of later steps are damaged
+    # of a run that continues because those of later steps are damaged
+    save(tmp_path, trained, 11, 1, 11)
     assert names(tmp_path) == ["step-00000011", "step-00000013"]
 
 
@@ -269,7 +308,8 @@ def test_an_old_one_that_cannot_be_removed_ends_nothing(trained, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", full)
         save(tmp_path, trained, 3, keep=2)
-    assert not (tmp_path / "step-00000001").exists()  # whose files are gone is no checkpoint any more
+    # whose files are gone is no checkpoint any more
+    assert not (tmp_path / "step-00000001").exists()
     saving.settle(tmp_path, trained)  # tried again, as by a run that continues
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
@@ -291,8 +331,20 @@ def test_what_belongs_to_another_run_is_refused(trained, tmp_path):
     more.samples, words.tokenizer_checksum, words.tokenizer_file = 61, "b" * 64, "tokenizer.json"
     misfit = noisy.recipe(optimizers={"sgd": {"decay_filter": "*.weight"}})
     for change, given, name, task, said in (
-        ({}, trained.recipe, "thor", more, "began with 60 training samples, and the data have 61 now"),
-        ({}, trained.recipe, "thor", noisy.Noisy(noisy.Tied), r"\(again.bias: missing, the network has \(8,\)"),
+        (
+            {},
+            trained.recipe,
+            "thor",
+            more,
+            "began with 60 training samples, and the data have 61 now",
+        ),
+        (
+            {},
+            trained.recipe,
+            "thor",
+            noisy.Noisy(noisy.Tied),
+            r"\(again.bias: missing, the network has \(8,\)",
+        ),
         ({}, trained.recipe, "sgd", trained.task, "belongs to optimizer thor, not sgd: move it"),
         ({"optimizer": "sgd"}, misfit, "sgd", trained.task, "the state of sgd does not fit"),
         (

@@ -1,4 +1,6 @@
-"""Each recipe of the package trains with its settings, at a tiny size: data, precision, parts, phases, schedules."""
+"""Each recipe of the package trains with its settings, at a tiny size: data, precision, parts,
+phases, schedules.
+"""
 
 import math
 
@@ -15,7 +17,8 @@ from torch_thor.training.run import build
 from torch_thor.training.tasks import open_task
 
 KINDS = {
-    "thor": THOR, "thor-muon": ThorMuon, "lamb": LAMB, "agc-sgd": AGCSGD, "adamw": torch.optim.AdamW,
+    "thor": THOR, "thor-muon": ThorMuon, "lamb": LAMB, "agc-sgd": AGCSGD,
+    "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
 }  # fmt: skip
 SHORT = {128: 16, 512: 32}  # tokens
@@ -35,11 +38,14 @@ def trains(recipe, steps):
         assert type(run.optimizer) is KINDS[name]
         assert len(record.points) == steps
         assert all(0 < point.loss < 10 and not point.skipped for point in record.points)
-        assert all(math.isfinite(value) for score in record.scores for value in score.metrics.values())
+        assert all(
+            math.isfinite(value) for score in record.scores for value in score.metrics.values()
+        )
     return run.score.metrics, said
 
 
-@pytest.mark.filterwarnings("ignore:.* preconditions")  # of a tiny network the embeddings are the most
+# of a tiny network the embeddings are the most
+@pytest.mark.filterwarnings("ignore:.* preconditions")
 def test_every_recipe_of_bert_trains(tmp_path, monkeypatch):
     for size in bert.BERTS:
         monkeypatch.setitem(bert.BERTS, size, (1, 32, 2, 64))
@@ -47,13 +53,16 @@ def test_every_recipe_of_bert_trains(tmp_path, monkeypatch):
     for name in names:
         recipe = load_recipe(name)
         phases = [
-            {**phase.model_dump(), "steps": 2, "length": phase.length and SHORT[phase.length], "batch_size": 4,
+            {**phase.model_dump(), "steps": 2, "length": phase.length and SHORT[phase.length],
+            "batch_size": 4,
              "accumulation": 2}
             for phase in recipe.phases
         ]  # fmt: skip
         words = [
-            "data.name=python-text", f"data.root={tmp_path}", f"data.text.length={SHORT[recipe.data.text.length]}",
-            "data.text.vocab_size=300", "data.workers.count=0", "epochs=1", "batch_size=4", "device=cpu",
+            "data.name=python-text", f"data.root={tmp_path}",
+            f"data.text.length={SHORT[recipe.data.text.length]}",
+            "data.text.vocab_size=300", "data.workers.count=0", "epochs=1", "batch_size=4",
+            "device=cpu",
             "accumulation=2", "eval_interval=100", f"steps={'null' if phases else 3}",
         ]  # fmt: skip
         if recipe.schedule.warmup_steps is not None:
@@ -72,10 +81,13 @@ def test_every_recipe_of_images_trains(tmp_path):
         if recipe.task != "image-classification" or name in ("digits", "fashion-mnist"):
             continue
         words = [
-            "data.name=image-folder", f"data.root={photographs}", "data.transform.size=32", "data.transform.resize=36",
+            "data.name=image-folder", f"data.root={photographs}", "data.transform.size=32",
+            "data.transform.resize=36",
             "data.workers.count=0", "data.max_broken=0.2", "batch_size=9", "epochs=2", "device=cpu",
-            f"model={MODELS[recipe.model]}", "schedule.horizon_epochs=null", "schedule.warmup_epochs=0.5",
-            "schedule.milestones=[1]", *(["update_interval=2"] if "thor" in recipe.optimizer else []),
+            f"model={MODELS[recipe.model]}", "schedule.horizon_epochs=null",
+            "schedule.warmup_epochs=0.5",
+            "schedule.milestones=[1]",
+            *(["update_interval=2"] if "thor" in recipe.optimizer else []),
         ]  # fmt: skip
         metrics, said = trains(override(recipe, words), 4)
         assert math.isfinite(metrics["loss"])

@@ -1,4 +1,6 @@
-"""Exporting a trained network: transformers reads it and computes the same; what cannot be exported is one line."""
+"""Exporting a trained network: transformers reads it and computes the same; what cannot be exported
+is one line.
+"""
 
 import io
 
@@ -13,14 +15,27 @@ from torch_thor.training.run import export, run_recipe
 from torch_thor.training.tasks import open_task
 from torch_thor.training.weights import find_checkpoints
 
-WORDS = ["data.text.vocab_size=300", "data.text.length=32", "batch_size=4", "device=cpu", "steps=2", "eval_interval=2"]
+WORDS = [
+    "data.text.vocab_size=300",
+    "data.text.length=32",
+    "batch_size=4",
+    "device=cpu",
+    "steps=2",
+    "eval_interval=2",
+]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of two steps with two optimizers, and averages."""
     folder = tmp_path_factory.mktemp("run")
-    words = [*WORDS, f"data.root={folder / 'cache'}", "ema_decay=0.5", "optimizer=thor,sgd", "targets=[]"]
+    words = [
+        *WORDS,
+        f"data.root={folder / 'cache'}",
+        "ema_decay=0.5",
+        "optimizer=thor,sgd",
+        "targets=[]",
+    ]
     recipe = load_recipe("bert-tiny", words)
     run_recipe(recipe, RunFolder(folder / "run"), Console(file=io.StringIO()))
     return folder / "run", recipe
@@ -37,15 +52,25 @@ def test_transformers_reads_what_was_trained(run, tmp_path, averaged):
     model = open_task(recipe, torch.device("cpu"), pytest.fail, train=False).model().eval()
     find_checkpoints(folder / "thor", pytest.fail)[0].load_weights(model, averaged=averaged)
     tokenizer = AutoTokenizer.from_pretrained(out)
-    batch = tokenizer(["The sequence of statements."], ["An object is returned."], return_tensors="pt", padding=True)
+    batch = tokenizer(
+        ["The sequence of statements."],
+        ["An object is returned."],
+        return_tensors="pt",
+        padding=True,
+    )
     with torch.no_grad():
         logits = AutoModelForMaskedLM.from_pretrained(out)(**batch).logits
         assert logits.equal(model(**batch).prediction_logits)
         hidden = AutoModel.from_pretrained(out)(**batch).last_hidden_state
         assert hidden.equal(model.bert(**batch).last_hidden_state)
-    assert (tokenizer.model_max_length, batch["token_type_ids"][0, [0, -1]].tolist()) == (32, [0, 1])
+    assert (tokenizer.model_max_length, batch["token_type_ids"][0, [0, -1]].tolist()) == (
+        32,
+        [0, 1],
+    )
     assert tokenizer.mask_token_id in tokenizer("It is not a [MASK].")["input_ids"]
-    assert tokenizer.decode(batch["input_ids"][0]).startswith("[CLS] the sequence of statements. [SEP] an object")
+    assert tokenizer.decode(batch["input_ids"][0]).startswith(
+        "[CLS] the sequence of statements. [SEP] an object"
+    )
 
 
 def test_what_cannot_be_exported_is_one_line(run, tmp_path):

@@ -1,4 +1,6 @@
-"""The folder of a run: who may write to it, and what if its recipe is damaged. A refusal changes nothing."""
+"""The folder of a run: who may write to it, and what if its recipe is damaged. A refusal changes
+nothing.
+"""
 
 import io
 import os
@@ -17,7 +19,12 @@ from torch_thor.training.run import evaluate_saved, run_recipe
 from torch_thor.training.weights import find_checkpoints
 
 SILENT = Console(file=io.StringIO())
-GIVEN = {"name": "noisy", "optimizer": ("sgd",), "optimizers": {"sgd": noisy.OPTIMIZERS["sgd"]}, "epochs": 2}
+GIVEN = {
+    "name": "noisy",
+    "optimizer": ("sgd",),
+    "optimizers": {"sgd": noisy.OPTIMIZERS["sgd"]},
+    "epochs": 2,
+}
 RECIPE = noisy.recipe(**GIVEN, steps=None, batch_size=12)
 
 
@@ -39,12 +46,33 @@ def changed(**given):
 
 
 REFUSED = [
-    (RECIPE, {}, "contains a run already: continue it with --resume, choose another folder with --out, or delete it"),
+    (
+        RECIPE,
+        {},
+        "contains a run already: continue it with --resume, choose another folder with --out, or "
+        "delete it",
+    ),
     (RECIPE, {"resume": True, "overwrite": True}, "--resume and --overwrite exclude each other"),
-    (changed(name="other"), {"overwrite": True}, "belongs to recipe noisy, not other: choose another folder"),
-    (changed(seed=4, batch_size=7), {"resume": True}, r"other settings \((seed: 3 -> 4|batch_size: 12 -> 7); "),
-    (changed(optimizers={"sgd": {"lr": 0.5}}), {"resume": True}, r"\(optimizers.sgd.momentum: 0.0 -> None"),
-    (changed(epochs=1), {"resume": True}, "epochs=1 is less than the run's 2: --resume only lengthens a run"),
+    (
+        changed(name="other"),
+        {"overwrite": True},
+        "belongs to recipe noisy, not other: choose another folder",
+    ),
+    (
+        changed(seed=4, batch_size=7),
+        {"resume": True},
+        r"other settings \((seed: 3 -> 4|batch_size: 12 -> 7); ",
+    ),
+    (
+        changed(optimizers={"sgd": {"lr": 0.5}}),
+        {"resume": True},
+        r"\(optimizers.sgd.momentum: 0.0 -> None",
+    ),
+    (
+        changed(epochs=1),
+        {"resume": True},
+        "epochs=1 is less than the run's 2: --resume only lengthens a run",
+    ),
 ]
 
 
@@ -62,7 +90,11 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     for folder, options, said in (
         ("", {"overwrite": True}, "is not a run folder and not empty"),
         ("thesis.txt", {}, "is not a run folder and not empty"),
-        ("thesis.txt/run", {}, r"thesis.txt is a file \(which .* would be in\): choose another folder"),
+        (
+            "thesis.txt/run",
+            {},
+            r"thesis.txt is a file \(which .* would be in\): choose another folder",
+        ),
         ("new", {"resume": True}, "there is no run in .* to resume: leave --resume out"),
     ):
         with pytest.raises(UserError, match=said):
@@ -77,18 +109,28 @@ def test_resume_lengthens_and_overwrite_begins_anew(run, tmp_path):
     assert RunFolder(run.path).stored() == longer
     whole = RunFolder(tmp_path / "whole")
     run_recipe(longer, whole, SILENT)
-    one, other = (newest(folder.checkpoints("sgd"), pytest.fail).path / "model.safetensors" for folder in (run, whole))
+    one, other = (
+        newest(folder.checkpoints("sgd"), pytest.fail).path / "model.safetensors"
+        for folder in (run, whole)
+    )
     assert one.read_bytes() == other.read_bytes()
     run_recipe(changed(seed=4), run, SILENT, overwrite=True)
     assert newest(run.checkpoints("sgd"), pytest.fail).step == 10
     cosine = load_recipe("digits", ["schedule.kind=cosine", "epochs=2", "optimizer=sgd"]).schedule
     run_recipe(changed(schedule=cosine), run, SILENT, overwrite=True)
-    with pytest.raises(UserError, match=r"schedule.kind=cosine ends with the training, so the steps so far used"):
+    with pytest.raises(
+        UserError, match=r"schedule.kind=cosine ends with the training, so the steps so far used"
+    ):
         run_recipe(changed(schedule=cosine, epochs=3), run, SILENT, resume=True)
 
 
 def test_two_writers(run, tmp_path):
-    with run.locked(), pytest.raises(UserError, match=rf"{run.path} is in use by process {os.getpid()} on .*: wait"):
+    with (
+        run.locked(),
+        pytest.raises(
+            UserError, match=rf"{run.path} is in use by process {os.getpid()} on .*: wait"
+        ),
+    ):
         run_recipe(RECIPE, RunFolder(run.path), SILENT, resume=True)
     run_recipe(RECIPE, RunFolder(run.path), SILENT, resume=True)
     one, other = RunFolder(tmp_path / "new"), RunFolder(tmp_path / "new")
@@ -106,7 +148,9 @@ def test_a_checkpoint_has_a_copy_of_a_damaged_recipe(run, damage):
         run.recipe.unlink()
     else:
         run.recipe.write_bytes({"cut": b"seed: [", "not utf-8": b"\xff"}[damage])
-    with pytest.raises(UserError, match=r"recipe.yaml is damaged \(.*\): copy that of a checkpoint over it"):
+    with pytest.raises(
+        UserError, match=r"recipe.yaml is damaged \(.*\): copy that of a checkpoint over it"
+    ):
         run.stored()
     run_recipe(RECIPE, run, SILENT, resume=True)
     assert run.recipe.read_text() == text
@@ -118,7 +162,8 @@ def test_a_recipe_whose_bit_flipped_is_not_continued(run):
         flipped = run.stored()
         assert flipped != RECIPE
         with pytest.raises(
-            UserError, match=r"settings \(seed: 3 -> 2\).*copy that of a|epochs=1 is less than the run's 2"
+            UserError,
+            match=r"settings \(seed: 3 -> 2\).*copy that of a|epochs=1 is less than the run's 2",
         ):
             run_recipe(flipped, run, SILENT, resume=True)
         run.recipe.write_bytes((run.checkpoints("sgd") / "step-00000010/recipe.yaml").read_bytes())
@@ -131,9 +176,14 @@ def test_the_next_free_folder(tmp_path, monkeypatch):
         folder = RunFolder.named(first)
         assert folder.path == tmp_path / name
         run_recipe(RECIPE, folder, SILENT)
-    assert RunFolder.named(first, resume=True).path == RunFolder.named(first, overwrite=True).path == folder.path
+    assert (
+        RunFolder.named(first, resume=True).path
+        == RunFolder.named(first, overwrite=True).path
+        == folder.path
+    )
     assert RunFolder.named(tmp_path / "new", resume=True).path == tmp_path / "new"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # another job than that which has begun it
+    # another job than that which has begun it
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert RunFolder.named(first).path == tmp_path / "digits-4"
 
@@ -148,7 +198,9 @@ def test_evaluations_find_the_checkpoints_of_a_path(run, tmp_path):
     best = run.checkpoints("sgd") / "best"
     assert found(best) == [best]
     own, averaged = evaluate_saved(run.path, ["device=cpu"], pytest.fail)
-    lines = [line for line in run.metrics("sgd").read_text().splitlines() if '"eval", "step": 10' in line]
+    lines = [
+        line for line in run.metrics("sgd").read_text().splitlines() if '"eval", "step": 10' in line
+    ]
     assert f'"top1": {own.values["top1"]}, "averaged_loss": {averaged.values["loss"]}' in lines[0]
     assert (own.averaged, averaged.averaged, own.path) == (False, True, last)
     for path, words, said in (

@@ -1,4 +1,6 @@
-"""The loop for any task: parts and processes are one batch, the order of things, and what ends a training."""
+"""The loop for any task: parts and processes are one batch, the order of things, and what ends a
+training.
+"""
 
 import copy
 import gc
@@ -34,10 +36,20 @@ def result(*given, **options):
     """What must not depend on how a batch is divided."""
     run, record = started(*given, **options), Record()
     train(run, [record])
-    factors = [factor for layer in getattr(run.optimizer, "curvature", {}).values() for factor in layer.factors()]
-    found = {"weights": dict(run.model.state_dict()), "factors": [f for f in factors if f is not None]}
+    factors = [
+        factor
+        for layer in getattr(run.optimizer, "curvature", {}).values()
+        for factor in layer.factors()
+    ]
+    found = {
+        "weights": dict(run.model.state_dict()),
+        "factors": [f for f in factors if f is not None],
+    }
     found["metrics"] = [score.metrics for score in record.scores]
-    return {**found, **{key: [getattr(point, key) for point in record.points] for key in ("loss", "terms")}}
+    return {
+        **found,
+        **{key: [getattr(point, key) for point in record.points] for key in ("loss", "terms")},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +65,9 @@ def on_rank(rank, world, name, given):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parts_and_processes_are_one_batch(name, pool, tmp_path):
-    """In float64: a part's mean counts as often as it has terms, also where it has none; padding is in no factor."""
+    """In float64: a part's mean counts as often as it has terms, also where it has none; padding is
+    in no factor.
+    """
     for clip in (None, 0.2):
         whole = result(name, clip_norm=clip)
         assert whole["terms"] == [15] * 8
@@ -62,14 +76,17 @@ def test_parts_and_processes_are_one_batch(name, pool, tmp_path):
             found = result(name, Padded(junk=7.0), clip_norm=clip, accumulation=parts)
             torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-9)
         for parts in (1, 2):
-            first, second = pool.run(2, tmp_path, on_rank, name, {"clip_norm": clip, "accumulation": parts})
+            first, second = pool.run(
+                2, tmp_path, on_rank, name, {"clip_norm": clip, "accumulation": parts}
+            )
             assert first["loss"] == second["loss"]
             torch.testing.assert_close(first, whole, rtol=1e-6, atol=1e-9)
 
 
 def test_batches_are_split_as_chunk_does_and_the_phase_says_how_often():
     parts = split({"a": torch.arange(5), "b": (torch.arange(10).view(5, 2), [torch.ones(5)])}, 4)
-    assert [(part["a"].tolist(), part["b"][0][:, 0].tolist(), len(part["b"][1][0])) for part in parts] == [
+    assert [(part["a"].tolist(), part["b"][0][:, 0].tolist(),
+    len(part["b"][1][0])) for part in parts] == [
         ([0, 1], [0, 2], 2), ([2, 3], [4, 6], 2), ([4], [8], 1),
     ]  # fmt: skip
     run = started(phases=[{"steps": 3, "accumulation": 6}, {"steps": 2}], epochs=1, eval_interval=9)
@@ -79,8 +96,13 @@ def test_batches_are_split_as_chunk_does_and_the_phase_says_how_often():
 
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])
 def test_equals_a_loop_written_out(fisher):
-    """THOR is told the terms of a step, the rows of a part, and the output; then clipping, lr and step, to the bit."""
-    run, record = started("thor", clip_norm=0.45, accumulation=2, settings={"fisher": fisher}), Record()
+    """THOR is told the terms of a step, the rows of a part, and the output; then clipping, lr and
+    step, to the bit.
+    """
+    run, record = (
+        started("thor", clip_norm=0.45, accumulation=2, settings={"fisher": fisher}),
+        Record(),
+    )
     train(run, [record])
     torch.manual_seed(5)
     task, norms = Padded(), []
@@ -100,16 +122,27 @@ def test_equals_a_loop_written_out(fisher):
         optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 8)
         optimizer.step()
         optimizer.zero_grad()
-        wanted = (mean, 0.05 * (1 - step / 8), 0.1, sum(one.duration for one in record.points[: step + 1]))
-        assert (point.loss, point.lr, point.damping, point.seconds) == pytest.approx(wanted, rel=1e-6)
+        wanted = (
+            mean,
+            0.05 * (1 - step / 8),
+            0.1,
+            sum(one.duration for one in record.points[: step + 1]),
+        )
+        assert (point.loss, point.lr, point.damping, point.seconds) == pytest.approx(
+            wanted, rel=1e-6
+        )
         assert point.refresh == (step % 2 == 0) == bool(point.events)
     assert min(norms) < 0.45 < max(norms)
     assert_same(dict(run.model.state_dict()), dict(model.state_dict()))
     assert record.scores[-1].seconds == record.points[-1].seconds
 
 
-def test_waiting_for_data_is_not_waiting_for_processes_and_a_batch_without_terms_is_refused(monkeypatch):
-    """Time passes where the task is asked for a batch (1 s), and where processes exchange sums (10 s)."""
+def test_waiting_for_data_is_not_waiting_for_processes_and_a_batch_without_terms_is_refused(
+    monkeypatch,
+):
+    """Time passes where the task is asked for a batch (1 s), and where processes exchange sums (10
+    s).
+    """
     now = [0.0]
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
 
@@ -126,7 +159,9 @@ def test_waiting_for_data_is_not_waiting_for_processes_and_a_batch_without_terms
 
     monkeypatch.setattr(Ranks, "total", total)
     run, record = started(task=Slow()), Record()
-    with pytest.raises(UserError, match=r"the batch of step 6 has no loss term on a process: .* raise batch_size"):
+    with pytest.raises(
+        UserError, match=r"the batch of step 6 has no loss term on a process: .* raise batch_size"
+    ):
         train(run, [record])
     assert [(point.waited, point.duration) for point in record.points] == [(1, 11)] * 4
 
@@ -138,9 +173,18 @@ def noted(calls, name, really, *given, **options):
 
 
 def counted(rank, world):
-    """The collectives of eight steps and one evaluation; those of the gradients alone are asynchronous."""
+    """The collectives of eight steps and one evaluation; those of the gradients alone are
+    asynchronous.
+    """
     calls, run = [], started(ranks=Ranks(rank, world), eval_interval=9)
-    for name in ("all_reduce", "broadcast", "broadcast_object_list", "all_gather", "all_gather_object", "barrier"):
+    for name in (
+        "all_reduce",
+        "broadcast",
+        "broadcast_object_list",
+        "all_gather",
+        "all_gather_object",
+        "barrier",
+    ):
         setattr(dist, name, partial(noted, calls, name, getattr(dist, name)))
     train(run)
     return calls
@@ -148,7 +192,9 @@ def counted(rank, world):
 
 def test_one_all_reduce_a_step_beside_that_of_the_gradients(pool, tmp_path):
     try:  # one more before the first step; the evaluation gathers
-        assert pool.run(2, tmp_path, counted) == [["all_reduce"] * (1 + 8) + ["all_gather_object"]] * 2
+        assert (
+            pool.run(2, tmp_path, counted) == [["all_reduce"] * (1 + 8) + ["all_gather_object"]] * 2
+        )
     finally:
         pool.kill()  # with what was changed there
 
@@ -156,7 +202,10 @@ def test_one_all_reduce_a_step_beside_that_of_the_gradients(pool, tmp_path):
 def test_observers_see_everything_in_order_and_are_closed():
     run, diary = started(steps=3, eval_interval=2), Diary()
     train(run, [diary])
-    assert ", ".join(diary.lines) == "step 1, end 1, step 2, eval 2, end 2, step 3, eval 3, end 3, close"
+    assert (
+        ", ".join(diary.lines)
+        == "step 1, end 1, step 2, eval 2, end 2, step 3, eval 3, end 3, close"
+    )
     assert run.task.read == 2  # not one more than the last step needs
     for error in ("step 2", "eval 2", "end 2", "close"):
         both = [Diary(error), Diary()]
@@ -167,7 +216,8 @@ def test_observers_see_everything_in_order_and_are_closed():
 
 ENDS = [
     ({}, [4, 8]), ({"eval_epochs": 2}, [8]), ({"eval_interval": 3, "eval_epochs": 2}, [3, 6, 8]),
-    ({"steps": 5}, [4, 5]), ({"stop_at": 1.5}, [4, 8]), ({"stop_at": 1.5, "eval_interval": 1}, [1, 2, 3]),
+    ({"steps": 5}, [4, 5]), ({"stop_at": 1.5}, [4, 8]),
+    ({"stop_at": 1.5, "eval_interval": 1}, [1, 2, 3]),
     ({"stop_at": 2.5, "eval_interval": 1, "ema_decay": 0.5}, [1, 2]),
 ]  # fmt: skip
 
@@ -178,11 +228,14 @@ def test_when_it_evaluates_and_ends(monkeypatch, given, steps):
     run, record, nan = started(**given), Record(), float("nan")
     own, averages = [9, nan, 3.0, 1.5, 2.0, 1.5, 9, 9, 9], [9, 4.0, 2.5, 9, 9, 9, 9, 9, 9]
     monkeypatch.setattr(
-        loop, "evaluate", lambda _, net, __: {"loss": (own if net is run.model else averages)[run.step]}
+        loop,
+        "evaluate",
+        lambda _, net, __: {"loss": (own if net is run.model else averages)[run.step]},
     )
     train(run, [record])
     assert [score.step for score in record.scores] == steps
-    assert steps != [1, 2, 3] or (run.best.step, run.best.value("loss")) == (3, 1.5)  # NaN is worse than any number
+    # NaN is worse than any number
+    assert steps != [1, 2, 3] or (run.best.step, run.best.value("loss")) == (3, 1.5)
     train(run)  # of a run that is done, nothing more
     assert (run.step, run.done) == (steps[-1], True)
 
@@ -193,7 +246,9 @@ def on_two(rank, world):
 
 
 def test_metrics_are_means_over_terms(pool, tmp_path):
-    """To the last bit the same for two processes; repeated batches do not count, batches without terms are skipped."""
+    """To the last bit the same for two processes; repeated batches do not count, batches without
+    terms are skipped.
+    """
     run, losses = started(), []
     for batch in map(run.task.batch, (100, 101, 102, 103)):
         labels, counts = batch["truth"]
@@ -207,7 +262,13 @@ def test_metrics_are_means_over_terms(pool, tmp_path):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("error", [None, "held_out", "measure"])
 def test_an_evaluation_leaves_no_trace_even_after_an_error(monkeypatch, training, error):
-    layers = nn.Flatten(0, 1), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3), nn.Unflatten(0, (-1, 5))
+    layers = (
+        nn.Flatten(0, 1),
+        nn.BatchNorm1d(4),
+        nn.Dropout(0.5),
+        nn.Linear(4, 3),
+        nn.Unflatten(0, (-1, 5)),
+    )
     model = nn.Sequential(*layers).double().train(training)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     if error is not None:
@@ -221,7 +282,10 @@ def test_an_evaluation_leaves_no_trace_even_after_an_error(monkeypatch, training
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("sgd", r"^the loss became nan at step 3 \(lr=0.225\): lower lr, add .* raise damping$"), ("thor", "^step 3: ")],
+    [
+        ("sgd", r"^the loss became nan at step 3 \(lr=0.225\): lower lr, add .* raise damping$"),
+        ("thor", "^step 3: "),
+    ],
 )
 def test_divergence_is_one_error_that_names_the_step(name, said):
     run, diary = started(name, Padded(spoiled=3), eval_interval=1), Diary()
@@ -235,18 +299,29 @@ def test_a_step_that_thor_skips_enters_no_average_and_the_average_is_evaluated()
     run, watch, seen = started("thor", Padded(spoiled=3), ema_decay=0.5), Diary(), []
     run.optimizer.nonfinite = "skip"
     watch.step = lambda run, point: seen.append(
-        [point.skipped, *(net[2].weight.clone().detach() for net in (run.model, run.average.module))]
+        [
+            point.skipped,
+            *(net[2].weight.clone().detach() for net in (run.model, run.average.module)),
+        ]
     )
     train(run, [watch])
     assert [skipped for skipped, *_ in seen] == [step == 3 for step in range(1, 9)]
     assert_same(seen[1][1:], seen[2][1:])
     torch.testing.assert_close(seen[3][2], 0.5 * seen[2][2] + 0.5 * seen[3][1])
-    assert evaluate(run.task, run.average.module, run.ranks) == run.score.averaged != run.score.metrics
+    assert (
+        evaluate(run.task, run.average.module, run.ranks) == run.score.averaged != run.score.metrics
+    )
 
 
 def test_memory_does_not_grow_with_the_steps(tmp_path):
-    """Nothing of a step is kept, not by the observers either: a list of the losses alone would be 32 bytes a step."""
-    run, used, watch = started("thor", steps=1000, eval_interval=10, log_interval=50, ema_decay=0.5), [], Diary()
+    """Nothing of a step is kept, not by the observers either: a list of the losses alone would be
+    32 bytes a step.
+    """
+    run, used, watch = (
+        started("thor", steps=1000, eval_interval=10, log_interval=50, ema_decay=0.5),
+        [],
+        Diary(),
+    )
 
     def look(run):
         watch.lines.clear()
@@ -262,5 +337,6 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
             train(run, [Metrics(tmp_path / "metrics.jsonl"), Lines(run, Console(file=said)), watch])
     finally:
         tracemalloc.stop()
-    # Python itself keeps some freed objects for later, up to 10,000 bytes, but not in every interval
+    # Python itself keeps some freed objects for later, up to 10,000 bytes, but not in every
+    # interval
     assert min(after - before for before, after in pairwise(used)) < 200 * 16

@@ -18,7 +18,9 @@ def some_gradients(params, step):
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_a_convolution_is_the_matrix_of_its_flattened_weight_and_its_bias_is_adamws(memory_format):
     conv, still = nn.Conv2d(4, 6, 3).to(memory_format=memory_format), nn.Parameter(torch.ones(2, 2))
-    matrix, bias = (nn.Parameter(p.detach().flatten(1).clone()) for p in (conv.weight, conv.bias[None]))
+    matrix, bias = (
+        nn.Parameter(p.detach().flatten(1).clone()) for p in (conv.weight, conv.bias[None])
+    )
     ours = MuonAdamW([*conv.parameters(), still], lr=0.02, adamw_lr=0.003)
     muon = torch.optim.Muon([matrix], lr=0.02, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW([bias], lr=0.003, weight_decay=0.0)
@@ -63,8 +65,16 @@ def test_embeddings_can_be_left_to_adamw():
     net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
     net[1].weight = net[0].weight  # tied, as in language models
     optimizer = MuonAdamW(net, lr=0.02, adamw_lr=0.003, adamw_embeddings=True)
-    adamw = {id(p) for group in optimizer.param_groups for p in group["params"] if group["algorithm"] == "adamw"}
+    adamw = {
+        id(p)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if group["algorithm"] == "adamw"
+    }
     assert adamw == {id(net[0].weight), id(net[1].bias)}
-    assert [group["algorithm"] for group in MuonAdamW(net, lr=0.02).param_groups] == ["muon", "adamw"]
+    assert [group["algorithm"] for group in MuonAdamW(net, lr=0.02).param_groups] == [
+        "muon",
+        "adamw",
+    ]
     with pytest.raises(ValueError, match="adamw_embeddings=True needs the module"):
         MuonAdamW(net.parameters(), adamw_embeddings=True)

@@ -1,4 +1,6 @@
-"""One contract for every optimizer that a recipe can name, and torch's own as the oracle of those that are torch's."""
+"""One contract for every optimizer that a recipe can name, and torch's own as the oracle of those
+that are torch's.
+"""
 
 import copy
 
@@ -11,14 +13,20 @@ from fake_times import fake_times
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
 from torch_thor.training.errors import UserError
 from torch_thor.training.models.library import build_model
-from torch_thor.training.optimizers import OPTIMIZERS, build_optimizer, measured_split_dim, settings_of
+from torch_thor.training.optimizers import (
+    OPTIMIZERS,
+    build_optimizer,
+    measured_split_dim,
+    settings_of,
+)
 from torch_thor.training.recipes import load_recipe
 
 SGD, Adagrad, RMSprop = torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop
 Adadelta, Adam, AdamW = torch.optim.Adadelta, torch.optim.Adam, torch.optim.AdamW
 BETAS = {"beta1": 0.5, "beta2": 0.7, "eps": 1e-3, "amsgrad": True}
 
-# name: (torch's class, what it is built with by default, other settings than the defaults, in every key)
+# name: (torch's class, what it is built with by default, other settings than the defaults, in every
+# key)
 OWN = {
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.5, "nesterov": True}),
     "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.5, "dampening": 0.2}),
@@ -30,21 +38,46 @@ OWN = {
     "adamw": (AdamW, {}, BETAS),
 }
 LRS = {
-    **{"thor-muon": 0.04, "sgd": 0.03, "momentum": 0.03, "nesterov": 0.03, "muon": 0.05, "agc-sgd": 0.1},
-    **{"adadelta": 20.0, "adagrad": 0.1, "adam": 0.02, "adamw": 0.02},  # Adadelta starts very slowly
+    **{
+        "thor-muon": 0.04,
+        "sgd": 0.03,
+        "momentum": 0.03,
+        "nesterov": 0.03,
+        "muon": 0.05,
+        "agc-sgd": 0.1,
+    },
+    # Adadelta starts very slowly
+    **{"adadelta": 20.0, "adagrad": 0.1, "adam": 0.02, "adamw": 0.02},
 }
 DEFAULTS = {  # where they are not those of the class, or written in another way
-    "thor": {"trace_thresholds": (0.01, 0.0), "layers": None, "decay_filter": None, "divide_curvature": False},
-    "thor-muon": {"update_interval": {"kind": "geometric", "first": 1, "last": 50, "factor": 1.5}, "layers": None},
+    "thor": {
+        "trace_thresholds": (0.01, 0.0),
+        "layers": None,
+        "decay_filter": None,
+        "divide_curvature": False,
+    },
+    "thor-muon": {
+        "update_interval": {"kind": "geometric", "first": 1, "last": 50, "factor": 1.5},
+        "layers": None,
+    },
     "muon": {"weight_decay": 0.01, "adamw_lr": None, "decay_filter": None},
-    "lamb": {"lr": 0.01, "weight_decay": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "exclude": None},
+    "lamb": {
+        "lr": 0.01,
+        "weight_decay": 0.01,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-6,
+        "exclude": None,
+    },
     "agc-sgd": {"lr": 0.1, "momentum": 0.9, "clip_factor": 0.01, "exclude": None},
 }
 
 
 def net():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    )
 
 
 def go(model, optimizer, steps):
@@ -61,7 +94,9 @@ def go(model, optimizer, steps):
 
 
 def same(model, twin):
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    return all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_defaults_are_those_of_the_classes_and_each_callers_own():
@@ -97,7 +132,8 @@ def test_each_trains_and_goes_on_from_its_state():
         assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), name
         twin = copy.deepcopy(model)
         other = build_optimizer(name, twin, {})
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's loading shares tensors
+        # torch's loading shares tensors
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         assert go(model, optimizer, range(80, 83)) == go(twin, other, range(80, 83))
         assert same(model, twin), name
 
@@ -109,10 +145,14 @@ def built(name, *words):
 
 def test_settings_reach_the_groups():
     for name, kind, words, expected in (
-        ("agc-sgd", AGCSGD, ["clip_factor=0.04", "nesterov=true", "dampening=0.3", "dampen_first=true"],
-         {"clip_factor": 0.04, "nesterov": True, "dampening": 0.3, "dampen_first": True, "momentum": 0.9}),
-        ("lamb", LAMB, ["lr=0.02", "beta1=0.8", "eps=1e-5"], {"lr": 0.02, "betas": (0.8, 0.999), "eps": 1e-5}),
-        ("thor", THOR, ["trace_thresholds=thor_nt", "split_dim=null"], {"trace_thresholds": (0, 0), "split_dim": None}),
+        ("agc-sgd", AGCSGD,
+        ["clip_factor=0.04", "nesterov=true", "dampening=0.3", "dampen_first=true"],
+         {"clip_factor": 0.04, "nesterov": True, "dampening": 0.3, "dampen_first": True,
+         "momentum": 0.9}),
+        ("lamb", LAMB, ["lr=0.02", "beta1=0.8", "eps=1e-5"],
+        {"lr": 0.02, "betas": (0.8, 0.999), "eps": 1e-5}),
+        ("thor", THOR, ["trace_thresholds=thor_nt", "split_dim=null"],
+        {"trace_thresholds": (0, 0), "split_dim": None}),
         ("thor-muon", ThorMuon, ["factor_decay=0.25"], {"factor_decay": 0.25, "momentum": 0.8}),
         ("muon", torch.optim.Optimizer, ["adamw_lr=0.5", "nesterov=false"], {"nesterov": False}),
     ):  # fmt: skip
@@ -120,17 +160,26 @@ def test_settings_reach_the_groups():
         assert isinstance(optimizer, kind)
         group = optimizer.param_groups[0]
         assert {key: group[key] for key in expected} == expected
-    interval = built("thor", "update_interval={kind: geometric, first: 2, last: 9, factor: 2}").param_groups[0]
+    interval = built(
+        "thor", "update_interval={kind: geometric, first: 2, last: 9, factor: 2}"
+    ).param_groups[0]
     assert [interval["update_interval"](step) for step in (0, 2, 100)] == [2, 4, 9]
     assert built("thor", "fisher=sampled").fisher == "sampled"
 
 
 def test_patterns_choose_layers_and_parameters():
     assert built("lamb").excluded == ("conv1.bias", "conv2.bias", "hidden.bias", "head.bias")
-    assert built("lamb", "exclude=[head, '*2.bias']").excluded == ("conv2.bias", "head.weight", "head.bias")
+    assert built("lamb", "exclude=[head, '*2.bias']").excluded == (
+        "conv2.bias",
+        "head.weight",
+        "head.bias",
+    )
     assert built("agc-sgd").excluded == ("head.weight", "head.bias")
     assert built("agc-sgd", "exclude=[]").excluded == ()
-    for layers, chosen in (("'-head'", {"conv1", "conv2", "hidden"}), ("[conv1, conv2]", {"conv1", "conv2"})):
+    for layers, chosen in (
+        ("'-head'", {"conv1", "conv2", "hidden"}),
+        ("[conv1, conv2]", {"conv1", "conv2"}),
+    ):
         assert set(built("thor", f"layers={layers}").curvature) == chosen
     assert len(built("thor", "layers=[]").curvature) == 4
 
@@ -148,28 +197,44 @@ DECAYING = {
 
 
 def test_patterns_say_what_decays():
-    """With all gradients 0, a step is weight decay; Adam and LAMB step by that too, so SGD's kind shows it best."""
-    for name, word in ((name, word) for name in ("thor", "thor-muon", "sgd", "adamw", "muon") for word in DECAYING):
+    """With all gradients 0, a step is weight decay; Adam and LAMB step by that too, so SGD's kind
+    shows it best.
+    """
+    for name, word in (
+        (name, word) for name in ("thor", "thor-muon", "sgd", "adamw", "muon") for word in DECAYING
+    ):
         extra = ["momentum=0.0", "nesterov=false"] if "adam" not in name else []
         model = build_model("small-cnn", 1, 10)
-        recipe = load_recipe("digits", [f"optimizer={name}", word, "lr=0.1", "weight_decay=0.5", *extra])
+        recipe = load_recipe(
+            "digits", [f"optimizer={name}", word, "lr=0.1", "weight_decay=0.5", *extra]
+        )
         optimizer = build_optimizer(name, model, recipe.optimizers[name])
         before = {key: p.detach().clone() for key, p in model.named_parameters()}
         model(torch.zeros(2, 1, 8, 8)).sum().mul(0).backward()
         optimizer.step()
-        moved = {key.removesuffix(".weight") for key, p in model.named_parameters() if not torch.equal(p, before[key])}
-        expected = {key for key in DECAYING[word].split() if name != "muon" or not key.endswith("bias")}
+        moved = {
+            key.removesuffix(".weight")
+            for key, p in model.named_parameters()
+            if not torch.equal(p, before[key])
+        }
+        expected = {
+            key for key in DECAYING[word].split() if name != "muon" or not key.endswith("bias")
+        }
         assert moved == expected, (name, word)  # AdamW's half of Muon never decays
 
 
 def test_what_an_optimizer_refuses_is_the_users_error():
     for name, words, said in (
         ("thor", ["layers=[-nrom]"], "optimizer thor: .*'-nrom' matches no layer"),
-        ("thor", ["decay_filter=-norm*"], r"optimizer thor: decay_filter: .-norm\*. matches no .* conv1.weight, con"),
+        ("thor", ["decay_filter=-norm*"],
+        r"optimizer thor: decay_filter: .-norm\*. matches no .* conv1.weight, con"),
         ("lamb", ["eps=0"], "optimizer lamb: eps=0"),
-        ("agc-sgd", ["nesterov=true", "dampening=0.3"], "optimizers.agc-sgd.dampening=0.3 must be 0 for nesterov=true"),
-        ("sgd", ["nesterov=true", "momentum=0"], "optimizers.sgd.momentum=0.0 must be above 0 for nesterov=true"),
-        ("muon", ["adjust_lr_fn=mine"], "optimizers.muon.adjust_lr_fn=mine should be 'original' or"),
+        ("agc-sgd", ["nesterov=true", "dampening=0.3"],
+        "optimizers.agc-sgd.dampening=0.3 must be 0 for nesterov=true"),
+        ("sgd", ["nesterov=true", "momentum=0"],
+        "optimizers.sgd.momentum=0.0 must be above 0 for nesterov=true"),
+        ("muon", ["adjust_lr_fn=mine"],
+        "optimizers.muon.adjust_lr_fn=mine should be 'original' or"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said) as caught:
             built(name, *words)
@@ -185,7 +250,9 @@ def test_what_an_optimizer_refuses_is_the_users_error():
 
 def test_the_split_dimension_is_measured_where_the_recipe_says_auto():
     def crossing_near(size):
-        return fake_times(lambda _, split_dims, **__: tuple(1e-3 if one <= size else 100.0 for one in split_dims))
+        return fake_times(
+            lambda _, split_dims, **__: tuple(1e-3 if one <= size else 100.0 for one in split_dims)
+        )
 
     model, images, labels = net(), torch.randn(24, 1, 6, 6), torch.randint(3, (24,))
     state, before = torch.get_rng_state(), copy.deepcopy(model)
@@ -196,10 +263,15 @@ def test_the_split_dimension_is_measured_where_the_recipe_says_auto():
     with crossing_near(16):
         for name in ("thor", "thor-muon"):
             auto = {"split_dim": "auto"}
-            optimizer = build_optimizer(name, model, auto, sample=lambda: measured_split_dim(model, loss))
+            optimizer = build_optimizer(
+                name, model, auto, sample=lambda: measured_split_dim(model, loss)
+            )
             number = optimizer.param_groups[0]["split_dim"]
             assert number in (1, 16, 32)
-            assert build_optimizer(name, copy.deepcopy(before), auto).param_groups[0]["split_dim"] == 128
+            assert (
+                build_optimizer(name, copy.deepcopy(before), auto).param_groups[0]["split_dim"]
+                == 128
+            )
     assert torch.equal(torch.get_rng_state(), state)
     assert same(model, before)
     with crossing_near(64):
@@ -208,7 +280,10 @@ def test_the_split_dimension_is_measured_where_the_recipe_says_auto():
     def exhausted(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    with fake_times(exhausted), pytest.raises(UserError, match="split_dim=auto: out of memory; give a number"):
+    with (
+        fake_times(exhausted),
+        pytest.raises(UserError, match="split_dim=auto: out of memory; give a number"),
+    ):
         measured_split_dim(model, loss)
     with pytest.raises(UserError, match=r"split_dim=auto: .*; give a number"):
         measured_split_dim(nn.BatchNorm1d(2), lambda its: its(torch.randn(4, 2)).sum())

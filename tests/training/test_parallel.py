@@ -1,4 +1,6 @@
-"""Several processes, with batches of different sizes, train as one does; an error of one is an error of all."""
+"""Several processes, with batches of different sizes, train as one does; an error of one is an
+error of all.
+"""
 
 import noisy
 import pytest
@@ -18,7 +20,9 @@ def pool():
 
 
 def train(rank, world, folder, given, name):
-    return noisy.go(folder, noisy.recipe(**given), name, Ranks(rank, world), task=noisy.Noisy(noisy.Quiet))
+    return noisy.go(
+        folder, noisy.recipe(**given), name, Ranks(rank, world), task=noisy.Noisy(noisy.Quiet)
+    )
 
 
 WAYS = [(2, {}), (4, {}), (2, {"parallel": "fsdp"}), (4, {"parallel": "hsdp", "shards": 2})]
@@ -27,15 +31,20 @@ WAYS = [(2, {}), (4, {}), (2, {"parallel": "fsdp"}), (4, {"parallel": "hsdp", "s
 @pytest.mark.parametrize(("world", "way"), WAYS)
 @pytest.mark.parametrize("name", ["thor", "sgd"])
 def test_equals_one_process(pool, tmp_path, world, way, name):
-    settings = {"thor": {**noisy.SETTINGS, "split_dim": 1, "max_update_ratio": None}, "sgd": {"lr": 0.05}}
+    settings = {
+        "thor": {**noisy.SETTINGS, "split_dim": 1, "max_update_ratio": None},
+        "sgd": {"lr": 0.05},
+    }
     for more in ({}, {"accumulation": 2, "clip_norm": 0.5}):
         given = {"optimizers": settings, **more}
         seen, (weights, _) = train(0, 1, tmp_path / "one", given, name)
         found = pool.run(world, tmp_path, train, tmp_path / "many", {**given, **way}, name)
-        assert all(other[0] == found[0][0] for other in found)  # all know the losses and metrics, to the last bit
+        # all know the losses and metrics, to the last bit
+        assert all(other[0] == found[0][0] for other in found)
         torch.testing.assert_close(found[0][0], seen)
         torch.testing.assert_close(found[0][1][0], weights)
-        assert not any(other[1][0]["model.safetensors"] for other in found[1:])  # whole on the first process only
+        # whole on the first process only
+        assert not any(other[1][0]["model.safetensors"] for other in found[1:])
 
 
 def disagree(rank, world, failing):
@@ -56,7 +65,9 @@ def disagree(rank, world, failing):
 def test_an_error_of_one_process_is_raised_on_all_and_told_by_one(pool, tmp_path, failing):
     first = min(failing, default=None)
     wanted = [
-        None if first is None else (UserError if rank == first else ElsewhereError, f"rank {first} cannot")
+        None
+        if first is None
+        else (UserError if rank == first else ElsewhereError, f"rank {first} cannot")
         for rank in range(4)
     ]
     assert pool.run(4, tmp_path, disagree, failing) == wanted
@@ -66,7 +77,8 @@ def test_an_error_of_one_process_is_raised_on_all_and_told_by_one(pool, tmp_path
 def test_groups_that_do_not_fit_are_refused(monkeypatch, given):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     said = (
-        f"cannot divide 4 processes into groups of shards={given.get('shards', 1)}: shards must be 2 or more and divide"
+        f"cannot divide 4 processes into groups of shards={given.get('shards', 1)}: shards must be "
+        "2 or more and divide"
     )
     with pytest.raises(UserError, match=said):
         divide([noisy.Net()], noisy.recipe(parallel="hsdp", **given), Ranks(0, 4))
@@ -78,13 +90,20 @@ def names(model):
 
 
 def test_blocks_are_the_elements_of_lists_that_share_nothing_with_the_rest():
-    lists = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())])})
-    assert names(nn.ModuleDict({"lists": lists, "rest": nn.Linear(2, 2)})) == ["lists.a.0", "lists.a.1.0", "rest"]
+    lists = nn.ModuleDict(
+        {"a": nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())])}
+    )
+    assert names(nn.ModuleDict({"lists": lists, "rest": nn.Linear(2, 2)})) == [
+        "lists.a.0",
+        "lists.a.1.0",
+        "rest",
+    ]
     assert names(noisy.Net()) == ["body.0", "body.1", "lists.0", "lists.1"]
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[2].weight = model[0].weight
     assert names(model) == ["1"]
-    assert names(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False)) == [
+    assert names(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2,
+    enable_nested_tensor=False)) == [
         "layers.0", "layers.1",
     ]  # fmt: skip
 
@@ -92,5 +111,7 @@ def test_blocks_are_the_elements_of_lists_that_share_nothing_with_the_rest():
 def test_devices(monkeypatch):
     assert device_of("cpu") == torch.device("cpu")
     for name in ("cuda:99", "abacus"):
-        with pytest.raises(UserError, match=f"device={name} cannot be used .*: try device=cpu or device=auto"):
+        with pytest.raises(
+            UserError, match=f"device={name} cannot be used .*: try device=cpu or device=auto"
+        ):
             device_of(name)

@@ -1,4 +1,6 @@
-"""Mixed precision and averages beside the formulas written out; an overflow skips a step, but not for ever."""
+"""Mixed precision and averages beside the formulas written out; an overflow skips a step, but not
+for ever.
+"""
 
 import copy
 
@@ -45,13 +47,18 @@ def trained(name="sgd", kind=noisy.Quiet, steps=(), factor=1e6, **given):
     task = Spoiled(kind)
     task.steps, task.factor = steps, factor
     run = build(
-        noisy.recipe(**{"optimizers": {"sgd": {"lr": 0.1}, "thor": noisy.SETTINGS}, **given}), name, task, Ranks()
+        noisy.recipe(**{"optimizers": {"sgd": {"lr": 0.1}, "thor": noisy.SETTINGS}, **given}),
+        name,
+        task,
+        Ranks(),
     )
     train(run, [kept := Kept(run)])
     return run, kept
 
 
-@pytest.mark.parametrize(("name", "loss_scale", "scale"), [("fp32", None, 1), ("bf16", None, 1), ("fp16", 128, 128)])
+@pytest.mark.parametrize(
+    ("name", "loss_scale", "scale"), [("fp32", None, 1), ("bf16", None, 1), ("fp16", 128, 128)]
+)
 def test_equals_a_loop_written_out(name, loss_scale, scale):
     run, kept = trained(precision=name, loss_scale=loss_scale)
     model, velocity = noisy.Quiet(), {}
@@ -75,10 +82,14 @@ def test_an_overflow_skips_one_step(name, loss_scale):
     run, kept = trained(name, steps=(1, 4, 5), precision="fp16", loss_scale=loss_scale)
     assert [step for step, skipped in enumerate(kept.skipped, 1) if skipped] == [1, 4, 5]
     for step, (before, after) in enumerate(zip(kept.states, kept.states[1:], strict=False), 1):
-        assert torch.equal(before["layers.0.weight"], after["layers.0.weight"]) == (step in (1, 4, 5))
+        assert torch.equal(before["layers.0.weight"], after["layers.0.weight"]) == (
+            step in (1, 4, 5)
+        )
     assert run.precision.scaler.get_scale() == (65536 / 2**3 if loss_scale is None else 128)
     # skipped steps do not enter the average
-    taken = [state for state, skipped in zip(kept.states[1:], kept.skipped, strict=True) if not skipped]
+    taken = [
+        state for state, skipped in zip(kept.states[1:], kept.skipped, strict=True) if not skipped
+    ]
     assert_average(run, taken)
 
 
@@ -96,7 +107,8 @@ def test_too_many_overflows_in_a_row_are_an_error(monkeypatch, loss_scale):
     given = {"precision": "fp16", "loss_scale": loss_scale}
     assert sum(trained(steps=(1, 2, 4, 5, 7, 8), **given)[1].skipped) == 6  # never three in a row
     with pytest.raises(
-        UserError, match=r"^3 consecutive steps overflowed float16, and the loss scale is \d+: lower lr"
+        UserError,
+        match=r"^3 consecutive steps overflowed float16, and the loss scale is \d+: lower lr",
     ):
         trained(steps=(3, 4, 5), **given)
 
@@ -123,14 +135,26 @@ def test_the_average_is_the_recurrence_and_leaves_the_training_alone(name):
     run, kept = trained(name, kind=noisy.Net)
     assert_average(run, kept.states[1:])
     assert run.average.module.body[1].num_batches_tracked == noisy.STEPS  # a whole number is copied
-    assert not any(module._forward_hooks for module in run.average.module.modules())  # THOR's stay on the network
-    for left, right in zip(kept.states, trained(name, kind=noisy.Net, ema_decay=None)[1].states, strict=True):
+    # THOR's stay on the network
+    assert not any(module._forward_hooks for module in run.average.module.modules())
+    for left, right in zip(
+        kept.states, trained(name, kind=noisy.Net, ema_decay=None)[1].states, strict=True
+    ):
         assert all(torch.equal(left[key], right[key]) for key in left)
 
 
 def test_sampled_labels_with_a_loss_scale():
-    """The scale of the loss is not that of the sampled pass: the factors are those of float32, but for rounding."""
-    words = ["optimizer=thor", "epochs=1", "batch_size=1024", "device=cpu", "fisher=sampled", "split_dim=null"]
+    """The scale of the loss is not that of the sampled pass: the factors are those of float32, but
+    for rounding.
+    """
+    words = [
+        "optimizer=thor",
+        "epochs=1",
+        "batch_size=1024",
+        "device=cpu",
+        "fisher=sampled",
+        "split_dim=null",
+    ]
     found = {}
     for kind in ("fp32", "bf16", "fp16"):
         recipe = load_recipe("digits", [*words, f"precision={kind}"])

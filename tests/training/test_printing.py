@@ -1,4 +1,6 @@
-"""What comes from outside: text that does nothing on a terminal, files that are no recipes, read-only disks, Ctrl-C."""
+"""What comes from outside: text that does nothing on a terminal, files that are no recipes,
+read-only disks, Ctrl-C.
+"""
 
 import errno
 import os
@@ -8,7 +10,15 @@ import pytest
 from command_line import assert_refused, finish, start
 from torch_thor.training import printing
 
-QUICK = ["train", "digits", "epochs=1", "optimizer=sgd", "batch_size=479", "device=cpu", "keep_best=false"]
+QUICK = [
+    "train",
+    "digits",
+    "epochs=1",
+    "optimizer=sgd",
+    "batch_size=479",
+    "device=cpu",
+    "keep_best=false",
+]
 SECRET = "hunter2-of-the-environment"
 
 
@@ -26,7 +36,9 @@ def test_what_the_environment_says_is_not_stored(run, tmp_path, monkeypatch):
 NASTY = "runs[/bold][red]\x1b]0;title\x07\x1b[31m:smile:\u202egnp"
 
 
-@pytest.mark.parametrize("text", ["a\nb", "\x1b[2J", "\x9b2J", "\udc80", "\u202e", "\x7f", "\u2028"])
+@pytest.mark.parametrize(
+    "text", ["a\nb", "\x1b[2J", "\x9b2J", "\udc80", "\u202e", "\x7f", "\u2028"]
+)
 def test_what_is_no_print_is_shown_as_an_escape(text):
     shown = printing.visible(f"before {text} after é λ 漢")
     assert shown.isprintable()
@@ -44,7 +56,12 @@ def test_names_of_files_do_nothing_on_the_terminal(run, tmp_path):
     weights.write_bytes(b"")
     _, _, err = run("eval", NASTY)
     assert f"checkpoint {shown}/sgd" in err
-    for words in (QUICK, ["eval", NASTY], ["train", f"{NASTY}.yaml"], ["split-dim", f"{NASTY}.py:net"]):
+    for words in (
+        QUICK,
+        ["eval", NASTY],
+        ["train", f"{NASTY}.yaml"],
+        ["split-dim", f"{NASTY}.py:net"],
+    ):
         _, out, err = run(*words, *(["--out", NASTY] if words is QUICK else []))
         assert shown in err
         assert "\x1b" not in out + err
@@ -54,12 +71,14 @@ def test_a_fault_with_several_lines_is_a_line_each(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     printing.print_message("epochs=0: must be 1 or more\nlr=\x1b[31m: is no number")
     assert capsys.readouterr().err == (
-        "torch-thor, rank 3: epochs=0: must be 1 or more\ntorch-thor, rank 3: lr=\\x1b[31m: is no number\n"
+        "torch-thor, rank 3: epochs=0: must be 1 or more\ntorch-thor, rank 3: lr=\\x1b[31m: is no "
+        "number\n"
     )
 
 
 BOMB = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
-    f"{name}: &{name} [{','.join([f'*{below}'] * 10)}]\n" for below, name in zip("abcdefghi", "bcdefghij", strict=True)
+    f"{name}: &{name} [{','.join([f'*{below}'] * 10)}]\n"
+    for below, name in zip("abcdefghi", "bcdefghij", strict=True)
 )
 FILES = {
     "bomb.yaml": (BOMB.encode(), "an alias, *a"),
@@ -80,7 +99,9 @@ def test_a_recipe_file_that_cannot_be_used_is_one_line(run, tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-MINE = "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(48, 5))\n"
+MINE = (
+    "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(48, 5))\n"
+)
 
 
 @pytest.mark.parametrize("words", [QUICK, ["split-dim", "mine.py:net", "--pixels", "4"]])
@@ -135,5 +156,6 @@ def test_ctrl_c_in_the_first_seconds_is_one_line(tmp_path, importing):
     process = start(tmp_path, importing, *QUICK, script=tmp_path / "interrupted.py", cold=True)
     code, out, err = finish(process)
     assert (code, out) == (130, "")
-    assert err == "torch-thor: stopped by Ctrl-C; a run that has a checkpoint can be continued with --resume\n"
+    remedy = "a run that has a checkpoint can be continued with --resume"
+    assert err == f"torch-thor: stopped by Ctrl-C; {remedy}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["interrupted.py"]

@@ -1,4 +1,6 @@
-"""Recipes: typed, overridable, written as short as they are meant, and mistakes are named with what was meant."""
+"""Recipes: typed, overridable, written as short as they are meant, and mistakes are named with what
+was meant.
+"""
 
 from pathlib import Path
 
@@ -20,7 +22,10 @@ from torch_thor.training.recipes import (
     to_yaml,
 )
 
-PHASES = "phases=[{steps: 4, length: 32}, {steps: 2, lr_factor: 0.5, schedule: {kind: linear, warmup_epochs: 1}}]"
+PHASES = (
+    "phases=[{steps: 4, length: 32}, {steps: 2, lr_factor: 0.5, schedule: {kind: linear, "
+    "warmup_epochs: 1}}]"
+)
 
 
 def refused(name, *words):
@@ -44,29 +49,42 @@ def test_the_recipes_of_the_package_say_what_they_are_and_are_written_in_forty_l
 def test_what_is_written_are_the_differences_from_the_defaults():
     assert to_yaml(Recipe()) == "{}\n"
     recipe = load_recipe(
-        "digits", ["optimizer=sgd", "lr=1e-4", "data.root=$HOME/x", "model=small-resnet", "about='ä: #'"]
+        "digits",
+        ["optimizer=sgd", "lr=1e-4", "data.root=$HOME/x", "model=small-resnet", "about='ä: #'"],
     )
     assert to_yaml(recipe) == (
-        f"name: digits\nabout: 'ä: #'\nreaches: {recipe.reaches}\ndata: {{root: $HOME/x}}\nmodel: small-resnet\n"
-        "optimizer: [sgd]\noptimizers:\n  sgd: {lr: 0.0001}\nepochs: 20\nbatch_size: 64\n"
-        "schedule: {kind: cosine}\ntargets: [0.95, 0.97, 0.98]\nthreads: 1\n"
+        f"name: digits\nabout: 'ä: #'\nreaches: {recipe.reaches}\ndata: {{root: $HOME/x}}\nmodel: "
+        "small-resnet\noptimizer: [sgd]\noptimizers:\n  sgd: {lr: 0.0001}\nepochs: 20\nbatch_size: "
+        "64\nschedule: {kind: cosine}\ntargets: [0.95, 0.97, 0.98]\nthreads: 1\n"
     )
     for words in (
-        ["lr=0.123", "targets=[0.5,0.75]", "optimizers.thor.split_dim=null", "decay_filter=['*.weight', -head]"],
+        [
+            "lr=0.123",
+            "targets=[0.5,0.75]",
+            "optimizers.thor.split_dim=null",
+            "decay_filter=['*.weight', -head]",
+        ],
         ["data.name=cifar10", "data.transform={}", "ema_decay=0.5", "name='3'"],
-        ["optimizer=thor-muon", "update_interval={kind: piecewise, boundaries: [3], intervals: [1, 2]}"],
+        [
+            "optimizer=thor-muon",
+            "update_interval={kind: piecewise, boundaries: [3], intervals: [1, 2]}",
+        ],
     ):
         recipe = load_recipe("digits", words)
         assert parse(to_yaml(recipe), "other") == recipe
         assert override(recipe, []) == recipe
     recipe = load_recipe("bert-tiny", ["epochs=1", PHASES])
-    assert recipe.phases[1] == Phase(steps=2, lr_factor=0.5, schedule=Schedule(kind="linear", warmup_epochs=1))
+    assert recipe.phases[1] == Phase(
+        steps=2, lr_factor=0.5, schedule=Schedule(kind="linear", warmup_epochs=1)
+    )
     assert parse(to_yaml(recipe), "other") == recipe
     assert override(recipe, ["phases=[]"]).phases == ()
 
 
 def test_words_reach_their_keys_and_replace_what_stood_there():
-    recipe = load_recipe("digits", ["epochs=7", "schedule.warmup_epochs=2", "data.root=/x", "batch_size=2_56"])
+    recipe = load_recipe(
+        "digits", ["epochs=7", "schedule.warmup_epochs=2", "data.root=/x", "batch_size=2_56"]
+    )
     assert (recipe.epochs, recipe.data.root, recipe.batch_size) == (7, "/x", 256)
     assert recipe.schedule == Schedule(kind="cosine", warmup_epochs=2)
     assert override(recipe, ["schedule={kind: linear}"]).schedule == Schedule(kind="linear")
@@ -75,14 +93,18 @@ def test_words_reach_their_keys_and_replace_what_stood_there():
 
 
 def test_a_setting_goes_to_the_chosen_optimizers_that_have_it():
-    recipe = load_recipe("digits", ["lr=0.7", "damping=2", "optimizer=thor,adamw"])  # the order does not matter
+    # the order does not matter
+    recipe = load_recipe("digits", ["lr=0.7", "damping=2", "optimizer=thor,adamw"])
     assert recipe.optimizer == ("thor", "adamw")
     assert recipe.optimizers == {
         "thor": {"lr": 0.7, "damping": 2, "update_interval": 20},
         "adamw": {"lr": 0.7},
     }
-    assert load_recipe("digits", ["optimizer=muon"]).optimizers == {"muon": {"lr": 0.005}}  # only those in use
-    assert load_recipe("digits", ["optimizer=muon", "optimizers.muon.lr=2"]).optimizers == {"muon": {"lr": 2}}
+    # only those in use
+    assert load_recipe("digits", ["optimizer=muon"]).optimizers == {"muon": {"lr": 0.005}}
+    assert load_recipe("digits", ["optimizer=muon", "optimizers.muon.lr=2"]).optimizers == {
+        "muon": {"lr": 2}
+    }
     interval = "update_interval={kind: constant, interval: 3}"  # a mapping in the place of a number
     assert load_recipe("digits", [interval]).optimizers["thor"]["update_interval"] == {
         "kind": "constant",
@@ -94,9 +116,13 @@ WRONG = {
     "epoch=3": "there is no key epoch (did you mean epochs?)",
     "schedule.knd=linear": "there is no key schedule.knd (did you mean schedule.kind?)",
     "dampin=1": "there is no key dampin (did you mean damping?)",
-    "optimizers.thor.dampin=1": "there is no key optimizers.thor.dampin (did you mean optimizers.thor.damping?)",
+    "optimizers.thor.dampin=1": (
+        "there is no key optimizers.thor.dampin (did you mean optimizers.thor.damping?)"
+    ),
     "optimizers.tohr.lr=1": "there is no key optimizers.tohr (did you mean optimizers.thor?)",
-    "optimizers.adam.betas=1": "there is no key optimizers.adam.betas (did you mean optimizers.adam.beta",
+    "optimizers.adam.betas=1": (
+        "there is no key optimizers.adam.betas (did you mean optimizers.adam.beta"
+    ),
     "clip_factor=1": "clip_factor is a setting of some optimizers: name one in",
     "optimizer=tohr": "optimizer=[tohr]: must name one or more of thor, ",
     "optimizer=sgd,sgd": "optimizer=[sgd, sgd]: names an optimizer twice",
@@ -129,8 +155,12 @@ WRONG = {
     "damping_schedule.kind=step": "damping_schedule.kind=step needs milestones",
     "schedule.milestones=[2, 2]": "schedule.milestones=[2.0, 2.0] must increase",
     "schedule={end: 1, final: 0.5}": "schedule.end=1.0 and final=0.5 both set",
-    "schedule={horizon_steps: 1, horizon_epochs: 2}": "schedule.horizon_epochs=2.0 and horizon_steps=1 say the same",
-    "schedule={warmup_steps: 1, warmup_epochs: 2}": "schedule.warmup_epochs=2.0 and warmup_steps=1 say the same",
+    "schedule={horizon_steps: 1, horizon_epochs: 2}": (
+        "schedule.horizon_epochs=2.0 and horizon_steps=1 say the same"
+    ),
+    "schedule={warmup_steps: 1, warmup_epochs: 2}": (
+        "schedule.warmup_epochs=2.0 and warmup_steps=1 say the same"
+    ),
     "lr=much": "optimizers.thor.lr=much should be a valid number",
     "lr=.nan": "optimizers.thor.lr=NaN should be a finite number",
     "lr=0": "optimizers.thor.lr=0 should be greater than 0",
@@ -140,16 +170,22 @@ WRONG = {
     "split_dim=automatic": "optimizers.thor.split_dim=automatic: must be",
     "layers=3": "optimizers.thor.layers=3: must be a name, a pattern",
     "update_interval=0": "optimizers.thor.update_interval=0: must be a whole number",
-    "update_interval={first: 3}": "optimizers.thor.update_interval={first: 3}: kind must be one of constant, ",
+    "update_interval={first: 3}": (
+        "optimizers.thor.update_interval={first: 3}: kind must be one of constant, "
+    ),
     "update_interval={kind: geometric, frist: 5}": (
-        "optimizers.thor.update_interval={kind: geometric, frist: 5}: geometric takes first, last, factor, not frist"
+        "optimizers.thor.update_interval={kind: geometric, frist: 5}: geometric takes first, last, "
+        "factor, not frist"
     ),
     "update_interval={kind: geometric, first: 5, last: 3, factor: 2}": (
-        "optimizers.thor.update_interval={kind: geometric, first: 5, last: 3, factor: 2}: last=3: last must be first=5"
+        "optimizers.thor.update_interval={kind: geometric, first: 5, last: 3, factor: 2}: last=3: "
+        "last must be first=5"
     ),
     "epochs=[1": "epochs=[1: the value is not YAML",
     "about=*a": "about=*a: the value is not YAML (an alias",
-    "about={a: 1, a: 2}": "about={a: 1, a: 2}: the value is not YAML (a key is given twice in line 1",
+    "about={a: 1, a: 2}": (
+        "about={a: 1, a: 2}: the value is not YAML (a key is given twice in line 1"
+    ),
     "about=2024-13-01": "about=2024-13-01: the value is not YAML",
     "about=" + "[" * 500: "about=[[",
     "=3": "'=3' is not key=value",
@@ -163,7 +199,9 @@ def test_a_fault_is_one_line_with_the_full_key_the_rule_and_the_remedy():
         assert lines[0].startswith(said), (word, lines)
     for word, said in {
         "data.transform.resize=1": "data.transform.resize=1 must be size=32 or more",
-        "data.transform.std=[0, 1, 1]": "data.transform.std[0]=0 should be greater than 0 (deviation",
+        "data.transform.std=[0, 1, 1]": (
+            "data.transform.std[0]=0 should be greater than 0 (deviation"
+        ),
         "data.transform.scale=[1, 0.5]": "data.transform.scale=[1.0, 0.5] must be two shares",
         "data.transform.ratio=[2, 1]": "data.transform.ratio=[2.0, 1.0] must be",
     }.items():
@@ -172,14 +210,30 @@ def test_a_fault_is_one_line_with_the_full_key_the_rule_and_the_remedy():
 
 
 def test_all_faults_are_named_at_once():
-    lines = refused("digits", "epochs=0", "schedule.kind=x", "lr=-1", "damping=true", "nosuch=1", "optimizer=thor,lamb")
+    lines = refused(
+        "digits",
+        "epochs=0",
+        "schedule.kind=x",
+        "lr=-1",
+        "damping=true",
+        "nosuch=1",
+        "optimizer=thor,lamb",
+    )
     assert [line.split(" should")[0] for line in lines[:-1]] == [
-        "epochs=0", "schedule.kind=x", "optimizers.thor.lr=-1", "optimizers.thor.damping=true", "optimizers.lamb.lr=-1",
+        "epochs=0", "schedule.kind=x", "optimizers.thor.lr=-1", "optimizers.thor.damping=true",
+        "optimizers.lamb.lr=-1",
     ]  # fmt: skip
     assert lines[-1].startswith("there is no key nosuch")
-    several = ["parallel=fsdp", "optimizer=muon,thor", "split_dim=auto", "accumulation=99", "shards=3"]
+    several = [
+        "parallel=fsdp",
+        "optimizer=muon,thor",
+        "split_dim=auto",
+        "accumulation=99",
+        "shards=3",
+    ]
     assert [line[:22] for line in refused("digits", *several)] == [
-        "accumulation=99 is mor", "shards=3 needs paralle", "parallel=fsdp: muon or", "parallel=fsdp: split_d",
+        "accumulation=99 is mor", "shards=3 needs paralle", "parallel=fsdp: muon or",
+        "parallel=fsdp: split_d",
     ]  # fmt: skip
 
 
@@ -190,11 +244,21 @@ def test_phases_that_cannot_be_right():
         ("phases=[{steps: 4, length: 8}]",): "phases[0].length=8 should be",
         ("phases=[{steps: 4, size: 8}]",): "there is no key phases[0].size",
         ("phases={steps: 4}",): "phases={steps: 4} should be a valid list",
-        ("phases=[{steps: 4, schedule: {kind: linnear}}]",): "phases[0].schedule.kind=linnear should be",
-        ("phases=[{steps: 4}, {steps: 3}]", "steps=8"): "steps=8 is not the sum of the phases' steps (4 + 3 = 7)",
+        (
+            "phases=[{steps: 4, schedule: {kind: linnear}}]",
+        ): "phases[0].schedule.kind=linnear should be",
+        (
+            "phases=[{steps: 4}, {steps: 3}]",
+            "steps=8",
+        ): "steps=8 is not the sum of the phases' steps (4 + 3 = 7)",
         ("phases=[{steps: 4}]", "epochs=2"): "epochs=2: with phases a training ends after 4 steps",
-        ("phases=[{steps: 4}, {steps: 4, batch_size: 4, accumulation: 5}]",): "phases[1].accumulation=5 is more than b",
-        ("phases=[{steps: 4, batch_size: 4}]", "accumulation=5"): "phases[0].accumulation=5 is more than batch_size=4",
+        (
+            "phases=[{steps: 4}, {steps: 4, batch_size: 4, accumulation: 5}]",
+        ): "phases[1].accumulation=5 is more than b",
+        (
+            "phases=[{steps: 4, batch_size: 4}]",
+            "accumulation=5",
+        ): "phases[0].accumulation=5 is more than batch_size=4",
     }.items():
         (line,) = refused("bert-tiny", "epochs=1", *words)
         assert line.startswith(said)
@@ -205,7 +269,9 @@ def test_the_steps_of_a_training_and_of_its_phases():
     three = (Phase(steps=3), Phase(steps=1, accumulation=4), Phase(steps=2, accumulation=2))
     recipe = Recipe(phases=three, batch_size=8, accumulation=8)
     assert recipe.total_steps(6) == 6
-    assert [recipe.phase_at(step) for step in range(7)] == [(three[0], 0)] * 3 + [(three[1], 3)] + [(three[2], 4)] * 3
+    assert [recipe.phase_at(step) for step in range(7)] == [(three[0], 0)] * 3 + [(three[1], 3)] + [
+        (three[2], 4)
+    ] * 3
     assert [recipe.accumulation_at(step) for step in range(6)] == [8, 8, 8, 4, 2, 2]
     assert Recipe(accumulation=3).phase_at(9) == (None, 0)
     assert Recipe(accumulation=3).accumulation_at(9) == 3
@@ -216,8 +282,12 @@ def test_a_users_own_file(tmp_path):
     file.write_text("data: {name: digits}\nepochs: 3\n")
     recipe = load_recipe(str(file), ["seed=4"])
     assert (recipe.name, recipe.epochs, recipe.seed) == ("mine", 3, 4)
-    assert refused(str(tmp_path / "other.yaml"))[0].startswith(f"{tmp_path / 'other.yaml'} cannot be read")
-    assert refused("digit")[0].startswith("there is no recipe digit (did you mean digits?): the recipes are auto")
+    assert refused(str(tmp_path / "other.yaml"))[0].startswith(
+        f"{tmp_path / 'other.yaml'} cannot be read"
+    )
+    assert refused("digit")[0].startswith(
+        "there is no recipe digit (did you mean digits?): the recipes are auto"
+    )
     for content in (
         b"epochs: [",
         b"just words",
@@ -233,7 +303,9 @@ def test_a_users_own_file(tmp_path):
 
 
 def test_a_setting_of_an_optimizer_at_the_top_of_a_file():
-    with pytest.raises(UserError, match=r"^lr is a setting of some optimizers: .* or give optimizers.NAME.lr$"):
+    with pytest.raises(
+        UserError, match=r"^lr is a setting of some optimizers: .* or give optimizers.NAME.lr$"
+    ):
         parse("lr: 0.1", "x")
 
 
@@ -272,9 +344,16 @@ def test_the_table_of_keys_is_short_complete_and_its_defaults_can_be_given():
         ("count", "whole number", "4", "processes that make batches; 0: the training itself"),
         ("prefetch", "whole number", "2", "batches that each of them makes ahead"),
     ]
-    with pytest.raises(UserError, match=r"no part dta \(did you mean data\?\): the parts are training, data"):
+    with pytest.raises(
+        UserError, match=r"no part dta \(did you mean data\?\): the parts are training, data"
+    ):
         keys("dta")
-    words = ["data.name=image-folder", "data.transform={}", "optimizers={}", "optimizer=" + ",".join(OPTIMIZERS)]
+    words = [
+        "data.name=image-folder",
+        "data.transform={}",
+        "optimizers={}",
+        "optimizer=" + ",".join(OPTIMIZERS),
+    ]
     plain = load_recipe("resnet50-imagenet-sgd", ["schedule={}", *words])
     ours = {"data.name", "optimizer"}  # that have no default here
     for part in (None, *PARTS):
@@ -283,7 +362,11 @@ def test_the_table_of_keys_is_short_complete_and_its_defaults_can_be_given():
             assert kind
             assert len(meaning) > 5
             top = "" if part in (None, "training") else f"{part}."
-            if default not in ("its own", "to be given") and part != "phases" and f"{top}{key}" not in ours:
+            if (
+                default not in ("its own", "to be given")
+                and part != "phases"
+                and f"{top}{key}" not in ours
+            ):
                 changed = override(plain, [f"{top}{key}={default}"])
                 if part is None or not part.startswith("optimizers"):
                     default_of = Recipe.model_fields.get(key)
@@ -292,12 +375,22 @@ def test_the_table_of_keys_is_short_complete_and_its_defaults_can_be_given():
                         same = same[name]
                     assert default_of is None or top or same == default_of.default
                 else:
-                    assert changed.optimizers[part.partition(".")[2]] == {key: getattr(PARTS[part](), key)}
+                    assert changed.optimizers[part.partition(".")[2]] == {
+                        key: getattr(PARTS[part](), key)
+                    }
     assert {row[0]: row[1] for row in keys("training")}["stop_at"] == "number or null"
     assert {row[0]: row[2] for row in keys("phases")}["steps"] == "to be given"
 
 
 def test_the_first_line_of_an_error():
-    errors = {"one": ValueError("one\ntwo"), "failed": RuntimeError("\n  failed:\n  because"), "'key'": KeyError("key")}
-    for line, error in {**errors, "AssertionError": AssertionError(), "ValueError": ValueError("\n")}.items():
+    errors = {
+        "one": ValueError("one\ntwo"),
+        "failed": RuntimeError("\n  failed:\n  because"),
+        "'key'": KeyError("key"),
+    }
+    for line, error in {
+        **errors,
+        "AssertionError": AssertionError(),
+        "ValueError": ValueError("\n"),
+    }.items():
         assert first_line(error) == line

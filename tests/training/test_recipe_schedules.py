@@ -32,16 +32,20 @@ FACTORS = [
     ({"kind": "step", "milestones": (1, 3), "gamma": 0.5}, 30, 0.25),
     ({"kind": "step", "milestones": (0.5,)}, 5, 0.1),
     ({"kind": "step", "milestones": (1, 3), "warmup_epochs": 2}, 9, 0.5),  # 10 of 20 warm-up steps
-    ({"kind": "step", "milestones": (1, 3), "warmup_epochs": 2}, 10, 0.055),  # milestones do not wait for warm-up
+    # milestones do not wait for warm-up
+    ({"kind": "step", "milestones": (1, 3), "warmup_epochs": 2}, 10, 0.055),
     ({"kind": "thor-lr"}, 19, 0.5),  # counted from 1: after the 20th step e = 2 of 4
     ({"kind": "thor-lr"}, 39, 0.0),
     ({"kind": "thor-lr", "decay": 2, "horizon_epochs": 8}, 39, 0.25),
     ({"kind": "thor-lr", "horizon_steps": 80, "decay_epochs": 1}, 8, 0.8875),  # e = 0.9 of 8
     ({"kind": "thor-lr", "horizon_steps": 80, "decay_epochs": 1}, 9, 0.4375),  # 7/8, halved
     ({"kind": "thor-lr", "horizon_steps": 80, "decay_epochs": 1}, 19, 0.1875),  # 6/8, halved twice
-    ({"kind": "thor-lr", "horizon_steps": 80, "decay_epochs": 1}, 39, 0.125),  # and never a third time
-    ({"kind": "thor-lr", "horizon_epochs": 8, "warmup_epochs": 2}, 9, 0.4375),  # 7/8, half of the warm-up
-    ({"kind": "thor-damping", "rate": 0.0625}, 24, 0.5),  # e = 2.5, a quarter of ten epochs: 16^(-1/4)
+    # and never a third time
+    ({"kind": "thor-lr", "horizon_steps": 80, "decay_epochs": 1}, 39, 0.125),
+    # 7/8, half of the warm-up
+    ({"kind": "thor-lr", "horizon_epochs": 8, "warmup_epochs": 2}, 9, 0.4375),
+    # e = 2.5, a quarter of ten epochs: 16^(-1/4)
+    ({"kind": "thor-damping", "rate": 0.0625}, 24, 0.5),
     ({"kind": "thor-damping", "rate": 0.0625, "warmup_epochs": 4}, 24, 0.3125),
 ]
 
@@ -53,7 +57,9 @@ def test_factors_by_hand():
 
 
 def sgd(**settings):
-    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.1, **settings}])
+    return torch.optim.SGD(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.1, **settings}]
+    )
 
 
 def values(recipe, key, steps, steps_per_epoch=10, **initial):
@@ -65,8 +71,8 @@ def values(recipe, key, steps, steps_per_epoch=10, **initial):
     return found
 
 
-# 8 devices with 32 images each: 5004 steps an epoch, 45 epochs; E 53, halved from epoch 39 and again from 40.
-# (1 - e / 53)^4.0839 and 0.50036^(e / 10) were worked out with 40 decimal digits.
+# 8 devices with 32 images each: 5004 steps an epoch, 45 epochs; E 53, halved from epoch 39 and
+# again from 40. (1 - e / 53)^4.0839 and 0.50036^(e / 10) were worked out with 40 decimal digits.
 RESNET50 = {
     1: (0.0580291064230158, 0.0299995848785078),
     2502: (0.0558265674786074, 0.0289791327223692),
@@ -81,34 +87,51 @@ RESNET50 = {
 
 def test_resnet50_with_thor_by_hand():
     lrs = Schedule(kind="thor-lr", decay=4.0839, decay_epochs=39, horizon_epochs=53)
-    recipe = Recipe(epochs=45, schedule=lrs, damping_schedule=Schedule(kind="thor-damping", rate=0.50036))
+    recipe = Recipe(
+        epochs=45, schedule=lrs, damping_schedule=Schedule(kind="thor-damping", rate=0.50036)
+    )
     for number, key in enumerate(("lr", "damping")):
         found = values(recipe, key, [t - 1 for t in RESNET50], 5004, lr=0.05803, damping=0.03)
-        assert found == pytest.approx([both[number] for both in RESNET50.values()], abs=1e-16, rel=1e-12)
+        assert found == pytest.approx(
+            [both[number] for both in RESNET50.values()], abs=1e-16, rel=1e-12
+        )
 
 
 def test_every_group_starts_from_its_own_value_and_ends_at_the_same():
     a, b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    optimizer = torch.optim.SGD([{"params": [a], "lr": 0.4}, {"params": [b], "lr": 0.1, "damping": 2.0}])
+    optimizer = torch.optim.SGD(
+        [{"params": [a], "lr": 0.4}, {"params": [b], "lr": 0.1, "damping": 2.0}]
+    )
     halved = Schedule(kind="exponential", rate=0.5)
-    for kind, expected in (("linear", [0.22, 0.07]), ("cosine", [0.22, 0.07]), ("polynomial", [0.13, 0.055])):
+    for kind, expected in (
+        ("linear", [0.22, 0.07]),
+        ("cosine", [0.22, 0.07]),
+        ("polynomial", [0.13, 0.055]),
+    ):
         for _ in range(3):
-            recipe = Recipe(epochs=4, schedule=Schedule(kind=kind, end=0.04, power=2), damping_schedule=halved)
+            recipe = Recipe(
+                epochs=4, schedule=Schedule(kind=kind, end=0.04, power=2), damping_schedule=halved
+            )
             apply(optimizer, recipe, 20, 10)  # half way
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected)
         assert [group.get("damping") for group in optimizer.param_groups] == [None, 0.5]
 
 
 def test_a_phase_goes_on_with_the_schedule_of_the_whole_training_or_begins_its_own():
-    recipe = Recipe(phases=(Phase(steps=2), Phase(steps=2, lr_factor=0.5)), schedule=Schedule(kind="linear"))
+    recipe = Recipe(
+        phases=(Phase(steps=2), Phase(steps=2, lr_factor=0.5)), schedule=Schedule(kind="linear")
+    )
     assert values(recipe, "lr", range(4), 4, lr=0.8) == pytest.approx([0.8, 0.6, 0.2, 0.1])
     second = Schedule(kind="linear", warmup_epochs=0.5, end=0.1)  # 2 of its 4 steps
     first = Phase(steps=3, schedule=Schedule(kind="linear"))
     recipe = Recipe(
-        phases=(first, Phase(steps=4, lr_factor=0.5, schedule=second)), damping_schedule=Schedule(kind="linear")
+        phases=(first, Phase(steps=4, lr_factor=0.5, schedule=second)),
+        damping_schedule=Schedule(kind="linear"),
     )
     # 0.8 (1 - t / 3); then 0.4 after a warm-up of two steps, from there to 0.1
-    assert values(recipe, "lr", range(7), 7, lr=0.8) == pytest.approx([0.8, 1.6 / 3, 0.8 / 3, 0.2, 0.4, 0.4, 0.25])
+    assert values(recipe, "lr", range(7), 7, lr=0.8) == pytest.approx(
+        [0.8, 1.6 / 3, 0.8 / 3, 0.2, 0.4, 0.4, 0.25]
+    )
     found = values(recipe, "damping", range(7), 7, damping=2.0)
     assert found == pytest.approx([2 * (1 - t / 7) for t in range(7)])
     recipe = Recipe(phases=(first, first))  # equal ones are told apart
@@ -116,15 +139,39 @@ def test_a_phase_goes_on_with_the_schedule_of_the_whole_training_or_begins_its_o
 
 
 UNFIT = [
-    ("schedule={kind: thor-lr, horizon_epochs: 3.9}", "schedule.horizon_epochs=3.9 is shorter than the training (4 ep"),
-    ("schedule={kind: polynomial, horizon_steps: 39}", "schedule.horizon_steps=39 is shorter than the training (4 ep"),
-    ("damping_schedule={kind: thor-lr, horizon_epochs: 3}", "damping_schedule.horizon_epochs=3.0 is shorter"),
-    ("damping_schedule={kind: thor-lr, horizon_epochs: 4}", "damping_schedule: thor-lr sets damping to 0"),
-    ("schedule={warmup_epochs: 4.5}", "schedule.warmup_epochs=4.5 is longer than the training (4 epochs, 40 steps)"),
-    ("schedule={warmup_steps: 41}", "schedule.warmup_steps=41 is longer than the training (4 epochs, 40 steps)"),
+    (
+        "schedule={kind: thor-lr, horizon_epochs: 3.9}",
+        "schedule.horizon_epochs=3.9 is shorter than the training (4 ep",
+    ),
+    (
+        "schedule={kind: polynomial, horizon_steps: 39}",
+        "schedule.horizon_steps=39 is shorter than the training (4 ep",
+    ),
+    (
+        "damping_schedule={kind: thor-lr, horizon_epochs: 3}",
+        "damping_schedule.horizon_epochs=3.0 is shorter",
+    ),
+    (
+        "damping_schedule={kind: thor-lr, horizon_epochs: 4}",
+        "damping_schedule: thor-lr sets damping to 0",
+    ),
+    (
+        "schedule={warmup_epochs: 4.5}",
+        "schedule.warmup_epochs=4.5 is longer than the training (4 epochs, 40 steps)",
+    ),
+    (
+        "schedule={warmup_steps: 41}",
+        "schedule.warmup_steps=41 is longer than the training (4 epochs, 40 steps)",
+    ),
     ("schedule={kind: polynomial, end: 0.2}", "schedule.end=0.2 is above the initial lr=0.1"),
-    ("phases=[{steps: 38}, {steps: 2, schedule: {warmup_steps: 3}}]", "phases[1].schedule.warmup_steps=3 is longer"),
-    ("phases=[{steps: 40, lr_factor: 0.1, schedule: {kind: linear, end: 0.1}}]", "phases[0].schedule.end=0.1 is above"),
+    (
+        "phases=[{steps: 38}, {steps: 2, schedule: {warmup_steps: 3}}]",
+        "phases[1].schedule.warmup_steps=3 is longer",
+    ),
+    (
+        "phases=[{steps: 40, lr_factor: 0.1, schedule: {kind: linear, end: 0.1}}]",
+        "phases[0].schedule.end=0.1 is above",
+    ),
 ]
 FIT = [
     "schedule={kind: thor-lr, horizon_epochs: 4}",

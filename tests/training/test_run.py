@@ -1,4 +1,6 @@
-"""Runs that are killed, stopped by a signal and started again end as those that never were; folders are respected."""
+"""Runs that are killed, stopped by a signal and started again end as those that never were; folders
+are respected.
+"""
 
 import os
 import signal
@@ -29,7 +31,9 @@ def outcome(run):
             state = torch.load(path / "state.pt", weights_only=True)
             for part in (state, state["score"], state["best"]):
                 del part["seconds"]
-            weights = [(path / file).read_bytes() for file in ("model.safetensors", "averaged.safetensors")]
+            weights = [
+                (path / file).read_bytes() for file in ("model.safetensors", "averaged.safetensors")
+            ]
             found[str(path.relative_to(run))] = [state, weights, (path / "recipe.yaml").read_text()]
     return found
 
@@ -45,8 +49,17 @@ def whole(tmp_path_factory):
 
 
 def test_killed_at_any_moment_equals_never_stopped(tmp_path, whole):
-    # two evaluations are the best so far, those of steps 3 and 9; the last kill is in the second optimizer
-    kills = ("0:claim:0", "0:step:3", "0:writing:5", "0:writing:9", "0:evaluation:9", "0:writing:10", "0:writing:3")
+    # two evaluations are the best so far, those of steps 3 and 9; the last kill is in the second
+    # optimizer
+    kills = (
+        "0:claim:0",
+        "0:step:3",
+        "0:writing:5",
+        "0:writing:9",
+        "0:evaluation:9",
+        "0:writing:10",
+        "0:writing:3",
+    )
     for kill in kills:
         resume = ["--resume"] if (tmp_path / "run/recipe.yaml").exists() else []
         code, out, err = go(tmp_path, f"{kill}:SIGKILL", "run", *resume)
@@ -73,10 +86,19 @@ def test_a_signal_saves_and_stops(tmp_path, whole, name, ranks):
 
 
 def torchrun(place, *words):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
     command += ["--monitor-interval=0.1", run_script.__file__, *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return finish(subprocess.Popen(command, cwd=place, stdout=-1, stderr=-1, text=True, env=environment))
+    return finish(
+        subprocess.Popen(command, cwd=place, stdout=-1, stderr=-1, text=True, env=environment)
+    )
 
 
 def test_torchrun_starts_again_and_the_run_continues(tmp_path, whole):
@@ -89,7 +111,11 @@ def test_torchrun_starts_again_and_the_run_continues(tmp_path, whole):
     before = contents(tmp_path / "run")
     code, out, err = torchrun(tmp_path, NOTHING, "run")
     assert code != 0
-    for number in (0, 1):  # each start is refused; torchrun ends its other process, perhaps before that has said why
-        assert f"torch-thor, start {number}: run contains a run already: continue it with --resume" in err
+    # each start is refused; torchrun ends its other process, perhaps before that has said why
+    for number in (0, 1):
+        assert (
+            f"torch-thor, start {number}: run contains a run already: continue it with --resume"
+            in err
+        )
     (tmp_path / "run/.lock").unlink()
     assert contents(tmp_path / "run") == before

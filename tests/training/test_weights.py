@@ -1,4 +1,6 @@
-"""`weights=`: what a training starts from, what does not fit, and a resume that does not need the file."""
+"""`weights=`: what a training starts from, what does not fit, and a resume that does not need the
+file.
+"""
 
 import io
 
@@ -45,11 +47,15 @@ def test_a_training_and_its_average_start_from_the_weights(file, monkeypatch):
         for found in (run.model.state_dict(), run.average.module.state_dict()):
             assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     plain = build(noisy.recipe(), "sgd", noisy.Noisy(), Ranks()).model.state_dict()
-    given = {name: tensor for name, tensor in wanted.items() if not name.endswith("num_batches_tracked")}
+    given = {
+        name: tensor for name, tensor in wanted.items() if not name.endswith("num_batches_tracked")
+    }
     save_file({**given, "head.weight": torch.zeros(9, 8), "extra": torch.zeros(1)}, file)
     found = started(file, weights_except=("head", "extra", "lists.1*")).model.state_dict()
     for name, tensor in found.items():
-        assert torch.equal(tensor, (plain if name.startswith(("head", "lists.1")) else {**plain, **given})[name]), name
+        assert torch.equal(
+            tensor, (plain if name.startswith(("head", "lists.1")) else {**plain, **given})[name]
+        ), name
 
 
 def test_a_shared_weight_stands_in_a_file_under_one_of_its_names(file):
@@ -61,13 +67,33 @@ def test_a_shared_weight_stands_in_a_file_under_one_of_its_names(file):
 
 
 FAULTS = [
-    (lambda w: {n: t for n, t in w.items() if n != "head.bias"}, {}, r"\(head.bias: missing, the network has \(3,\)\)"),
-    (lambda w: {**w, "a.b": torch.zeros(1)}, {}, r"\(a.b: \(1,\), the network has none\).*weights_except=\[NAME\]"),
-    (lambda w: {**w, "head.bias": torch.zeros(9)}, {}, r"\(head.bias: \(9,\), the network has \(3,\)\)"),
+    (
+        lambda w: {n: t for n, t in w.items() if n != "head.bias"},
+        {},
+        r"\(head.bias: missing, the network has \(3,\)\)",
+    ),
+    (
+        lambda w: {**w, "a.b": torch.zeros(1)},
+        {},
+        r"\(a.b: \(1,\), the network has none\).*weights_except=\[NAME\]",
+    ),
+    (
+        lambda w: {**w, "head.bias": torch.zeros(9)},
+        {},
+        r"\(head.bias: \(9,\), the network has \(3,\)\)",
+    ),
     (lambda w: {f"module.{n}": t for n, t in w.items()}, {}, r"missing, .*; \d+ more"),
     (lambda w: w, {"weights_except": ("haed",)}, "weights_except=haed matches no weight"),
-    (lambda w: w, {"weights_sha256": "0123"}, "is not the file that the recipe names: its SHA-256 is"),
-    (lambda w: w, {"weights": "nowhere"}, "weights=nowhere does not exist: give a safetensors file, a run folder"),
+    (
+        lambda w: w,
+        {"weights_sha256": "0123"},
+        "is not the file that the recipe names: its SHA-256 is",
+    ),
+    (
+        lambda w: w,
+        {"weights": "nowhere"},
+        "weights=nowhere does not exist: give a safetensors file, a run folder",
+    ),
 ]
 
 
@@ -82,7 +108,10 @@ def test_what_does_not_fit_is_one_line_and_no_run_is_begun(file, tmp_path, chang
 
 def test_a_file_that_holds_code_is_not_read(file):
     torch.save(load_file(file), file)
-    with pytest.raises(UserError, match=r"mine.safetensors is not a safetensors file .* safetensors.torch.save_file"):
+    with pytest.raises(
+        UserError,
+        match=r"mine.safetensors is not a safetensors file .* safetensors.torch.save_file",
+    ):
         started(file)
 
 
@@ -95,7 +124,10 @@ def test_a_run_knows_its_weights_and_resumes_without_the_file(file, tmp_path):
     assert stored.weights_sha256 == sha256(file)
     file.rename(tmp_path / "elsewhere.safetensors")
     run_recipe(stored.model_copy(update=longer), folder, SILENT, resume=True)
-    one, other = (newest(place.checkpoints("sgd"), pytest.fail).path / "model.safetensors" for place in (folder, whole))
+    one, other = (
+        newest(place.checkpoints("sgd"), pytest.fail).path / "model.safetensors"
+        for place in (folder, whole)
+    )
     assert one.read_bytes() == other.read_bytes()
 
 
@@ -103,12 +135,25 @@ def test_the_checkpoints_of_a_run(file, tmp_path):
     folder, several = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "several")
     run_recipe(recipe(file), folder, SILENT)
     last = folder.checkpoints("sgd") / "step-00000012"
-    for path in (folder.path, folder.path / "sgd", folder.checkpoints("sgd"), last, last / "model.safetensors"):
+    for path in (
+        folder.path,
+        folder.path / "sgd",
+        folder.checkpoints("sgd"),
+        last,
+        last / "model.safetensors",
+    ):
         found = started(path).model.state_dict()
-        assert all(torch.equal(found[key], value) for key, value in load_file(last / "model.safetensors").items())
-        assert weights.checksum(recipe(path), pytest.fail).weights_sha256 == sha256(last / "model.safetensors")
+        assert all(
+            torch.equal(found[key], value)
+            for key, value in load_file(last / "model.safetensors").items()
+        )
+        assert weights.checksum(recipe(path), pytest.fail).weights_sha256 == sha256(
+            last / "model.safetensors"
+        )
     averages = load_file(last / "averaged.safetensors")
-    assert torch.equal(started(last / "averaged.safetensors").model.head.weight, averages["head.weight"])
+    assert torch.equal(
+        started(last / "averaged.safetensors").model.head.weight, averages["head.weight"]
+    )
     (last / "state.pt").write_bytes(b"damaged")  # a part that is not needed counts too
     said = []
     weights.checksum(recipe(folder.path), said.append)
@@ -138,5 +183,7 @@ def test_another_tokenizer_is_refused_unless_the_embedding_is_left_out(file, tmp
     path = tmp_path / "old/step-00000001"
     started(path, Words("a" * 64))
     started(path, Words("b" * 64), weights_except=("body.0",))
-    with pytest.raises(UserError, match=r"tokenizer.json is not the tokenizer that .* was trained with"):
+    with pytest.raises(
+        UserError, match=r"tokenizer.json is not the tokenizer that .* was trained with"
+    ):
         started(path, Words("b" * 64))

@@ -1,1 +1,4 @@
-"""Benchmarks and figures: a runner that stores raw data, and tables and pictures that are made from raw data alone."""
+"""Benchmarks and figures: a runner that stores raw data, and tables and pictures from it.
+
+Tables and pictures are made from raw data alone.
+"""

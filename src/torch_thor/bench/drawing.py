@@ -22,16 +22,33 @@ def draw_band(
     marker: str | None = None,
     style: str = "-",
 ) -> None:
-    """Draw the mean of some series as a line, and the range from the lowest to the highest value behind it."""
+    """Draw the mean of some series as a line, and their range behind it.
+
+    The range is that from the lowest to the highest value.
+    """
     columns = list(zip(*series, strict=True))
     (line,) = axes.plot(
-        xs, [statistics.fmean(column) for column in columns], label=label, color=colour, marker=marker, ls=style
+        xs,
+        [statistics.fmean(column) for column in columns],
+        label=label,
+        color=colour,
+        marker=marker,
+        ls=style,
     )
     if len(series) > 1:
-        axes.fill_between(xs, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.2)
+        axes.fill_between(
+            xs,
+            [min(c) for c in columns],
+            [max(c) for c in columns],
+            color=line.get_color(),
+            alpha=0.2,
+        )
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a picture in the resolution of the documentation; a file is replaced only by a complete one."""
+    """Write a picture in the resolution of the documentation.
+
+    A file is replaced only by a complete one.
+    """
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=110)

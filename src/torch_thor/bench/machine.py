@@ -14,7 +14,8 @@ from torch_thor.split.timing import processor_name
 
 
 def provenance() -> dict[str, Any]:
-    """Describe what a result comes from: the commit, whether its sources were changed, the machine and the versions."""
+    """Describe what a result comes from."""
+    # This is the commit, whether its sources were changed, the machine and the versions.
     import torchvision  # imported here because it takes a second, and only measurements need it
 
     root = Path(__file__).parent
@@ -43,7 +44,9 @@ def commit(file: Path = Path(__file__)) -> str:
 
 def _git(folder: Path, *words: str) -> str:
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", *words], cwd=folder, capture_output=True, text=True, check=False
+        )
     except OSError:  # git is not installed
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -10,7 +10,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [_line(heads), "|---" * len(heads) + "|"]
     for row in rows:
         if len(row) != len(heads):
-            raise ValueError(f"{list(row)}: {len(row)} cells in a table of {len(heads)} columns: give one for each")
+            raise ValueError(
+                f"{list(row)}: {len(row)} cells in a table of {len(heads)} columns: give one for "
+                "each"
+            )
         lines.append(_line(row))
     return "\n".join(lines)
 

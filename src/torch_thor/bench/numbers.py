@@ -4,8 +4,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 
-def steps_to(evaluations: Iterable[tuple[float, float]], target: float, *, higher: bool = True) -> float | None:
-    """Return the step at which a run reaches a target, between two evaluations as if the figure were linear."""
+def steps_to(
+    evaluations: Iterable[tuple[float, float]], target: float, *, higher: bool = True
+) -> float | None:
+    """Return the step at which a run reaches a target.
+
+    Between two evaluations the figure is taken to be linear.
+    """
     sign = 1 if higher else -1
     before: tuple[float, float] | None = None
     for step, value in evaluations:

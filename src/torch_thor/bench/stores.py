@@ -20,7 +20,9 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self.path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self.rows: dict[str, dict[str, Any]] = {key_of(row["job"]): row for row in map(json.loads, lines)}
+        self.rows: dict[str, dict[str, Any]] = {
+            key_of(row["job"]): row for row in map(json.loads, lines)
+        }
 
     def keep(self, key: str, result: Mapping[str, Any]) -> None:
         """Add a result, or replace the existing one of the job, and write the file."""

@@ -1,9 +1,12 @@
-"""Runs a study: a module of jobs whose results are stored, a line each, in benchmarks/results/STUDY.jsonl.
+"""The runner of a study, whose results are stored in benchmarks/results/STUDY.jsonl.
 
-A study defines ``jobs(rows)``, which lists the jobs that are known from the results so far, ``run(job)`` and
-``table(rows)``, perhaps ``draw(rows)``; jobs and results are mappings of JSON values. ``headlines(rows)`` lists a cheap
-job for each number that README shows, ``tolerance(rows, job)`` how far a job's value may differ on another machine. A
-job with the entry ``alone`` runs when no other does, because its time counts.
+A study is a module of jobs, and each result is one line.
+
+A study defines ``jobs(rows)``, which lists the jobs that are known from the results so far,
+``run(job)`` and ``table(rows)``, perhaps ``draw(rows)``; jobs and results are mappings of JSON
+values. ``headlines(rows)`` lists a cheap job for each number that README shows,
+``tolerance(rows, job)`` how far a job's value may differ on another machine. A job with the entry
+``alone`` runs when no other does, because its time counts.
 
 Results are stored as they come, and a study that was cut off goes on.
 """
@@ -33,12 +36,18 @@ FOLDER = Path("benchmarks")
 # what computes a step; checks of arguments, reports, state dicts and other optimizers do not
 STEP = (
     *("curvature", "capture", "distributed", "intervals.py", "training/muon.py"),
-    *(f"optim/{name}.py" for name in ("natural", "orthogonal", "plan", "refresh_step", "step", "thor", "thor_muon")),
+    *(
+        f"optim/{name}.py"
+        for name in ("natural", "orthogonal", "plan", "refresh_step", "step", "thor", "thor_muon")
+    ),
 )
 NO_STEP = ("capture/coverage.py", "capture/patterns.py")
-# Hashes of earlier sources that take the same steps bit for bit, as `python tests/golden/between.py COMMIT HEAD` shows.
+# Hashes of earlier sources that take the same steps bit for bit, as
+# `python tests/golden/between.py COMMIT HEAD` shows.
 SAME_STEP = {
-    "46a67cef64b9d1cb": "2cb7c653; since then messages, and what is done where LAPACK gives no numbers",
+    "46a67cef64b9d1cb": (
+        "2cb7c653; since then messages, and what is done where LAPACK gives no numbers"
+    ),
     "1ef8afba734fde49": "7b351593; since then how coverage prints",
 }
 Row = dict[str, Any]
@@ -47,20 +56,31 @@ Job = Mapping[str, Any]
 
 def main() -> None:
     """Run what is missing of a study, then print its tables and draw its pictures."""
-    made = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, prog="torch_thor.bench")
+    made = ArgumentParser(
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter, prog="torch_thor.bench"
+    )
     made.add_argument("study", help=f"a study of {FOLDER}/: {', '.join(studies())}")
-    made.add_argument("--table", action="store_true", help="tables and pictures alone, from the raw data")
-    made.add_argument("--verify", action="store_true", help="run one seed of each headline again, and compare")
-    made.add_argument("--only", default="", help="jobs whose key contains this alone, such as 'task unet'")
     made.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes at a time (default: %(default)s)"
+        "--table", action="store_true", help="tables and pictures alone, from the raw data"
+    )
+    made.add_argument(
+        "--verify", action="store_true", help="run one seed of each headline again, and compare"
+    )
+    made.add_argument(
+        "--only", default="", help="jobs whose key contains this alone, such as 'task unet'"
+    )
+    made.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="processes at a time (default: %(default)s)",
     )
     options = made.parse_args()
     require(options.workers > 0, f"--workers {options.workers}: give a whole number of 1 or more")
     require(
         options.study in studies(),
-        f"{options.study}: there is no such study in {FOLDER}/; give one of {', '.join(studies())}, from the root of "
-        "the repository",
+        f"{options.study}: there is no such study in {FOLDER}/; give one of "
+        f"{', '.join(studies())}, from the root of the repository",
     )
     name = str(FOLDER / f"{options.study}.py")
     study, store = load(name), Lines(FOLDER / "results" / f"{options.study}.jsonl")
@@ -74,7 +94,8 @@ def main() -> None:
     stale = sum(map(is_stale, store.rows.values()))
     if stale:
         print(
-            f"\nstale: {stale} of {len(store.rows)} rows come from other sources of the step ({sources()} is current)"
+            f"\nstale: {stale} of {len(store.rows)} rows come from other sources of the step "
+            f"({sources()} is current)"
         )
 
 
@@ -89,7 +110,9 @@ def complete(
 ) -> None:
     """Run the jobs of a study whose results are missing, until no result leads to another job."""
     while True:
-        todo = [job for job in jobs(store.rows) if key_of(job) not in store.rows and only in key_of(job)]
+        todo = [
+            job for job in jobs(store.rows) if key_of(job) not in store.rows and only in key_of(job)
+        ]
         together = [job for job in todo if not job.get("alone")]
         if not todo:
             return
@@ -97,7 +120,8 @@ def complete(
 
 
 def verify(name: str, store: Lines, workers: int) -> int:
-    """Run the headlines again in a store of their own, and print each value beside the recorded one."""
+    """Run the headlines again, and print each value beside the recorded one."""
+    # The new results are kept in a store of their own.
     study = load(name)
     again, jobs = Lines(store.path.with_suffix(".verify")), study.headlines(store.rows)
     again.rows.clear()
@@ -113,8 +137,13 @@ def verify(name: str, store: Lines, workers: int) -> int:
     return int(far > 0)
 
 
-def measure(name: str, store: Lines, jobs: Sequence[Job], workers: int, say: Callable[[str], None] = print) -> None:
-    """Run jobs in processes, and store each result when it is there; after a failure the others go on."""
+def measure(
+    name: str, store: Lines, jobs: Sequence[Job], workers: int, say: Callable[[str], None] = print
+) -> None:
+    """Run jobs in processes, and store each result when it is there.
+
+    After a failure the others go on.
+    """
     context, failed = multiprocessing.get_context("spawn"), []
     first = {key_of(job): job for job in jobs}
     with ProcessPoolExecutor(workers, context, initializer=_end_with_parent) as pool:
@@ -126,11 +155,17 @@ def measure(name: str, store: Lines, jobs: Sequence[Job], workers: int, say: Cal
                     store.keep(key, future.result())
                 else:
                     failed.append(f"{key}: {type(error).__name__}: {first_line(error)}")
-                say(f"{number} of {len(first)} {'done: ' + key if error is None else 'failed: ' + failed[-1]}")
+                say(
+                    f"{number} of {len(first)} "
+                    f"{'done: ' + key if error is None else 'failed: ' + failed[-1]}"
+                )
         except BaseException:  # Ctrl-C, or a full disk: what has not begun is not run for nothing
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    require(not failed, f"{len(failed)} jobs failed, which the same command runs again:\n" + "\n".join(failed))
+    require(
+        not failed,
+        f"{len(failed)} jobs failed, which the same command runs again:\n" + "\n".join(failed),
+    )
 
 
 def result_of(name: str, job: Job) -> Row:
@@ -145,7 +180,8 @@ def result_of(name: str, job: Job) -> Row:
 
 
 def _end_with_parent() -> None:
-    """Let this process end when its parent has been killed, because nothing can store the result any more."""
+    """Let this process end when its parent has been killed."""
+    # Nothing can store the result any more then.
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -163,7 +199,8 @@ def studies() -> list[str]:
 
 
 def load(name: str) -> ModuleType:
-    """Import a study: a module by its dotted name, or a file, whose folder its own modules are found in."""
+    """Import a study, which is a module by its dotted name or a file."""
+    # A file's own modules are found in its folder.
     file = Path(name)
     if file.suffix != ".py":
         return importlib.import_module(name)
@@ -174,10 +211,15 @@ def load(name: str) -> ModuleType:
 
 @cache
 def sources() -> str:
-    """Return a hash of the sources that compute a step, without comments, docstrings, messages and formatting."""
+    """Return a hash of the sources that compute a step.
+
+    Comments, docstrings, messages and formatting do not count.
+    """
     root = Path(torch_thor.__file__).parent
     files = sorted(
-        file for part in STEP for file in ((root / part).rglob("*.py") if "." not in part else [root / part])
+        file
+        for part in STEP
+        for file in ((root / part).rglob("*.py") if "." not in part else [root / part])
     )
     found = hashlib.sha256()
     for file in files:
@@ -195,7 +237,11 @@ def is_stale(row: Row) -> bool:
 def _shape(node: Any) -> Any:
     """Return a syntax tree as nested tuples, alike in all versions of Python."""
     if isinstance(node, list):
-        return tuple(_shape(item) for item in node if not (isinstance(item, ast.Expr) and _is_text(item.value)))
+        return tuple(
+            _shape(item)
+            for item in node
+            if not (isinstance(item, ast.Expr) and _is_text(item.value))
+        )
     if _is_text(node):
         return "text"
     if isinstance(node, ast.AST):

@@ -1,4 +1,7 @@
-"""Measures the step times of several optimizers in turns, so that changes of the machine's speed affect all alike."""
+"""The step times of several optimizers, measured in turns.
+
+So changes of the machine's speed affect all alike.
+"""
 
 import random
 import statistics
@@ -20,15 +23,17 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Time one step of each function in every round.
 
-    The order is drawn anew in each round, with a fixed seed: a step depends on the state in which the previous one has
-    left the caches, and in a fixed order the previous one would always be the same.
+    The order is drawn anew in each round, with a fixed seed: a step depends on the state in which
+    the previous one has left the caches, and in a fixed order the previous one would always be the
+    same.
 
     Args:
         steps: The functions to time, by name.
         rounds: The number of rounds that count.
         warm_up: The number of rounds before them, which do not count.
         prepare: Called before each round, not timed.
-        name_of: Called with the name after a step that counts; returns the name under which its time is recorded.
+        name_of: Called with the name after a step that counts; returns the name under which its
+            time is recorded.
         clock: Returns the time in seconds.
 
     Returns:
@@ -58,7 +63,8 @@ def training_step(loss: Callable[[], Tensor], optimizer: optim.Optimizer) -> Cal
         optimizer: The optimizer of the model.
 
     Returns:
-        A function that runs forward and backward pass, steps the optimizer, and resets the gradients.
+        A function that runs forward and backward pass, steps the optimizer, and resets the
+        gradients.
     """
 
     def step() -> None:
@@ -77,7 +83,13 @@ def state_bytes(optimizer: optim.Optimizer) -> int:
 def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return sum(map(_bytes, parts))
 
 

@@ -1,4 +1,7 @@
-"""Captures the activations and output gradients of a model's layers: inspection, selection and hooks."""
+"""The capture of the activations and output gradients of a model's layers.
+
+It consists of inspection, selection and hooks.
+"""
 
 from torch_thor.capture.composites import CompositeHook, InnerLayer, Report, register_composite
 from torch_thor.capture.coverage import Covered

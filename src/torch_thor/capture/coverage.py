@@ -1,4 +1,4 @@
-"""What ``torch_thor.THOR.coverage`` lists: for each parameter how it is trained, and why not otherwise."""
+"""What ``torch_thor.THOR.coverage`` lists: how each parameter is trained, why not otherwise."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -17,20 +17,21 @@ class Covered:
     Args:
         name: the parameter's name in the model.
         shape: its shape.
-        kind: the kind of its layer, such as ``"Linear"``, ``"Conv2d"`` or ``"MultiheadAttention"``; the class of the
-            module that owns it, where it is not preconditioned.
-        factor_sizes: the numbers of rows of A and of G, for one group; None where there are no factors. A bias has G
-            alone, and with ThorMuon a weight has A alone.
-        groups: the number of independent pairs (A, G): the groups of a convolution, the three blocks of a fused
-            projection.
+        kind: the kind of its layer, such as ``"Linear"``, ``"Conv2d"`` or ``"MultiheadAttention"``;
+            the class of the module that owns it, where it is not preconditioned.
+        factor_sizes: the numbers of rows of A and of G, for one group; None where there are no
+            factors. A bias has G alone, and with ThorMuon a weight has A alone.
+        groups: the number of independent pairs (A, G): the groups of a convolution, the three
+            blocks of a fused projection.
         reason: why it is not preconditioned; None if it is.
         note: further information, such as the parameters it is shared with; None if there is none.
         trained: False for a parameter that is frozen or in no parameter group.
         rest: what trains it where it is not preconditioned: ``"plain momentum"``, or with ThorMuon
             ``"AdamW"`` and, for a matrix, ``"orthogonalised momentum"``.
-        matrices: with ThorMuon, (rows, columns) of each matrix that is orthogonalised by itself: of the whole
-            parameter, or of its parts (groups, experts, the projections of a fused weight or those of
-            ``torch_thor.split_rows``, rows that ``layers`` leaves out). Empty for what AdamW trains.
+        matrices: with ThorMuon, (rows, columns) of each matrix that is orthogonalised by itself: of
+            the whole parameter, or of its parts (groups, experts, the projections of a fused weight
+            or those of ``torch_thor.split_rows``, rows that ``layers`` leaves out). Empty for what
+            AdamW trains.
     """
 
     name: str
@@ -46,7 +47,10 @@ class Covered:
 
     @property
     def preconditioned(self) -> bool:
-        """Whether the parameter is trained with a natural gradient, or with ThorMuon, orthogonalised with A."""
+        """Whether the parameter is trained with a natural gradient.
+
+        With ThorMuon, whether it is orthogonalised with A.
+        """
         return self.reason is None
 
 
@@ -66,9 +70,17 @@ def table(entries: Iterable[Covered], factors: str = "factors") -> str:
         if not entry.preconditioned:
             sizes = f"{entry.rest if entry.trained else 'not trained'}: {entry.reason}"
         alike = Counter(entry.matrices).items()
-        parts = ", ".join(f"{f'{count} of ' if count > 1 else ''}{m} x {n}" for (m, n), count in alike)
-        told = [sizes, f"orthogonalised: {parts}" if parts else "", entry.note if entry.preconditioned else ""]
+        parts = ", ".join(
+            f"{f'{count} of ' if count > 1 else ''}{m} x {n}" for (m, n), count in alike
+        )
+        told = [
+            sizes,
+            f"orthogonalised: {parts}" if parts else "",
+            entry.note if entry.preconditioned else "",
+        ]
         shape = " x ".join(map(str, entry.shape)) or "number"
         rows.append((entry.name, shape, entry.kind, "; ".join(part for part in told if part)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d}" for a, b, c, d in rows)
+    return "\n".join(
+        f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d}" for a, b, c, d in rows
+    )

@@ -1,16 +1,21 @@
-"""Decides which layers gather statistics in a step, gathers their rows, and counts the loss terms of its losses.
+"""The gathering of statistics: which layers do so in a step, their rows, and loss terms.
 
-On a refresh step hooks see the calls of the layers (:mod:`torch_thor.capture.hooks`), and each call registers a hook on
-its output. When the gradient of the output has been computed, that adds the rows of both input and gradient. So an
-evaluation pass, a pass whose loss is never differentiated, and the first of the two forward passes of activation
-checkpointing add no rows, and the input is kept alive no longer than autograd keeps it. Layers that have A alone need
-no gradient: their rows are summed in the forward pass, so that no input is kept alive, and the hook adds the sum.
+The loss terms that are counted are those of the step's losses.
 
-Rows live until ``step``, until ``optimizer.zero_grad()``, or until no weight that a loss has reached has a gradient.
+On a refresh step hooks see the calls of the layers (:mod:`torch_thor.capture.hooks`), and each call
+registers a hook on its output. When the gradient of the output has been computed, that adds the
+rows of both input and gradient. So an evaluation pass, a pass whose loss is never differentiated,
+and the first of the two forward passes of activation checkpointing add no rows, and the input is
+kept alive no longer than autograd keeps it. Layers that have A alone need no gradient: their rows
+are summed in the forward pass, so that no input is kept alive, and the hook adds the sum.
 
-Which layers gather follows from entries of their state (``due``, ``idle``, ``uncalled``), which checkpoints contain. A
-layer that is due gathers if it is called. It is *awaited*, and a compiled model runs eagerly for it, unless it is
-frozen, the loss did not reach it when it was due (idle), or its weight is used without calling its module (uncalled).
+Rows live until ``step``, until ``optimizer.zero_grad()``, or until no weight that a loss has
+reached has a gradient.
+
+Which layers gather follows from entries of their state (``due``, ``idle``, ``uncalled``), which
+checkpoints contain. A layer that is due gathers if it is called. It is *awaited*, and a compiled
+model runs eagerly for it, unless it is frozen, the loss did not reach it when it was due (idle), or
+its weight is used without calling its module (uncalled).
 """
 
 from collections import Counter
@@ -28,10 +33,16 @@ from torch_thor.capture.sampling import Mark, Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature, Statistics
 from torch_thor.curvature.refresh import Decision, RefreshEvent
-from torch_thor.torch_internals import backward_id, backward_keeps_graph, backward_reaches, functorch, saved_hooks
+from torch_thor.torch_internals import (
+    backward_id,
+    backward_keeps_graph,
+    backward_reaches,
+    functorch,
+    saved_hooks,
+)
 
-# The number of rows that is enough for A alone: this many, and at least so many for each column of a block. More rows
-# would take time in large batches without improving A.
+# The number of rows that is enough for A alone: this many, and at least so many for each column of
+# a block. More rows would take time in large batches without improving A.
 _ENOUGH_ROWS = 1024
 _ROWS_PER_COLUMN = 8
 
@@ -57,7 +68,10 @@ class Pass:
 
 @dataclass
 class _Waiting:
-    """The rows of the calls of a layer since the last backward pass, which count together when the next one comes."""
+    """The rows of the calls of a layer since the last backward pass.
+
+    They count together when the next one comes.
+    """
 
     rows: Statistics
     masked: bool = False  # whether the mask has fitted one of the inputs
@@ -72,12 +86,14 @@ class _Watched:
     kind: Kind
     keep: Tensor | None  # which of the rows count; None for all
     weight: Node | None  # the node that adds to the gradient of the weight
-    outer: int  # the backward pass in which the call was made, as activation checkpointing does; -1 outside
+    # the backward pass in which the call was made, as activation checkpointing does; -1 outside
+    outer: int
     waiting: _Waiting | None = None  # where the layer has A alone; otherwise what follows is used
     x: Any = None  # the input
     version: int = 0  # of the input
     mark: Mark | None = None
-    earlier: tuple[int, Tensor | None] = (-1, None)  # the generation of the previous gradient, and the gradient
+    # the generation of the previous gradient, and the gradient
+    earlier: tuple[int, Tensor | None] = (-1, None)
 
 
 class Capture:
@@ -87,18 +103,24 @@ class Capture:
         self.sampler = Sampler() if sampled else None
         self.row_mask: Tensor | None = None
         self.mask_taken = False  # whether the mask has fitted the input of a layer in this step
-        self.reached: set[LayerCurvature] = set()  # layers that the loss has reached in this step, also without rows
-        self.inside_transform: set[str] = set()  # layers that ran under torch.func, where hooks see no gradient
+        # layers that the loss has reached in this step, also without rows
+        self.reached: set[LayerCurvature] = set()
+        # layers that ran under torch.func, where hooks see no gradient
+        self.inside_transform: set[str] = set()
         self.gathering: set[LayerCurvature] = set()
         self.awaited: set[LayerCurvature] = set()
         self.passes: dict[int, Pass] = {}  # by autograd's id of the pass
         self._parents: dict[int, int] = {}  # the id of the outer pass of each nested one
         self._waiting: dict[LayerCurvature, _Waiting] = {}
-        self._generation = 0  # counts calls of discard(), after which a pass may go through an earlier graph again
+        # counts calls of discard(), after which a pass may go through an earlier graph again
+        self._generation = 0
         self._calls = ModuleCalls(self)
 
     def follow(self, model: nn.Module, hooks: Sequence[ModuleHook]) -> None:
-        """Replace the hooks; what has been gathered stays, and new layers gather from the next :meth:`listen` on."""
+        """Replace the hooks, and keep what has been gathered.
+
+        New layers gather from the next :meth:`listen` on.
+        """
         self._model, self._hooks = model, list(hooks)
         self.layers = list(dict.fromkeys(layer for hook in hooks for layer in hook.layers))
         self.gathering.intersection_update(self.layers)
@@ -106,12 +128,18 @@ class Capture:
 
     def listen(self, *, unseen: bool = False) -> None:
         """Register the hooks that the layers' states call for, and remove all others."""
-        self.gathering = {layer for layer in self.layers if layer.due and layer.weight.requires_grad}
+        self.gathering = {
+            layer for layer in self.layers if layer.due and layer.weight.requires_grad
+        }
         self.awaited = {layer for layer in self.gathering if not layer.uncalled and not layer.idle}
-        needed = [hook for hook in self._hooks if not self.gathering.isdisjoint(hook.layers)] if self.awaited else ()
+        needed = (
+            [hook for hook in self._hooks if not self.gathering.isdisjoint(hook.layers)]
+            if self.awaited
+            else ()
+        )
         self._calls.listen(self._model, needed, unseen=unseen)
 
-    # ---- rows -----------------------------------------------------------------------------------------------------
+    # ---- rows ------------------------------------------------------------------------------------
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
         """Handle a call of a layer."""
@@ -123,7 +151,8 @@ class Capture:
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
         weight = layer.weight_view.module._parameters.get(layer.weight_view.attribute)
-        if weight is None or not weight.requires_grad:  # pruned since the optimizer was created, or frozen
+        # pruned since the optimizer was created, or frozen
+        if weight is None or not weight.requires_grad:
             return
         mask = self.row_mask
         keep = mask if mask is not None and kind.row_shape(x) == mask.shape else None
@@ -133,10 +162,14 @@ class Capture:
             call.x, call.version = x.detach(), x._version  # shares storage and version counter
             call.mark = None if self.sampler is None else self.sampler.mark(output)
         elif call.outer >= 0 and saved_hooks(True) is not None:
-            return  # recomputed by a non-reentrant checkpoint, whose first pass had gradients enabled and was counted
+            # recomputed by a non-reentrant checkpoint, whose first pass had gradients enabled and
+            # was counted
+            return
         else:
             if layer not in self._waiting:
-                self._waiting[layer] = _Waiting(Statistics(layer.kind, layer.weight_view, layer.stored))
+                self._waiting[layer] = _Waiting(
+                    Statistics(layer.kind, layer.weight_view, layer.stored)
+                )
             call.waiting = self._waiting[layer]
             call.waiting.masked |= keep is not None
             enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.stored[0].cut.width)
@@ -145,12 +178,19 @@ class Capture:
 
     def _on_gradient(self, call: _Watched, g: Tensor) -> None:
         """Take the rows of a call, now that the gradient of its output has been computed."""
-        layer, kind, sampler, waiting, before = call.layer, call.kind, self.sampler, call.waiting, None
+        layer, kind, sampler, waiting, before = (
+            call.layer,
+            call.kind,
+            self.sampler,
+            call.waiting,
+            None,
+        )
         try:  # a gradient penalty's pass does not add to the gradient of the weight
             trains = call.weight is None or backward_reaches(call.weight)
         except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
             trains = False
-        sampled = sampler is not None and sampler.running  # such a pass adds to no gradient of a weight
+        # such a pass adds to no gradient of a weight
+        sampled = sampler is not None and sampler.running
         if layer not in self.gathering or not (sampled or trains):
             return
         if waiting is not None:
@@ -167,29 +207,35 @@ class Capture:
             return
         if call.x._version != call.version:
             raise RuntimeError(
-                f"the input of layer {layer.name!r} was changed in place between forward and backward, so its "
-                f"statistics would be wrong; make the operation that follows the layer's input out of place"
+                f"the input of layer {layer.name!r} was changed in place between forward and "
+                "backward, so its statistics would be wrong; make the operation that follows the "
+                "layer's input out of place"
             )
         if sampler is None:
             into = self._running_pass(call.outer)
             if call.earlier[0] == self._generation:
                 into.repeated, before = True, call.earlier[1]
             g = g.detach() if before is None else g.detach() + before
-            # kept if another pass may follow (retain_graph), because G is that of the sum of all losses
+            # kept if another pass may follow (retain_graph), because G is that of the sum of all
+            # losses
             call.earlier = self._generation, g if backward_keeps_graph() else None
             dims = tuple(kind.row_shape(call.x))
             # no dims: rows are patches, as in a convolution; registered kinds may lack batch_first
             certain = not dims or bool(getattr(kind, "batch_first", False))
-            into.calls.append(Call(layer, kind.loss_terms(call.x), dims, certain, kind.diagonal_input))
+            into.calls.append(
+                Call(layer, kind.loss_terms(call.x), dims, certain, kind.diagonal_input)
+            )
         self.mask_taken |= call.keep is not None
         self.reached.add(layer)
         if sampler is None or not sampler.empty:
             layer.statistics.gather(kind, call.x, g, call.keep, instead_of=before)
 
     def _running_pass(self, outer: int) -> Pass:
-        """Return the backward pass that is running, and forget earlier ones whose gradients have been dropped."""
+        """Return the backward pass that is running, and forget earlier ones."""
+        # Only those whose gradients have been dropped are forgotten.
         current = backward_id()
-        if outer >= 0 and outer != current:  # a nested backward pass belongs to the one that started it
+        # a nested backward pass belongs to the one that started it
+        if outer >= 0 and outer != current:
             self._parents[current] = outer
         while current in self._parents:
             current = self._parents[current]
@@ -199,19 +245,26 @@ class Capture:
             self.passes[current] = Pass()
         return self.passes[current]
 
-    # ---- the end of a step ----------------------------------------------------------------------------------------
+    # ---- the end of a step -----------------------------------------------------------------------
 
     def gradients_dropped(self) -> bool:
         """Return whether no weight that a loss has reached in this step has a gradient any more."""
         views = [layer.weight_view for layer in self.reached]
-        return all(view.shards is None and view.present is not None and view.present.grad is None for view in views)
+        return all(
+            view.shards is None and view.present is not None and view.present.grad is None
+            for view in views
+        )
 
     def finish_refresh(
-        self, due: Iterable[LayerCurvature], events: Iterable[RefreshEvent], silent: Collection[LayerCurvature]
+        self,
+        due: Iterable[LayerCurvature],
+        events: Iterable[RefreshEvent],
+        silent: Collection[LayerCurvature],
     ) -> None:
         """Record what a refresh has decided on each layer, and drop the statistics.
 
-        ``silent`` are the layers with a gradient and without statistics: their weights are used without calling them.
+        ``silent`` are the layers with a gradient and without statistics: their weights are used
+        without calling them.
         """
         decisions = {event.layer: event.decision for event in events}
         for layer in due:
@@ -227,7 +280,7 @@ class Capture:
         self.discard()
 
     def finish_step(self) -> bool:
-        """Drop the statistics of a step that was no refresh, and return whether an idle layer has been reached."""
+        """Drop a non-refresh step's statistics, and return whether an idle layer was reached."""
         found = False
         for layer in self.gathering:
             if layer.idle and layer.weight_view.has_gradient():
@@ -251,19 +304,24 @@ class Capture:
             layer.statistics.forget()
 
 
-# ---- N, the number of loss terms -------------------------------------------------------------------------------------
-# As a rule the input of a layer has N samples in its leading dimension. The exceptions are found by comparing the
-# layers of one pass: position embeddings (1, L), inputs without a batch dimension, sequence-first inputs (L, N, d), and
-# windows and experts, which see other numbers of rows than the other layers.
+# ---- N, the number of loss terms -----------------------------------------------------------------
+# As a rule the input of a layer has N samples in its leading dimension. The exceptions are found by
+# comparing the layers of one pass: position embeddings (1, L), inputs without a batch dimension,
+# sequence-first inputs (L, N, d), and windows and experts, which see other numbers of rows than the
+# other layers.
 
 
 def loss_terms_of_pass(calls: Iterable[Call]) -> tuple[int, int]:
-    """Return the number of samples of a pass, and that nearest to the loss: if they differ, N is uncertain."""
-    # 1. Calls of embeddings are left out if other layers were reached, and calls without a batch dimension if others
-    # have one. 2. If calls whose leading dimension is certainly the batch have M samples, a call with M in its second
-    # dimension and not in its leading one is sequence first, and has M samples. 3. N is the number of the calls nearest
-    # to the input and nearest to the loss if these agree; otherwise the most frequent number, and of several such
-    # numbers the one nearest to the input.
+    """Return the number of samples of a pass, and that nearest to the loss.
+
+    If they differ, N is uncertain.
+    """
+    # 1. Calls of embeddings are left out if other layers were reached, and calls without a batch
+    # dimension if others have one. 2. If calls whose leading dimension is certainly the batch have
+    # M samples, a call with M in its second dimension and not in its leading one is sequence first,
+    # and has M samples. 3. N is the number of the calls nearest to the input and nearest to the
+    # loss if these agree; otherwise the most frequent number, and of several such numbers the one
+    # nearest to the input.
     calls = list(calls)
     telling = [c for c in calls if not c.embedding]
     if not telling:  # of positions (L,) and tokens (N, L), the ones with most dimensions
@@ -276,13 +334,17 @@ def loss_terms_of_pass(calls: Iterable[Call]) -> tuple[int, int]:
         sequence_first = not c.certain and len(c.dims) > 1 and c.dims[0] != samples == c.dims[1]
         numbers.append(samples if sequence_first else c.loss_terms)
     last, first = numbers[0], numbers[-1]
-    counts = Counter(reversed(numbers))  # for equal counts most_common() returns the first: that nearest to the input
+    # for equal counts most_common() returns the first: that nearest to the input
+    counts = Counter(reversed(numbers))
     number = first if first == last else counts.most_common(1)[0][0]
     return number, last
 
 
 def loss_terms_of_step(passes: Iterable[Pass]) -> tuple[int, tuple[int, int] | None]:
-    """Return N of a step, and the first pass whose N is uncertain, as :func:`loss_terms_of_pass` returns it."""
+    """Return N of a step, and the first pass whose N is uncertain.
+
+    The pass is given as :func:`loss_terms_of_pass` returns it.
+    """
     totals: Counter[Any] = Counter()
     uncertain = None
     for one in passes:

@@ -1,12 +1,17 @@
-"""Reports the calls of layers on refresh steps, through PyTorch's global module hooks, which run before all others.
+"""The reports of layers' calls on refresh steps, through PyTorch's global module hooks.
 
-A hook on the module itself would be copied with the model (into a pickle that ``weights_only`` refuses, into an
-averaged or a scripted model), and would see outputs that other hooks have replaced. On all other steps there are none.
+Global hooks run before all others.
 
-Compiled code calls no hook that it was not compiled with (``torch._dynamo.config.skip_nnmodule_hook_guards``), and is
-not to contain these. So while the model runs, the stance of ``torch.compile`` is ``force_eager``, which keeps compiled
-code without running it, and ``model.compile()`` is suspended. Other models run compiled. A model that is called by a
-compiled function has no call that could be seen first: then everything runs eagerly until the refresh is done.
+A hook on the module itself would be copied with the model (into a pickle that ``weights_only``
+refuses, into an averaged or a scripted model), and would see outputs that other hooks have
+replaced. On all other steps there are none.
+
+Compiled code calls no hook that it was not compiled with
+(``torch._dynamo.config.skip_nnmodule_hook_guards``), and is not to contain these. So while the
+model runs, the stance of ``torch.compile`` is ``force_eager``, which keeps compiled code without
+running it, and ``model.compile()`` is suspended. Other models run compiled. A model that is called
+by a compiled function has no call that could be seen first: then everything runs eagerly until the
+refresh is done.
 """
 
 import inspect
@@ -29,8 +34,9 @@ from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.torch_internals import compile_stance, is_tracing
 
-# torch.compile warns on every call of a compiled model while there are global hooks, because they see the call of the
-# wrapper too. The hooks here only handle the modules of their model, so the warning does not apply to them.
+# torch.compile warns on every call of a compiled model while there are global hooks, because they
+# see the call of the wrapper too. The hooks here only handle the modules of their model, so the
+# warning does not apply to them.
 _COMPILE_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
@@ -43,7 +49,7 @@ class CalledModuleHook:
         self.kind = kind
 
     def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
-        """Report the first argument, also where it was passed by name, and the output of the module."""
+        """Report the module's first argument, even if passed by name, and its output."""
         if not args:
             names = list(inspect.signature(type(self.module).forward).parameters)[1:2]
             args = [kwargs.get(name) for name in names]
@@ -62,7 +68,9 @@ def hooks_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -
         hooks += [CalledModuleHook(module, kind, layers[name]) for module, kind in layer.modules]
         if layer.inside is not None:
             module = layer.inside.module
-            hook = composite.get(id(module)) or composite.setdefault(id(module), layer.inside.hook(module))
+            hook = composite.get(id(module)) or composite.setdefault(
+                id(module), layer.inside.hook(module)
+            )
             hook.by_name[layer.inside.name] = layers[name]
     return [*hooks, *composite.values()]
 
@@ -71,16 +79,22 @@ class ModuleCalls:
     """Handles the calls of some modules of one model, for a watcher that it does not keep alive."""
 
     def __init__(self, watcher: Watcher) -> None:
-        self._watcher = weakref.ref(watcher, lambda _: None if sys.is_finalizing() else self.close())
+        self._watcher = weakref.ref(
+            watcher, lambda _: None if sys.is_finalizing() else self.close()
+        )
         self._at_close = ExitStack()  # what ends the present listening
         self._ignoring: Any = None  # the filter of torch's warning
         self._outermost: nn.Module | None = None  # the module of the model whose call is running
-        self._by_function: bool | None = None  # whether compiled code calls the model; None while not yet called
+        # whether compiled code calls the model; None while not yet called
+        self._by_function: bool | None = None
 
-    def listen(self, model: nn.Module, hooks: Iterable[ModuleHook], *, unseen: bool = False) -> None:
+    def listen(
+        self, model: nn.Module, hooks: Iterable[ModuleHook], *, unseen: bool = False
+    ) -> None:
         """Handle the calls of the modules of these hooks, and of no others from now on.
 
-        ``unseen``: calls were expected and have not been seen, as of a model that was compiled meanwhile.
+        ``unseen``: calls were expected and have not been seen, as of a model that was compiled
+        meanwhile.
         """
         self.close()
         self._handlers: dict[int, ModuleHook] = {id(hook.module): hook for hook in hooks}
@@ -90,7 +104,9 @@ class ModuleCalls:
         warnings.filterwarnings("ignore", message=_COMPILE_WARNING, category=UserWarning)
         self._ignoring = warnings.filters[0]
         enter = torch_module.register_module_forward_pre_hook(self._enter)
-        leave = torch_module.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+        leave = torch_module.register_module_forward_hook(
+            self._leave, with_kwargs=True, always_call=True
+        )
         # first, because other global hooks may replace the output
         torch_module._global_forward_hooks.move_to_end(leave.id, last=False)  # type: ignore[attr-defined]
         # remove() leaves this entry behind, with which torch takes the hook for registered
@@ -116,13 +132,18 @@ class ModuleCalls:
         if self._outermost is None and (
             id(module) in self._own
             # torch.compile of something that contains some of the model
-            or ("_orig_mod" in module._modules and not self._own.isdisjoint(map(id, module.modules())))
+            or (
+                "_orig_mod" in module._modules
+                and not self._own.isdisjoint(map(id, module.modules()))
+            )
         ):
             self._outermost = module
             frame: FrameType | None = sys._getframe()
             while frame is not None and not (
-                # a function that runs compiled code, or would but for the stance; OptimizedModule.__call__ is seen
-                frame.f_code.co_filename.endswith("_dynamo/eval_frame.py") and frame.f_code.co_name != "__call__"
+                # a function that runs compiled code, or would but for the stance;
+                # OptimizedModule.__call__ is seen
+                frame.f_code.co_filename.endswith("_dynamo/eval_frame.py")
+                and frame.f_code.co_name != "__call__"
             ):
                 frame = frame.f_back
             self._by_function = frame is not None
@@ -138,7 +159,8 @@ class ModuleCalls:
         if handler is not None and watcher is not None:
             if len(rest) == 2:
                 handler.leave(watcher, args, *rest)
-            elif isinstance(handler, CompositeHook):  # torch passes no kwargs if an exception was raised
+            # torch passes no kwargs if an exception was raised
+            elif isinstance(handler, CompositeHook):
                 handler.abandon()
         if module is self._outermost:
             self._outermost = None
@@ -147,13 +169,15 @@ class ModuleCalls:
 
 
 _eager: set[int] = set()  # the `id` of each ModuleCalls that wants everything to run eagerly
-_stances: list[tuple[Any, str]] = []  # those of ``torch.compile`` that are changed meanwhile, and what they said
+# those of ``torch.compile`` that are changed meanwhile, and what they said
+_stances: list[tuple[Any, str]] = []
 
 
 def _run_eagerly(calls: ModuleCalls, *, wanted: bool) -> None:
     """Run everything eagerly while somebody wants it, in whatever order they end."""
-    # Stances are changed in place, not replaced: a context manager of the user that is entered meanwhile sets another,
-    # and sets this one again when it is left, whether it is still wanted or not.
+    # Stances are changed in place, not replaced: a context manager of the user that is entered
+    # meanwhile sets another, and sets this one again when it is left, whether it is still wanted or
+    # not.
     _eager.discard(id(calls))
     if wanted:
         _eager.add(id(calls))

@@ -1,4 +1,4 @@
-"""What the inspection of a model finds: the owners of each parameter, and the layers that can be preconditioned."""
+"""What inspecting a model finds: parameters' owners, and layers that can be preconditioned."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,8 @@ def owners_of(model: nn.Module) -> Mapping[int, Sequence[Owner]]:
     """Find the owners of all parameters, by their `id`."""
     owners: defaultdict[int, list[Owner]] = defaultdict(list)
     for module_name, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():  # modules may override named_parameters()
+        # modules may override named_parameters()
+        for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 owners[id(parameter)].append(Owner(module_name, attribute, module))
     return dict(owners)
@@ -57,15 +58,20 @@ class Inside:
 
 @dataclass
 class Layer:
-    """A layer that can be preconditioned: one or several modules that share a weight, or a part of a composite one."""
+    """A layer that can be preconditioned.
+
+    It is one or several modules that share a weight, or a part of a composite module.
+    """
 
     name: str  # its name: that of its module, or of the composite module with its name inside that
     kind: Kind
     weight: ParameterView
     biases: list[ParameterView]
-    prefix: str = ""  # put before the names of its state, where several layers are rows of one parameter
+    # put before the names of its state, where several layers are rows of one parameter
+    prefix: str = ""
     modules: list[tuple[nn.Module, Kind]] = field(default_factory=list)
-    inside: Inside | None = None  # its place in a composite module; None for a layer that consists of modules
+    # its place in a composite module; None for a layer that consists of modules
+    inside: Inside | None = None
 
     @property
     def module(self) -> nn.Module:

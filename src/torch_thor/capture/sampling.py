@@ -1,12 +1,12 @@
-"""The sampled Fisher matrix: statistics from labels that are drawn from the model's own predictions.
+"""The sampled Fisher matrix: statistics from labels drawn from the model's own predictions.
 
-The drawn labels are a function of a seed, the step, the process and the number of the call within the step. So there is
-no random state to save, a resumed run draws the same labels as an uninterrupted one, and the states of torch's own
-generators do not change.
+The drawn labels are a function of a seed, the step, the process and the number of the call within
+the step. So there is no random state to save, a resumed run draws the same labels as an
+uninterrupted one, and the states of torch's own generators do not change.
 
-The backward pass of their loss runs before that of the training loss, over the same graph, which it keeps. Only
-gradients of layer outputs are requested from autograd, so that no ``.grad`` changes and no hook on a gradient of a
-weight runs, such as those with which DDP averages gradients.
+The backward pass of their loss runs before that of the training loss, over the same graph, which it
+keeps. Only gradients of layer outputs are requested from autograd, so that no ``.grad`` changes and
+no hook on a gradient of a weight runs, such as those with which DDP averages gradients.
 """
 
 import hashlib
@@ -26,7 +26,10 @@ Predicts = str | Callable[[Any], Distribution]
 
 @dataclass
 class Mark:
-    """A record of one call of a layer. It is stored in the autograd graph, so that it lives as long as the graph."""
+    """A record of one call of a layer.
+
+    It is stored in the autograd graph, so that it lives as long as the graph.
+    """
 
     output_nr: int  # the index of the layer's output among the outputs of its node
     sampled: bool = False  # whether a backward pass of sampled labels has reached the output
@@ -46,7 +49,8 @@ class Sampler:
         self.passes = 0
         self.terms = 0  # the number of drawn labels that count
         self.trained = False  # whether the pass of the training loss has reached a layer
-        self.nonfinite = False  # whether a prediction was NaN or inf, so that no labels could be drawn
+        # whether a prediction was NaN or inf, so that no labels could be drawn
+        self.nonfinite = False
 
     def mark(self, output: Tensor) -> Mark:
         """Record in the graph that a tensor is the output of a layer."""
@@ -55,17 +59,20 @@ class Sampler:
         _metadata(edge.node).setdefault(self, []).append(mark)
         return mark
 
-    def sample(self, output: Any, distribution: Predicts, dim: int | None, mask: Tensor | None, key: str) -> None:
+    def sample(
+        self, output: Any, distribution: Predicts, dim: int | None, mask: Tensor | None, key: str
+    ) -> None:
         """Draw labels from the model's predictions, and run their backward pass."""
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if not any(tensor.requires_grad for tensor in tensors):
             raise ValueError(
-                "the output given to sample_fisher() requires no gradient, so no layer's statistics can come from it; "
-                "give what the model returned, not detached"
+                "the output given to sample_fisher() requires no gradient, so no layer's "
+                "statistics can come from it; give what the model returned, not detached"
             )
         # a logit of -inf is allowed: it excludes a class
         if any(t.is_floating_point() and bool((t.isnan() | t.isposinf()).any()) for t in tensors):
-            self.nonfinite = True  # as a rule the loss is not finite either, and step() raises the error
+            # as a rule the loss is not finite either, and step() raises the error
+            self.nonfinite = True
             return
         device = tensors[0].device
         with torch.autocast(device.type, enabled=False):
@@ -74,20 +81,26 @@ class Sampler:
             if mask is not None:
                 _check_mask(mask, likelihoods.shape)
                 likelihoods = likelihoods.where(mask, 0.0)
-            self._differentiate(-likelihoods.sum(), likelihoods.numel() if mask is None else int(mask.sum()))
+            self._differentiate(
+                -likelihoods.sum(), likelihoods.numel() if mask is None else int(mask.sum())
+            )
 
     def _differentiate(self, loss: Tensor, terms: int) -> None:
         """Run the backward pass, in which the hooks of all layers receive gradients."""
         assert loss.grad_fn is not None
         marks: list[Mark] = []
         earliest: list[GradientEdge] = []  # marked outputs that depend on no other marked output
-        leads_to_mark: dict[Node, bool] = {}  # also keeps the Python objects of the nodes, and so their identity, alive
+        # also keeps the Python objects of the nodes, and so their identity, alive
+        leads_to_mark: dict[Node, bool] = {}
         stack = [(loss.grad_fn, False)]
         while stack:
             node, is_complete = stack.pop()
             following = [one for one, _ in node.next_functions if one is not None]
             if is_complete:
-                own, below = _metadata(node).get(self, []), any(leads_to_mark[one] for one in following)
+                own, below = (
+                    _metadata(node).get(self, []),
+                    any(leads_to_mark[one] for one in following),
+                )
                 marks += own
                 earliest += [] if below else [GradientEdge(node, mark.output_nr) for mark in own]
                 leads_to_mark[node] = below or bool(own)
@@ -96,18 +109,19 @@ class Sampler:
                 stack += [(node, True), *((one, False) for one in following)]
         if any(mark.trained for mark in marks):
             raise RuntimeError(
-                "sample_fisher() came after loss.backward(), which frees the graph that it needs; call it between the "
-                "forward pass and loss.backward()"
+                "sample_fisher() came after loss.backward(), which frees the graph that it needs; "
+                "call it between the forward pass and loss.backward()"
             )
         if any(mark.sampled for mark in marks):
             raise RuntimeError(
-                "sample_fisher() was called twice for one forward pass, which would count its rows twice; call it once "
-                "with one distribution of everything that the model predicts"
+                "sample_fisher() was called twice for one forward pass, which would count its rows "
+                "twice; call it once with one distribution of everything that the model predicts"
             )
         if any(node.name() == "CheckpointFunctionBackward" for node in leads_to_mark):
             raise RuntimeError(
-                "sample_fisher() cannot go through activation checkpoints with use_reentrant=True, for which torch "
-                "knows no torch.autograd.grad; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                "sample_fisher() cannot go through activation checkpoints with use_reentrant=True, "
+                "for which torch knows no torch.autograd.grad; use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         for mark in marks:
             mark.sampled = True
@@ -118,7 +132,9 @@ class Sampler:
         # DistributedDataParallel(static_graph=True) would average after this pass in its first step
         sinks: list[Any] = [node for node in leads_to_mark if node.name() == "_DDPSinkBackward"]
         wrappers = [sink.ddp_weakref() for sink in sinks]
-        averaging = [w for w in wrappers if w.static_graph and not w._static_graph_delay_allreduce_enqueued]
+        averaging = [
+            w for w in wrappers if w.static_graph and not w._static_graph_delay_allreduce_enqueued
+        ]
         self.running, self.empty = True, not terms
         try:
             for wrapper in averaging:
@@ -155,14 +171,18 @@ def _distribution(output: Any, distribution: Predicts, dim: int | None) -> Distr
     elif distribution in _NAMED:
         if not isinstance(output, Tensor):
             raise ValueError(
-                f"output of type {type(output).__name__}: must be a tensor where distribution= is a name; give the "
-                f"tensor (output.logits), or a callable that makes a torch.distributions.Distribution of the whole"
+                f"output of type {type(output).__name__}: must be a tensor where distribution= is "
+                "a name; give the tensor (output.logits), or a callable that makes a "
+                "torch.distributions.Distribution of the whole"
             )
-        made = _NAMED[distribution](_classes_last(output, dim) if distribution == "categorical" else output)
+        made = _NAMED[distribution](
+            _classes_last(output, dim) if distribution == "categorical" else output
+        )
     if not isinstance(made, Distribution):
         raise ValueError(
-            f"distribution={distribution!r}: must be one of {', '.join(map(repr, _NAMED))}, or a callable that makes a "
-            f"torch.distributions.Distribution of the output; pass, for example, lambda mean: Normal(mean, 0.1)"
+            f"distribution={distribution!r}: must be one of {', '.join(map(repr, _NAMED))}, or a "
+            "callable that makes a torch.distributions.Distribution of the output; pass, for "
+            "example, lambda mean: Normal(mean, 0.1)"
         )
     return made
 
@@ -171,14 +191,15 @@ def _classes_last(logits: Tensor, dim: int | None) -> Tensor:
     at = -1 if dim is None and logits.dim() <= 2 else dim
     if at is None or not -logits.dim() <= at < logits.dim():
         raise ValueError(
-            f"dim={dim}: must be the dimension of the classes in logits of shape {tuple(logits.shape)}, or None for"
-            f" the last of at most two; pass dim=1, as for torch.nn.functional.cross_entropy, or dim=-1, as for texts"
+            f"dim={dim}: must be the dimension of the classes in logits of shape "
+            f"{tuple(logits.shape)}, or None for the last of at most two; pass dim=1, as for "
+            "torch.nn.functional.cross_entropy, or dim=-1, as for texts"
         )
     return logits.movedim(at, -1)
 
 
 def _drawn(labels: Distribution, device: torch.device, key: str) -> Tensor:
-    """Draw labels with generators that are seeded by a key, and restore the states of the generators."""
+    """Draw labels with generators seeded by a key, and restore the generators' states."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
     devices = [] if device.type == "cpu" else [device.index]
     with torch.random.fork_rng(devices, device_type=device.type), torch.no_grad():
@@ -194,6 +215,6 @@ def _check_mask(mask: Tensor, shape: torch.Size) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
         what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
         raise ValueError(
-            f"mask={what}: must be a bool tensor of the labels' shape, {tuple(shape)}, True for those that count; "
-            f"pass, for example, mask=labels != -100"
+            f"mask={what}: must be a bool tensor of the labels' shape, {tuple(shape)}, True for "
+            f"those that count; pass, for example, mask=labels != -100"
         )

@@ -1,7 +1,10 @@
-"""Weights whose rows are divided among processes (FSDP2 and HSDP): how, which layers can take it, and refusals.
+"""Weights whose rows are divided among processes (FSDP2 and HSDP).
 
-A weight is divided by its first dimension. If a slice of that dimension is a row of G, or of A where the weight has the
-inputs first, every process preconditions its own rows. Other layers are trained without curvature, and listed so.
+Here is how they are divided, which layers can take it, and what is refused.
+
+A weight is divided by its first dimension. If a slice of that dimension is a row of G, or of A
+where the weight has the inputs first, every process preconditions its own rows. Other layers are
+trained without curvature, and listed so.
 """
 
 import sys
@@ -14,7 +17,7 @@ from torch import distributed as dist
 
 from torch_thor.curvature.shards import RowShards, shard_bounds
 
-# ---- one parameter --------------------------------------------------------------------------------------------------
+# ---- one parameter -------------------------------------------------------------------------------
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -26,7 +29,8 @@ def is_sharded(parameter: Tensor) -> bool:
 
 def is_fully_sharded(module: object) -> bool:
     """Return whether a module was given to ``fully_shard``."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has called fully_shard has imported it
+    # whoever has called fully_shard has imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
@@ -50,7 +54,9 @@ def _why_not_supported(parameter: Any, *, of_fsdp: bool) -> str | None:
 
 def row_shards_of(parameter: Any) -> RowShards | None:
     """Return how the rows of a parameter are divided."""
-    if not is_sharded(parameter) or not any(placement.is_shard() for placement in parameter.placements):
+    if not is_sharded(parameter) or not any(
+        placement.is_shard() for placement in parameter.placements
+    ):
         return None
     from torch.distributed.tensor import DTensor
 
@@ -64,10 +70,14 @@ def row_shards_of(parameter: Any) -> RowShards | None:
     def wrap(own: Tensor) -> Tensor:
         shape = torch.Size((rows, *own.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            own, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
 
     def total(own: Tensor | None) -> Tensor:
-        found = torch.zeros(() if own is None else own.shape, dtype=torch.float64, device=mesh.device_type)
+        found = torch.zeros(
+            () if own is None else own.shape, dtype=torch.float64, device=mesh.device_type
+        )
         if own is not None:
             found += own
         dist.all_reduce(found, group=mesh.get_group(mesh.ndim - 1))
@@ -76,20 +86,38 @@ def row_shards_of(parameter: Any) -> RowShards | None:
     def exchange(sent: Tensor, to_send: list[int], to_receive: list[int]) -> Tensor:
         device = device_of_mesh(parameter)
         found = torch.empty(sum(to_receive), dtype=sent.dtype, device=device)
-        dist.all_to_all_single(found, sent.to(device), to_receive, to_send, group=mesh.get_group(mesh.ndim - 1))
+        dist.all_to_all_single(
+            found, sent.to(device), to_receive, to_send, group=mesh.get_group(mesh.ndim - 1)
+        )
         return found.to(sent.device)
 
     replicas = mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None
-    return RowShards(count, bounds, slice(starts[index], starts[index + 1]), index, total, exchange, wrap, replicas)
+    return RowShards(
+        count,
+        bounds,
+        slice(starts[index], starts[index + 1]),
+        index,
+        total,
+        exchange,
+        wrap,
+        replicas,
+    )
 
 
 def device_of_mesh(parameter: Any) -> torch.device:
-    """Return the device on which the processes communicate; the parameter itself may be kept on the CPU."""
+    """Return the device on which the processes communicate.
+
+    The parameter itself may be kept on the CPU.
+    """
     kind = parameter.device_mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    return (
+        torch.device(kind)
+        if kind == "cpu"
+        else torch.device(kind, torch.accelerator.current_device_index())
+    )
 
 
-# ---- the layers of a model ------------------------------------------------------------------------------------------
+# ---- the layers of a model -----------------------------------------------------------------------
 
 
 def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
@@ -97,34 +125,43 @@ def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ValueError(
-                f"module {name or 'itself'!r} is a FullyShardedDataParallel, which puts the parameters of several "
-                f"layers into one; use its successor torch.distributed.fsdp.fully_shard, then THOR(model)"
+                f"module {name or 'itself'!r} is a FullyShardedDataParallel, which puts the "
+                "parameters of several layers into one; use its successor "
+                "torch.distributed.fsdp.fully_shard, then THOR(model)"
             )
     sharded = {id(parameter) for parameter in trained if is_sharded(parameter)}
-    of_fsdp = {id(p) for module in model.modules() if is_fully_sharded(module) for p in module.parameters()}
+    of_fsdp = {
+        id(p) for module in model.modules() if is_fully_sharded(module) for p in module.parameters()
+    }
     for name, parameter in model.named_parameters():
         key = id(parameter)
         why = _why_not_supported(parameter, of_fsdp=key in of_fsdp) if key in sharded else None
         if why is not None:
             raise ValueError(
-                f"parameter {name!r} is a DTensor that THOR cannot train: {why}. Use fully_shard alone and pass the "
-                f"model that it was given, or leave the parameter to another optimizer: THOR([p for p in ...], "
-                f"model=model)"
+                f"parameter {name!r} is a DTensor that THOR cannot train: {why}. Use fully_shard "
+                "alone and pass the model that it was given, or leave the parameter to another "
+                f"optimizer: THOR([p for p in ...], model=model)"
             )
 
 
 def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
-    """Check that the processes that refresh together are those among which the parameters are divided."""
+    """Check that the processes that refresh together are those that share the parameters."""
+    # The parameters are divided among the latter.
     if not parameters:
         return
     members = [dist.get_rank()]
     if group is not False:
-        members = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+        members = (
+            list(range(dist.get_world_size()))
+            if group is None
+            else dist.get_process_group_ranks(group)
+        )
     for name, parameter in parameters:
         ranks = parameter.device_mesh.mesh.flatten().tolist()  # in the order of the mesh
         if ranks != members:
             raise ValueError(
-                f"process_group={group!r}: parameter {name!r} is divided among the ranks {ranks}, and THOR would "
-                f"refresh with the ranks {members}; give distributed=torch_thor.Distributed(process_group=...) the "
-                f"group of the mesh that fully_shard got"
+                f"process_group={group!r}: parameter {name!r} is divided among the ranks {ranks}, "
+                f"and THOR would refresh with the ranks {members}; give "
+                "distributed=torch_thor.Distributed(process_group=...) the group of the mesh that "
+                "fully_shard got"
             )

@@ -1,7 +1,9 @@
-"""The curvature of one layer: statistics, block-diagonal factors, inverses, and the trace rule that refreshes them.
+"""The curvature of one layer: statistics, block-diagonal factors, inverses and trace rule.
 
-This package does not depend on optimizers or on torch.distributed: state is passed to it as a mapping, and it returns
-tensors and decisions.
+The trace rule is what refreshes them.
+
+This package does not depend on optimizers or on torch.distributed: state is passed to it as a
+mapping, and it returns tensors and decisions.
 """
 
 from torch_thor.curvature.blocks import Blocks, Cut

@@ -1,10 +1,13 @@
-"""One representation of every factor: rows, cut into runs of equal square blocks; and the precision of products.
+"""One representation of every factor, and the precision of products.
 
-A factor of n rows is block-diagonal. Row i of its tensor ``(n, width)`` holds row i of its block, from the first column
-of the block on, and zeros where the block is narrower than the widest one. Blocks end at every ``split_dim`` rows, and
-where a group (of a grouped convolution, an expert) or a shard of the weight (FSDP2) ends. So rows can be divided among
-processes like those of the weight, saved, and divided differently when they are loaded. A diagonal factor has width 1.
-Only the blocks are ever computed and stored; :meth:`Blocks.dense` is for users to look at.
+A factor is represented by rows, cut into runs of equal square blocks.
+
+A factor of n rows is block-diagonal. Row i of its tensor ``(n, width)`` holds row i of its block,
+from the first column of the block on, and zeros where the block is narrower than the widest one.
+Blocks end at every ``split_dim`` rows, and where a group (of a grouped convolution, an expert) or a
+shard of the weight (FSDP2) ends. So rows can be divided among processes like those of the weight,
+saved, and divided differently when they are loaded. A diagonal factor has width 1. Only the blocks
+are ever computed and stored; :meth:`Blocks.dense` is for users to look at.
 """
 
 import itertools
@@ -32,20 +35,30 @@ class Run:
 class Cut:
     """Where the rows of a factor are cut into blocks."""
 
-    blocks: tuple[tuple[int, int], ...]  # (count, size) of the blocks of each run, in the order of rows
+    # (count, size) of the blocks of each run, in the order of rows
+    blocks: tuple[tuple[int, int], ...]
     groups: int = 1  # independent matrices of equally many rows, which follow each other
 
     @classmethod
     @cache  # so that what a cut has found of itself is found once
-    def of(cls, rows: int, split_dim: int | None, groups: int = 1, edges: tuple[int, ...] = ()) -> "Cut":
-        """Return the cut of ``groups`` matrices of some rows; ``edges`` are further rows at which blocks end."""
+    def of(
+        cls, rows: int, split_dim: int | None, groups: int = 1, edges: tuple[int, ...] = ()
+    ) -> "Cut":
+        """Return the cut of ``groups`` matrices of some rows.
+
+        Blocks end at the rows ``edges``, too.
+        """
         if split_dim == 1:
             return cls(((groups * rows, 1),), groups)
         sizes: list[int] = []
-        for start, stop in itertools.pairwise(sorted({*edges, *range(0, groups * rows + 1, max(rows, 1))})):
+        for start, stop in itertools.pairwise(
+            sorted({*edges, *range(0, groups * rows + 1, max(rows, 1))})
+        ):
             most = stop - start if split_dim is None else split_dim
             sizes += [min(most, stop - first) for first in range(start, stop, most)]
-        return cls(tuple((len(list(same)), size) for size, same in itertools.groupby(sizes)), groups)
+        return cls(
+            tuple((len(list(same)), size) for size, same in itertools.groupby(sizes)), groups
+        )
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -72,14 +85,20 @@ class Cut:
         return self.width == 1
 
     def held(self, bounds: Sequence[Sequence[int]], process: int) -> "Cut":
-        """Return the cut of the blocks that a process holds: of run i those from ``bounds[i][process]`` on."""
+        """Return the cut of the blocks that a process holds.
+
+        Of run i these are the ones from ``bounds[i][process]`` on.
+        """
         counts = (of_run[process + 1] - of_run[process] for of_run in bounds)
         return Cut(tuple((n, size) for n, (_, size) in zip(counts, self.blocks, strict=True) if n))
 
 
 @dataclass(eq=False)
 class Blocks:
-    """A block-diagonal matrix, or one for each group: rows ``(n, at least width)`` and where they are cut."""
+    """A block-diagonal matrix, or one for each group.
+
+    It consists of rows ``(n, at least width)``, and of where they are cut.
+    """
 
     cut: Cut
     rows: Tensor
@@ -89,11 +108,16 @@ class Blocks:
         """The blocks of each run, ``(count, size, size)``, as views of the rows."""
         found = []
         for run in self.cut.runs:
-            found.append(self.rows[run.first : run.last, : run.size].unflatten(0, (run.count, run.size)))
+            found.append(
+                self.rows[run.first : run.last, : run.size].unflatten(0, (run.count, run.size))
+            )
         return found
 
     def add_second_moment_(self, samples: Tensor) -> None:
-        """Add ``Σ x xᵀ`` over the columns of ``samples`` ``(groups, n, samples)``, block by block."""
+        """Add ``Σ x xᵀ``, block by block, over the columns of ``samples``.
+
+        The shape of ``samples`` is ``(groups, n, samples)``.
+        """
         samples = samples.flatten(0, 1)
         if self.cut.is_diagonal:
             self.rows[:, 0].add_(samples.square().sum(-1))
@@ -122,25 +146,36 @@ class Blocks:
         rows, full = self.rows.unflatten(0, (groups, size)), size // width * width
         heads = rows[:, :full, :width].unflatten(1, (-1, width)).diagonal(dim1=-2, dim2=-1)
         found: Tensor = heads.reshape(groups, -1).sum(-1)
-        return found if full == size else found + rows[:, full:, : size - full].diagonal(dim1=-2, dim2=-1).sum(-1)
+        return (
+            found
+            if full == size
+            else found + rows[:, full:, : size - full].diagonal(dim1=-2, dim2=-1).sum(-1)
+        )
 
     def left_multiply(self, matrix: Tensor) -> Tensor:
         """Return ``self @ matrix`` for a matrix ``(groups, n, columns)``."""
         flat = matrix.flatten(0, 1)
         if self.cut.is_diagonal:
-            return (self.rows[:, :1] * flat).view_as(matrix)  # rows may be wider: other processes' blocks are larger
+            # rows may be wider: other processes' blocks are larger
+            return (self.rows[:, :1] * flat).view_as(matrix)
         solved = []
         for run, part in zip(self.cut.runs, self.parts, strict=True):
             own = flat[run.first : run.last].reshape(run.count, run.size, -1)
             solved.append(product(part, own).flatten(0, 1))
         return (solved[0] if len(solved) == 1 else torch.cat(solved)).view(matrix.shape)
 
-    def accumulate_right_product_(self, matrix: Tensor, scale: float, into: Tensor, decay: float) -> None:
-        """Compute ``into ← decay * into + scale * matrix @ self`` for ``(groups, m, n)``, without a temporary."""
+    def accumulate_right_product_(
+        self, matrix: Tensor, scale: float, into: Tensor, decay: float
+    ) -> None:
+        """Compute ``into ← decay * into + scale * matrix @ self`` without a temporary.
+
+        The tensors have the shape ``(groups, m, n)``.
+        """
         # a factor of 0 overwrites even NaN, as beta=0 of a matrix product does
         groups, size = self.cut.groups, matrix.shape[-1]
         if self.cut.is_diagonal:
-            diagonal = self.rows[:, 0].view(groups, 1, size)  # rows may be wider, as in left_multiply
+            # rows may be wider, as in left_multiply
+            diagonal = self.rows[:, 0].view(groups, 1, size)
             (into.mul_(decay) if decay else into.zero_()).addcmul_(matrix, diagonal, value=scale)
         elif self.cut.width == size:  # one block for each group
             add_product_(into, matrix, self.parts[0], decay, scale)
@@ -149,8 +184,12 @@ class Blocks:
                 own = self if groups == 1 else self.group(index)
                 for run, part in zip(own.cut.runs, own.parts, strict=True):
                     shape = run.count, run.size
-                    head = matrix[index, :, run.first : run.last].unflatten(-1, shape).transpose(0, 1)
-                    target = into[index, :, run.first : run.last].unflatten(-1, shape).transpose(0, 1)
+                    head = (
+                        matrix[index, :, run.first : run.last].unflatten(-1, shape).transpose(0, 1)
+                    )
+                    target = (
+                        into[index, :, run.first : run.last].unflatten(-1, shape).transpose(0, 1)
+                    )
                     add_product_(target, head, part, decay, scale)
 
     def dense(self) -> list[Tensor]:
@@ -187,11 +226,13 @@ def cut_again(rows: Tensor, before: Cut, after: Cut) -> Tensor:
     return torch.where(kept, rows.gather(1, source), 0.0)
 
 
-# ---- products -------------------------------------------------------------------------------------------------------
+# ---- products ------------------------------------------------------------------------------------
 
-# The number of multiplications from which oneDNN is faster in spite of its overhead (about 10 microseconds).
+# The number of multiplications from which oneDNN is faster in spite of its overhead (about 10
+# microseconds).
 _LARGE_PRODUCT = 2**20
-# The setting that allows oneDNN to use bfloat16, which it does only on processors with matrix tiles (AMX).
+# The setting that allows oneDNN to use bfloat16, which it does only on processors with matrix tiles
+# (AMX).
 _ONEDNN = "bf16"
 
 
@@ -216,17 +257,30 @@ def ieee_float32(device_type: str) -> Iterator[None]:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b``, computed by the faster library. Must be called inside :func:`ieee_float32`."""
+    """Return ``a @ b``, computed by the faster library.
+
+    This must be called inside :func:`ieee_float32`.
+    """
     into = a.new_empty(*a.shape[:-1], b.shape[-1])
     add_product_(into, a, b, decay=0.0)
     return into
 
 
-def add_product_(into: Tensor, a: Tensor, b: Tensor, decay: float = 1.0, scale: float = 1.0) -> None:
-    """Compute ``into ← decay * into + scale * a @ b`` with the faster library; ``decay=0`` overwrites even NaN."""
-    if into.stride(-1) != 1 and into.stride(-2) == 1:  # oneDNN is a hundred times slower on a column-major result
+def add_product_(
+    into: Tensor, a: Tensor, b: Tensor, decay: float = 1.0, scale: float = 1.0
+) -> None:
+    """Compute ``into ← decay * into + scale * a @ b`` with the faster library.
+
+    With ``decay=0`` even NaN is overwritten.
+    """
+    # oneDNN is a hundred times slower on a column-major result
+    if into.stride(-1) != 1 and into.stride(-2) == 1:
         into, a, b = into.mT, b.mT, a.mT
-    large = a.dtype == torch.float32 and a.device.type == "cpu" and a.numel() * b.shape[-1] >= _LARGE_PRODUCT
+    large = (
+        a.dtype == torch.float32
+        and a.device.type == "cpu"
+        and a.numel() * b.shape[-1] >= _LARGE_PRODUCT
+    )
     # oneDNN has no fast path for matrices without a contiguous dimension
     fits = large and into.stride(-1) == 1 and 1 in a.stride()[-2:] and 1 in b.stride()[-2:]
     with _onednn() if fits and _onednn_is_exact() else nullcontext():
@@ -252,8 +306,12 @@ def _onednn_is_exact() -> bool:
     generator = torch.Generator().manual_seed(0)
     with _onednn():
         for rows, inner, columns in ((128, 128, 128), (128, 1024, 128), (512, 64, 512)):
-            a, b = (torch.rand(2, *shape, generator=generator) for shape in ((rows, inner), (inner, columns)))
+            a, b = (
+                torch.rand(2, *shape, generator=generator)
+                for shape in ((rows, inner), (inner, columns))
+            )
             error = torch.bmm(a, b).double() - torch.bmm(a.double(), b.double())
-            if float(error.abs().max()) > 1e-6 * inner:  # bfloat16 numbers up to 1 have rounding errors up to 0.002
+            # bfloat16 numbers up to 1 have rounding errors up to 0.002
+            if float(error.abs().max()) > 1e-6 * inner:
                 return False
     return True

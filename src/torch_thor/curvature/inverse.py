@@ -1,8 +1,9 @@
 """Damped inverses of the new factors of all layers at once.
 
-Blocks of one size from all layers are inverted by one batched Cholesky factorisation. A few large kernel launches
-replace hundreds of small ones, which is the purpose of the split (Chen et al. 2021, section 3.3). If several processes
-train together, each block is summed over them and inverted by its owner, which sends it to all.
+Blocks of one size from all layers are inverted by one batched Cholesky factorisation. A few large
+kernel launches replace hundreds of small ones, which is the purpose of the split (Chen et al. 2021,
+section 3.3). If several processes train together, each block is summed over them and inverted by
+its owner, which sends it to all.
 """
 
 from collections import defaultdict
@@ -18,7 +19,8 @@ from torch_thor.curvature.processes import ALONE, Bounds, Processes
 
 # The factors of the damping that are tried until a block is positive definite.
 DAMPING_RAISES = (1.0, 10.0, 100.0)
-# The result, in the place of an index of DAMPING_RAISES, for a block that is not positive definite with any of them.
+# The result, in the place of an index of DAMPING_RAISES, for a block that is not positive definite
+# with any of them.
 _NOT_POSITIVE = len(DAMPING_RAISES)
 
 
@@ -29,15 +31,19 @@ class NewFactor:
     factor: Factor
     sums: Blocks  # of the blocks of all processes; overwritten
     damping: Sequence[float]  # the number that is added to the diagonal, of each group
-    in_use: Blocks | None = None  # what this process holds of the factor in use; None if there is none
+    # what this process holds of the factor in use; None if there is none
+    in_use: Blocks | None = None
     decay: float = 0.0  # the weight of the factor in use in the running average
-    keeps: Sequence[bool] = ()  # for each group, whether it keeps the factor in use; empty if none does
-    plain: Sequence[bool] = ()  # for each group, whether the identity takes the place of its inverse
+    # for each group, whether it keeps the factor in use; empty if none does
+    keeps: Sequence[bool] = ()
+    # for each group, whether the identity takes the place of its inverse
+    plain: Sequence[bool] = ()
     # what invert_() finds: of each run, the blocks that this process keeps
     blocks: list[Tensor] = field(default_factory=list)
     inverses: list[Tensor] = field(default_factory=list)
     raised: bool = False  # whether the damping of a block had to be raised
-    failed: bool = False  # whether a block was not positive definite with the highest damping, or has no finite inverse
+    # whether a block was not positive definite with the highest damping, or has no finite inverse
+    failed: bool = False
 
 
 def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
@@ -47,13 +53,20 @@ def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
     bounds: Bounds = [(0, len(part)) for part in parts]
     if processes.count > 1:
         owners = [(one.factor.owners, run) for one, run in runs]
-        bounds = processes.deal_out(parts, [None if of is None else of.bounds[run] for of, run in owners])
+        bounds = processes.deal_out(
+            parts, [None if of is None else of.bounds[run] for of, run in owners]
+        )
         processes.sum_to_owners_(parts, bounds)
     owned = [slice(of_ranks[processes.rank], of_ranks[processes.rank + 1]) for of_ranks in bounds]
     pieces = [_averaged(one, run, own) for (one, run), own in zip(runs, owned, strict=True)]
-    inverses, levels = invert_own([blocks for blocks, *_ in pieces], [damping for _, damping, _ in pieces])
+    inverses, levels = invert_own(
+        [blocks for blocks, *_ in pieces], [damping for _, damping, _ in pieces]
+    )
     for i, (one, _) in enumerate(runs):
-        one.raised, one.failed = one.raised or levels[i] > 0, one.failed or levels[i] == _NOT_POSITIVE
+        one.raised, one.failed = (
+            one.raised or levels[i] > 0,
+            one.failed or levels[i] == _NOT_POSITIVE,
+        )
         plain = pieces[i][2]
         if plain is not None:
             identity = torch.eye(inverses[i].shape[-1]).to(inverses[i])
@@ -70,16 +83,20 @@ def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
 
 
 def _averaged(of: NewFactor, index: int, own: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Average own blocks of a run with those in use; return them, their damping, and which have no inverse (plain)."""
+    """Average own blocks of a run with those in use."""
+    # The result is the blocks, their damping, and which have no inverse (plain).
     cut, owners, new = of.sums.cut, of.factor.owners, of.sums.parts[index][own]
     run, rows = cut.runs[index], max(1, cut.rows // cut.groups)
-    groups = (torch.arange(run.first, run.last, run.size) // rows)[own].to(new.device)  # the group of each block
+    # the group of each block
+    groups = (torch.arange(run.first, run.last, run.size) // rows)[own].to(new.device)
     if of.in_use is not None and len(new):
         if owners is None:
             old = of.in_use.parts[index][own]
         else:  # it has the own blocks alone, of those runs that have any
             source = owners.source
-            old = of.in_use.parts[sum(of_run[source] < of_run[source + 1] for of_run in owners.bounds[:index])]
+            old = of.in_use.parts[
+                sum(of_run[source] < of_run[source + 1] for of_run in owners.bounds[:index])
+            ]
         if any(of.keeps):
             keeps = torch.tensor(of.keeps, device=new.device)[groups]
             new.copy_(torch.where(keeps[:, None, None], old, new))
@@ -97,13 +114,17 @@ def _share_(
     bounds: Bounds,
     processes: Processes,
 ) -> None:
-    """Send blocks, inverses and failures to all processes that keep them, and drop what is not kept."""
+    """Send blocks, inverses and failures to all processes that keep them."""
+    # What is not kept is dropped.
     flags = processes.gather([flag for one in new for flag in (one.raised, one.failed)])
     any_of = iter([any(of_ranks) for of_ranks in zip(*flags, strict=True)])
     for one in new:
         one.raised, one.failed = next(any_of), next(any_of)
     shared = [i for i, (one, _) in enumerate(runs) if one.factor.owners is None]
-    processes.share_([of[i] for i in shared for of in (parts, inverses)], [bounds[i] for i in shared for _ in range(2)])
+    processes.share_(
+        [of[i] for i in shared for of in (parts, inverses)],
+        [bounds[i] for i in shared for _ in range(2)],
+    )
     groups: dict[int, tuple[object, list[Tensor]]] = {}
     for i, (one, run) in enumerate(runs):
         owners = one.factor.owners
@@ -111,19 +132,25 @@ def _share_(
             kept = owners.held(run)
             parts[i], inverses[i] = parts[i][kept], inverses[i][kept]
             if owners.replicas is not None:
-                groups.setdefault(id(owners.replicas), (owners.replicas, []))[1].extend((parts[i], inverses[i]))
+                groups.setdefault(id(owners.replicas), (owners.replicas, []))[1].extend(
+                    (parts[i], inverses[i])
+                )
     for replicas, own_parts in groups.values():
         processes.share_with_replicas_(own_parts, replicas)
 
 
-def invert_own(blocks: Sequence[Tensor], damping: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Invert blocks in one batch for each size; return the inverses, and the highest damping raise of each tensor."""
+def invert_own(
+    blocks: Sequence[Tensor], damping: Sequence[Tensor]
+) -> tuple[list[Tensor], list[int]]:
+    """Invert blocks in one batch for each size."""
+    # The result is the inverses, and the highest damping raise of each tensor.
     alike: defaultdict[tuple[int, torch.dtype, torch.device], list[int]] = defaultdict(list)
     for i, one in enumerate(blocks):
         if len(one):
             alike[one.shape[-1], one.dtype, one.device].append(i)
     inverses, worst = list(blocks), [0] * len(blocks)
-    levels: list[Tensor] = []  # for each batch, the index of the damping raise with which each block was inverted
+    # for each batch, the index of the damping raise with which each block was inverted
+    levels: list[Tensor] = []
     for (*_, device), members in alike.items():
         of_batch = torch.cat([blocks[i] for i in members]), torch.cat([damping[i] for i in members])
         with ieee_float32(device.type):
@@ -132,7 +159,8 @@ def invert_own(blocks: Sequence[Tensor], damping: Sequence[Tensor]) -> tuple[lis
         for i, own in zip(members, inverse.split([len(blocks[i]) for i in members]), strict=True):
             inverses[i] = own
     highest = [level.amax().to(levels[0].device) for level in levels]
-    if highest and any(torch.stack(highest).tolist()):  # one host–device synchronisation for all batches
+    # one host–device synchronisation for all batches
+    if highest and any(torch.stack(highest).tolist()):
         for members, level in zip(alike.values(), levels, strict=True):
             for i, own in zip(members, level.split([len(blocks[i]) for i in members]), strict=True):
                 worst[i] = int(own.amax())
@@ -140,7 +168,10 @@ def invert_own(blocks: Sequence[Tensor], damping: Sequence[Tensor]) -> tuple[lis
 
 
 def inverse_of(blocks: Blocks, damping: float) -> Blocks | None:
-    """Return the damped inverse of a factor on this process; None if a block is not positive definite."""
+    """Return the damped inverse of a factor on this process.
+
+    It is None if a block is not positive definite.
+    """
     found = Blocks(blocks.cut, torch.zeros_like(blocks.rows))
     for into, part in zip(found.parts, blocks.parts, strict=True):
         with ieee_float32(part.device.type):
@@ -152,13 +183,15 @@ def inverse_of(blocks: Blocks, damping: float) -> Blocks | None:
 
 
 def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inverses ``(count, s, s)`` and, for each block, the index of the damping raise that worked."""
+    """Return the inverses ``(count, s, s)`` and the damping raise that worked."""
+    # The latter is an index for each block.
     if blocks.shape[-1] == 1:
         return _invert_numbers(blocks.flatten(), damping)
     damped = blocks.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
     factor, info = torch.linalg.cholesky_ex(damped)
-    bad = info.nonzero().flatten()  # a host–device synchronisation, once per batch; most often it is empty
+    # a host–device synchronisation, once per batch; most often it is empty
+    bad = info.nonzero().flatten()
     if not len(bad):
         inverse = torch.cholesky_inverse(factor)
         return inverse, (~inverse.isfinite().flatten(1).all(-1)).int() * _NOT_POSITIVE
@@ -171,7 +204,8 @@ def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
         bad = info.nonzero().flatten()
         if not len(bad):
             break
-    # cholesky_inverse raises for the whole batch if one factor is incomplete, with a zero on its diagonal
+    # cholesky_inverse raises for the whole batch if one factor is incomplete, with a zero on its
+    # diagonal
     good, inverse = info == 0, torch.zeros_like(factor)
     if bool(good.any()):
         inverse[good] = torch.cholesky_inverse(factor[good])
@@ -180,7 +214,8 @@ def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _invert_numbers(numbers: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the same for blocks of one number: LAPACK would be called for each token of an embedding."""
+    """Do the same for blocks of one number."""
+    # LAPACK would be called for each token of an embedding.
     damped = numbers + damping.new_tensor(DAMPING_RAISES)[:, None] * damping
     level = (damped > 0).int().argmax(0)  # the first that is positive; 0 if none is
     inverse = damped.gather(0, level[None])[0].sqrt().square().reciprocal()  # not finite if none is

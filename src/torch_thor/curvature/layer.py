@@ -1,8 +1,9 @@
 """The curvature of one layer: its factors, their inverses and its counters.
 
-They are stored in the optimizer's state of the weight, as tensors and numbers only, so a checkpoint of the optimizer
-contains them. New statistics (``torch_thor.curvature.layer.Statistics``) exist until the end of the step. If
-several layers are rows of one parameter, the keys of each have a prefix.
+They are stored in the optimizer's state of the weight, as tensors and numbers only, so a checkpoint
+of the optimizer contains them. New statistics (``torch_thor.curvature.layer.Statistics``) exist
+until the end of the step. If several layers are rows of one parameter, the keys of each have a
+prefix.
 """
 
 import copy
@@ -22,9 +23,11 @@ class Statistics:
 
     def __init__(self, kind: Kind, weight: ParameterView, factors: Sequence[Factor]) -> None:
         self._weight, self._factors = weight, factors
-        self._sums: list[Blocks] | None = None  # one for each factor, of the blocks of all processes
+        # one for each factor, of the blocks of all processes
+        self._sums: list[Blocks] | None = None
         self.rows = 0  # R of this step so far
-        self.group_rows = [0] * kind.groups if kind.routed else []  # R of each group, if groups have their own rows
+        # R of each group, if groups have their own rows
+        self.group_rows = [0] * kind.groups if kind.routed else []
 
     @torch.no_grad()
     def gather(
@@ -37,9 +40,12 @@ class Statistics:
         most: int | None = None,
         instead_of: Tensor | None = None,
     ) -> None:
-        """Add the rows of one pass; or with ``instead_of``, replace gradients that were added before.
+        """Add the rows of one pass.
 
-        ``output``: its gradient, or its shape for a layer that has A alone. ``most``: a number of rows that is enough.
+        With ``instead_of``, replace gradients that were added before.
+
+        ``output``: its gradient, or its shape for a layer that has A alone. ``most``: a number of
+        rows that is enough.
         """
         shape = output if isinstance(output, torch.Size) else output.shape
         if not x.numel() or not shape.numel():  # an empty batch has no rows
@@ -51,7 +57,9 @@ class Statistics:
                 counts = [rows] if isinstance(rows, int) else rows
                 self.rows += sum(counts)
                 if self.group_rows:
-                    self.group_rows = [n + more for n, more in zip(self.group_rows, counts, strict=True)]
+                    self.group_rows = [
+                        n + more for n, more in zip(self.group_rows, counts, strict=True)
+                    ]
             if isinstance(output, torch.Size):
                 return
             kind.add_outputs_(sums[1], x, output.detach(), keep)
@@ -68,17 +76,25 @@ class Statistics:
         for own, more in zip(self.sums(), other._sums, strict=True):
             own.rows.add_(more.rows)
         self.rows += other.rows
-        self.group_rows = [n + more for n, more in zip(self.group_rows, other.group_rows, strict=True)]
+        self.group_rows = [
+            n + more for n, more in zip(self.group_rows, other.group_rows, strict=True)
+        ]
 
     def sums(self) -> list[Blocks]:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added."""
         if self._sums is None:
             view, weight = self._weight, self._weight.module._parameters.get(self._weight.attribute)
-            # FSDP2 may keep a parameter on the CPU and in another dtype than the one that it computes with
+            # FSDP2 may keep a parameter on the CPU and in another dtype than the one that it
+            # computes with
             device = (view.parameter if weight is None else weight).device
-            dtype = factor_dtype((view.parameter if weight is None or view.shards is not None else weight).dtype)
+            dtype = factor_dtype(
+                (view.parameter if weight is None or view.shards is not None else weight).dtype
+            )
             cuts = [factor.cut_now() for factor in self._factors]
-            self._sums = [Blocks(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device)) for cut in cuts]
+            self._sums = [
+                Blocks(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device))
+                for cut in cuts
+            ]
         return self._sums
 
     def take(self, terms: int) -> list[Blocks] | None:
@@ -95,7 +111,9 @@ class Statistics:
                 continue
             counts = factor.rows.new_tensor(group_rows)
             mean = counts.clamp(min=1).reciprocal()
-            factor.scale_groups_(mean if len(self._factors) == 1 else (counts * terms).clamp(min=1).rsqrt())
+            factor.scale_groups_(
+                mean if len(self._factors) == 1 else (counts * terms).clamp(min=1).rsqrt()
+            )
         return sums
 
     def forget(self) -> None:
@@ -105,7 +123,10 @@ class Statistics:
             self.group_rows = [0] * len(self.group_rows)
 
     def follow_weight(self) -> None:
-        """Move and convert the sums to the device and dtype of the weight, if it was converted after a forward pass."""
+        """Move and convert the sums to the device and dtype of the weight.
+
+        This is needed if the weight was converted after a forward pass.
+        """
         if self._sums is not None:
             weight = self._weight.parameter
             device, dtype = weight.device, factor_dtype(weight.dtype)
@@ -113,13 +134,16 @@ class Statistics:
 
 
 SIDES = ("A", "G")
-SHARDS = "row_shards"  # the key of the number of shards at whose boundaries the blocks of the rows end
+# the key of the number of shards at whose boundaries the blocks of the rows end
+SHARDS = "row_shards"
 
-# The stored trace change before the first one. It must be a number, and NaN would not compare equal to itself.
+# The stored trace change before the first one. It must be a number, and NaN would not compare equal
+# to itself.
 _NO_CHANGE_YET = -1.0
-# The numbers in the state, with their initial values. ``due``: the next step with statistics applies the trace rule;
-# ``idle``: it was due on a step in which the loss did not reach it, and has not been reached since; ``uncalled``: its
-# weight is used without calling its module, so it had a gradient but no statistics on a refresh.
+# The numbers in the state, with their initial values. ``due``: the next step with statistics
+# applies the trace rule; ``idle``: it was due on a step in which the loss did not reach it, and has
+# not been reached since; ``uncalled``: its weight is used without calling its module, so it had a
+# gradient but no statistics on a refresh.
 _NUMBERS = {
     "rows_per_term": 0.0,
     "refreshes": 0,
@@ -141,7 +165,10 @@ def _stored(key: str, doc: str, convert: Callable[[float], Any] = bool) -> Any:
 
 
 class LayerCurvature:
-    """The Kronecker-factored curvature of one layer, Fisher block ≈ T · (A ⊗ G) (Chen et al. 2021, section 3.1)."""
+    """The Kronecker-factored curvature of one layer, Fisher block ≈ T · (A ⊗ G).
+
+    See Chen et al. 2021, section 3.1.
+    """
 
     def __init__(
         self,
@@ -170,19 +197,23 @@ class LayerCurvature:
         if view.shards is not None:
             own = view.shards.own_of(view.rows)
             self.geometry = copy.copy(self.kind)
-            setattr(self.geometry, "inputs" if self.kind.transposed else "outputs", own.stop - own.start)
+            setattr(
+                self.geometry, "inputs" if self.kind.transposed else "outputs", own.stop - own.start
+            )
         for factor in self.stored:
             factor.bind()
 
-    # ---- for users ----------------------------------------------------------------------------------------------
+    # ---- for users -------------------------------------------------------------------------------
 
     def factors(self) -> tuple[Tensor | list[Tensor] | None, ...]:
-        """Return the factors in use as dense matrices, with zeros outside of the blocks if they are split.
+        """Return the factors in use as dense matrices.
+
+        They have zeros outside of the blocks if they are split.
 
         Returns:
-            ``(A, G)``, of shapes ``(d_in, d_in)`` and ``(d_out, d_out)``, where ``d_in`` is the size of a patch for a
-            convolution; for a grouped convolution two lists with one matrix per group. G is None for ThorMuon, which
-            has A alone.
+            ``(A, G)``, of shapes ``(d_in, d_in)`` and ``(d_out, d_out)``, where ``d_in`` is the
+            size of a patch for a convolution; for a grouped convolution two lists with one matrix
+            per group. G is None for ThorMuon, which has A alone.
 
         Raises:
             RuntimeError: the layer has no factors yet.
@@ -190,7 +221,9 @@ class LayerCurvature:
         return self._dense(inverse=False)
 
     def inverses(self) -> tuple[Tensor | list[Tensor] | None, ...]:
-        """Return the damped inverses in use, ``(A + √(λ/T) I)⁻¹`` and ``(G + √(λ/T) I)⁻¹``, as dense matrices.
+        """Return the damped inverses in use as dense matrices.
+
+        They are ``(A + √(λ/T) I)⁻¹`` and ``(G + √(λ/T) I)⁻¹``.
 
         For ThorMuon they are ``(A + λ tr(A)/d_in I)⁻¹`` and None.
 
@@ -202,32 +235,41 @@ class LayerCurvature:
         """
         return self._dense(inverse=True)
 
-    refreshes: int = _stored("refreshes", "The number of times that new factors were taken and inverted.", int)
+    refreshes: int = _stored(
+        "refreshes", "The number of times that new factors were taken and inverted.", int
+    )
     stopped: bool = _stored(
-        "stopped", "Whether the trace rule has stopped this layer: it takes no new factors any more."
+        "stopped",
+        "Whether the trace rule has stopped this layer: it takes no new factors any more.",
     )
     last_trace_change: float | None = _stored(
         "last_trace_change",
         "Δ of the latest refresh with factors to compare with; None before there was one.",
         lambda change: None if change == _NO_CHANGE_YET else float(change),
     )
-    rows_per_term: float = _stored("rows_per_term", "T = R / N of the factors in use; 0 if there are none.", float)
-    due: bool = _stored("due", "Whether the next step with statistics applies the trace rule to this layer.")
-    idle: bool = _stored("idle", "Whether it was due when the loss did not reach it, and has not been reached since.")
+    rows_per_term: float = _stored(
+        "rows_per_term", "T = R / N of the factors in use; 0 if there are none.", float
+    )
+    due: bool = _stored(
+        "due", "Whether the next step with statistics applies the trace rule to this layer."
+    )
+    idle: bool = _stored(
+        "idle", "Whether it was due when the loss did not reach it, and has not been reached since."
+    )
     uncalled: bool = _stored("uncalled", "Whether its weight is used without calling its module.")
 
     def __repr__(self) -> str:
         return (
-            f"LayerCurvature({self.name!r}, {self.kind.label}, groups={self.kind.groups}, d_in={self.kind.inputs}, "
-            f"d_out={self.kind.outputs}, refreshes={self.refreshes}, stopped={self.stopped}, "
-            f"last_trace_change={self.last_trace_change})"
+            f"LayerCurvature({self.name!r}, {self.kind.label}, groups={self.kind.groups}, "
+            f"d_in={self.kind.inputs}, d_out={self.kind.outputs}, refreshes={self.refreshes}, "
+            f"stopped={self.stopped}, last_trace_change={self.last_trace_change})"
         )
 
     def _dense(self, *, inverse: bool) -> tuple[Tensor | list[Tensor] | None, ...]:
         if not self.refreshes:
             raise RuntimeError(
-                f"layer {self.name!r} has no factors yet: they are taken in the first optimizer.step() after a "
-                f"backward pass through the layer"
+                f"layer {self.name!r} has no factors yet: they are taken in the first "
+                f"optimizer.step() after a backward pass through the layer"
             )
         _ = self.weight_view.parameter  # raises if the module computes the weight now
         found: list[Tensor | list[Tensor] | None] = [None, None]
@@ -236,7 +278,7 @@ class LayerCurvature:
             found[i] = matrices if self.kind.groups > 1 else matrices[0]
         return tuple(found)
 
-    # ---- the weight and its state -----------------------------------------------------------------------------------
+    # ---- the weight and its state ----------------------------------------------------------------
 
     @property
     def state(self) -> State:
@@ -247,12 +289,14 @@ class LayerCurvature:
         """Write numbers of the state, if there is one."""
         state, prefix = self.weight_view.state, self.prefix
         if prefix + "refreshes" in state:
-            state.update({prefix + key: type(_NUMBERS[key])(value) for key, value in numbers.items()})
+            state.update(
+                {prefix + key: type(_NUMBERS[key])(value) for key, value in numbers.items()}
+            )
 
-    # ---- creating and checking the state ----------------------------------------------------------------------------
+    # ---- creating and checking the state ---------------------------------------------------------
 
     def make_state(self) -> None:
-        """Create all missing entries, so that a checkpoint has the same keys and shapes at any time."""
+        """Create all missing entries, so that checkpoints always have the same keys and shapes."""
         prefix, state, weight = self.prefix, self.state, self.weight
         if prefix + "refreshes" in state or not weight.requires_grad:
             return
@@ -260,10 +304,14 @@ class LayerCurvature:
         for factor in self.stored:
             factor.make_zeros(dtype, weight.device)
             if factor.by_rows:
-                state[SHARDS] = 1 if self.weight_view.shards is None else self.weight_view.shards.count
+                state[SHARDS] = (
+                    1 if self.weight_view.shards is None else self.weight_view.shards.count
+                )
         state.update({prefix + key: value for key, value in _NUMBERS.items()})
         if self.kind.routed:
-            state[prefix + "group_rows_per_term"] = torch.zeros(self.kind.groups, dtype=dtype, device=weight.device)
+            state[prefix + "group_rows_per_term"] = torch.zeros(
+                self.kind.groups, dtype=dtype, device=weight.device
+            )
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shapes of all tensors of the factors, by their keys in the state."""

@@ -1,4 +1,4 @@
-"""Parameters that are matrices without factors: weights of layers without a kind, and free parameters of modules.
+"""Matrices without factors: weights of layers without a kind, and free parameters of modules.
 
 The scale-free step orthogonalises them like every other matrix, but without preconditioning.
 """
@@ -15,8 +15,16 @@ from torch_thor.curvature.kinds.matrix import MatrixWeight
 class PlainMatrix(MatrixWeight):
     """A parameter as ``groups`` matrices of ``outputs`` rows and ``inputs`` columns."""
 
-    def __init__(self, groups: int, outputs: int, inputs: int, taps: int = 0, *, transposed: bool = False) -> None:
-        self.groups, self.outputs, self.inputs, self.taps, self.transposed = groups, outputs, inputs, taps, transposed
+    def __init__(
+        self, groups: int, outputs: int, inputs: int, taps: int = 0, *, transposed: bool = False
+    ) -> None:
+        self.groups, self.outputs, self.inputs, self.taps, self.transposed = (
+            groups,
+            outputs,
+            inputs,
+            taps,
+            transposed,
+        )
 
     def of_rows(self, shape: tuple[int, ...], rows: int) -> "PlainMatrix | None":
         """Return the matrices of some rows of the parameter, which one process holds."""
@@ -34,7 +42,11 @@ class PlainMatrix(MatrixWeight):
 def matrix_of(module: nn.Module, attribute: str, parameter: Tensor) -> PlainMatrix | None:
     """Return a parameter as matrices."""
     shape = tuple(parameter.shape)
-    if len(shape) < 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag) or not parameter.is_floating_point():
+    if (
+        len(shape) < 2
+        or isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        or not parameter.is_floating_point()
+    ):
         return None
     if attribute == "weight" and isinstance(module, nn.modules.conv._ConvNd):
         groups, taps = module.groups, math.prod(shape[2:])
@@ -54,10 +66,13 @@ PARTS: "weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]]" = weakref.WeakKey
 
 
 def split_rows(module: nn.Module, sizes: Sequence[int]) -> None:
-    """Declare that a layer computes several projections at once, which ThorMuon then orthogonalises apart.
+    """Declare that a layer computes several projections at once.
 
-    ``split_rows(block.attn.c_attn, (768, 768, 768))`` for the query, key and value of a fused linear layer. Those of
-    ``torch.nn.MultiheadAttention`` are known. It holds for optimizers that are made afterwards.
+    ThorMuon then orthogonalises them apart.
+
+    ``split_rows(block.attn.c_attn, (768, 768, 768))`` for the query, key and value of a fused
+    linear layer. Those of ``torch.nn.MultiheadAttention`` are known. It holds for optimizers that
+    are made afterwards.
 
     Args:
         module: a layer whose weight is one matrix.
@@ -67,5 +82,8 @@ def split_rows(module: nn.Module, sizes: Sequence[int]) -> None:
         ValueError: the sizes are no positive whole numbers.
     """
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"sizes={sizes!r}: must be whole numbers ≥ 1, the outputs of each projection; give (d, d, d)")
+        raise ValueError(
+            f"sizes={sizes!r}: must be whole numbers ≥ 1, the outputs of each projection; give (d, "
+            "d, d)"
+        )
     PARTS[module] = tuple(sizes)

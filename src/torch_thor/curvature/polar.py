@@ -1,12 +1,15 @@
 """Polar factors ``U Vᵀ`` of many matrices at once, each split into blocks of rows.
 
-Each block is orthogonalised separately: with ``s`` rows per block, a matrix of m rows and n columns costs ``m n s``
-operations instead of ``m² n``. Blocks of one size, from all matrices of a shape, are computed in one batch.
+Each block is orthogonalised separately: with ``s`` rows per block, a matrix of m rows and n columns
+costs ``m n s`` operations instead of ``m² n``. Blocks of one size, from all matrices of a shape,
+are computed in one batch.
 
-- On a CPU they are computed exactly, from the eigendecomposition of the block's Gram matrix, ``(X Xᵀ)^(-1/2) X``. For
-  blocks of 128 rows that is cheaper than the five Newton-Schulz iterations of Muon.
-- On other devices, where many small eigendecompositions are slow, they are computed by matrix products alone, with the
-  coefficients of Polar Express (Amsel et al. 2025, arXiv 2505.16932); for float32 matrices in bfloat16.
+- On a CPU they are computed exactly, from the eigendecomposition of the block's Gram matrix,
+  ``(X Xᵀ)^(-1/2) X``. For blocks of 128 rows that is cheaper than the five Newton-Schulz iterations
+  of Muon.
+- On other devices, where many small eigendecompositions are slow, they are computed by matrix
+  products alone, with the coefficients of Polar Express (Amsel et al. 2025, arXiv 2505.16932); for
+  float32 matrices in bfloat16.
 """
 
 import math
@@ -18,7 +21,8 @@ from torch import Tensor
 
 from torch_thor.curvature.blocks import ieee_float32, product
 
-# Coefficients of a X + (b X Xᵀ + c (X Xᵀ)²) X in each iteration, which are optimal for singular values from 0.001 to 1.
+# Coefficients of a X + (b X Xᵀ + c (X Xᵀ)²) X in each iteration, which are optimal for singular
+# values from 0.001 to 1.
 _POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -30,13 +34,15 @@ _POLAR_EXPRESS = (
 # A safety margin: the iteration diverges for a singular value that rounding has made larger than 1.
 _MARGIN = {torch.bfloat16: 1.05, torch.float32: 1.01, torch.float64: 1.01}
 
-# Eigenvalues of a Gram matrix below this number of rounding errors of the largest are noise. They are raised to that
-# limit, so that the singular values of their directions stay below 1.
+# Eigenvalues of a Gram matrix below this number of rounding errors of the largest are noise. They
+# are raised to that limit, so that the singular values of their directions stay below 1.
 _NOISE = 32.0
 
 
-def unit_polars(matrices: Sequence[Tensor], rows: int | None, limits: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Return the polar factors of batches of wide matrices, or of their blocks of rows, each scaled to norm 1.
+def unit_polars(
+    matrices: Sequence[Tensor], rows: int | None, limits: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Return the polar factors, scaled to norm 1, of batches of wide matrices or their row blocks.
 
     ``limits`` holds a number ``(count,)`` for each matrix by which it is multiplied further.
     """
@@ -47,10 +53,13 @@ def unit_polars(matrices: Sequence[Tensor], rows: int | None, limits: Sequence[T
     found = list(matrices)
     for own, polar in zip(alike.values(), polars, strict=True):
         # clamped for matrices of zeros, whose step is zero
-        norms = torch.linalg.matrix_norm(polar, keepdim=True).clamp_(min=torch.finfo(polar.dtype).tiny)
+        norms = torch.linalg.matrix_norm(polar, keepdim=True).clamp_(
+            min=torch.finfo(polar.dtype).tiny
+        )
         if limits is not None:
             norms /= torch.cat([limits[i] for i in own])[:, None, None]
-        polar.div_(norms)  # in place: a result of orthogonalise() shares no memory with other tensors
+        # in place: a result of orthogonalise() shares no memory with other tensors
+        polar.div_(norms)
         for i, one in zip(own, polar.split([len(matrices[i]) for i in own]), strict=True):
             found[i] = one
     return found
@@ -77,18 +86,23 @@ def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Te
 
 
 def _polar(parts: list[Tensor]) -> list[Tensor]:
-    """Return the polar factors of batches ``(count, rows, columns)``, which have the same number of rows ≤ columns."""
+    """Return the polar factors of batches ``(count, rows, columns)``."""
+    # All have the same number of rows, which is at most that of columns.
     if parts[0].device.type != "cpu":
         dtype = torch.bfloat16 if parts[0].dtype == torch.float32 else parts[0].dtype
         return [_by_products(_with_largest_entry_1(part), dtype) for part in parts]
     roots = _roots(torch.cat([product(part, part.mT) for part in parts]))
     if roots is None:
         return [_one_by_one(_with_largest_entry_1(part)) for part in parts]
-    return [product(root, part) for root, part in zip(roots.split(list(map(len, parts))), parts, strict=True)]
+    return [
+        product(root, part)
+        for root, part in zip(roots.split(list(map(len, parts))), parts, strict=True)
+    ]
 
 
 def _one_by_one(units: Tensor) -> Tensor:
-    """Return the polar factors of blocks whose largest entry is 1, or that are zeros, block by block."""
+    """Return the polar factors of blocks, block by block."""
+    # The largest entry of each block is 1, or the block is zeros.
     found = torch.zeros_like(units)
     for i, unit in enumerate(units):
         if bool(unit.any()):
@@ -98,11 +112,14 @@ def _one_by_one(units: Tensor) -> Tensor:
 
 
 def _with_largest_entry_1(blocks: Tensor) -> Tensor:
-    return blocks / blocks.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(blocks.dtype).tiny)
+    return blocks / blocks.abs().amax(dim=(-2, -1), keepdim=True).clamp(
+        min=torch.finfo(blocks.dtype).tiny
+    )
 
 
 def _roots(grams: Tensor) -> Tensor | None:
-    """Return the inverse square roots of Gram matrices ``(count, rows, rows)``; None if they can't be computed."""
+    """Return the inverse square roots of Gram matrices ``(count, rows, rows)``."""
+    # The result is None if they can't be computed.
     info = torch.finfo(grams.dtype)
     if grams.shape[-1] == 1:
         values, vectors = grams[..., 0], torch.ones_like(grams)
@@ -115,14 +132,16 @@ def _roots(grams: Tensor) -> Tensor | None:
     least, most = torch.aminmax(largest)
     if not (float(least) > info.tiny / info.eps**2 and float(most) < info.max * info.eps):
         return None
-    if not math.isfinite(float(values.sum() + vectors.sum())):  # of matrices with rows of zeros, from LAPACK of MKL
+    # of matrices with rows of zeros, from LAPACK of MKL
+    if not math.isfinite(float(values.sum() + vectors.sum())):
         return None
     noise = (_NOISE * info.eps) * largest
     return product(vectors * values.maximum(noise).rsqrt()[:, None, :], vectors.mT)
 
 
 def _by_products(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the polar factors of blocks whose largest entry is 1, or that are zeros, by iterated products."""
+    """Return the polar factors of blocks, by iterated products."""
+    # The largest entry of each block is 1, or the block is zeros.
     norms: Tensor = torch.linalg.matrix_norm(blocks, keepdim=True).clamp(min=0.5)
     margin = _MARGIN[dtype]
     x: Tensor = (blocks / (norms * margin)).to(dtype)

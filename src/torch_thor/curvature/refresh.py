@@ -1,8 +1,8 @@
 """A refresh: the trace rule decides which layers take new factors, and these are inverted.
 
-If several processes train together, each has gathered the statistics of its own rows. The traces are summed over the
-processes first. Only the factors of layers that take them are summed and inverted, each block by the process that owns
-it, and sent to all.
+If several processes train together, each has gathered the statistics of its own rows. The traces
+are summed over the processes first. Only the factors of layers that take them are summed and
+inverted, each block by the process that owns it, and sent to all.
 """
 
 import enum
@@ -23,11 +23,13 @@ _PLAINLY = "it takes its plain gradient, and the next step tries again"
 
 
 class Decision(enum.Enum):
-    """The result of a refresh for one layer: a case of the trace rule (Chen et al. 2021, section 3.2), or a failure.
+    """The result of a refresh for one layer: a case of the trace rule, or a failure.
 
-    UPDATE: new factors were taken and inverted. KEEP: the new statistics were dropped. STOP: the new statistics were
-    dropped, and the layer never refreshes again. FAILED: the new factors held NaN or inf, or could not be inverted; the
-    last good inverse stays in use.
+    The trace rule is that of Chen et al. 2021, section 3.2.
+
+    UPDATE: new factors were taken and inverted. KEEP: the new statistics were dropped. STOP: the
+    new statistics were dropped, and the layer never refreshes again. FAILED: the new factors held
+    NaN or inf, or could not be inverted; the last good inverse stays in use.
     """
 
     UPDATE = "update"
@@ -44,7 +46,8 @@ class RefreshEvent:
         layer: the layer's name.
         step: the step of the layer's parameter group, counted from 0.
         decision: the decision.
-        trace_change: Δ; None if there was nothing to compare with (in the first refresh, or for NaN in new factors).
+        trace_change: Δ; None if there was nothing to compare with (in the first refresh, or for NaN
+            in new factors).
         trace: tr(F + λI) of the new statistics, with the current λ.
     """
 
@@ -74,7 +77,8 @@ class Candidate:
     thresholds: tuple[float, float]  # (ω1, ω2)
     decay: float  # weight of the factors in use in the running average; 0 takes the new ones alone
     group_rows_per_term: Tensor | None = None  # T of each group, if groups have their own rows
-    without_rows: Sequence[bool] = ()  # for each group, whether it keeps the factors in use; empty if none does
+    # for each group, whether it keeps the factors in use; empty if none does
+    without_rows: Sequence[bool] = ()
     # what judge() finds
     decision: Decision = Decision.UPDATE
     trace: float = 0.0
@@ -82,15 +86,18 @@ class Candidate:
     new: list[NewFactor] = field(default_factory=list)
 
     def judge(self, now: list[list[float]], before: list[list[float]], relative: bool) -> None:
-        """Apply the trace rule to the traces of the new factors and of those in use, of each side and group."""
+        """Apply the trace rule to the traces of new factors and those in use, by side and group."""
         layer = self.layer
         for i, keeps in enumerate(self.without_rows):
             if keeps:
                 for new, old in zip(now, before, strict=True):
                     new[i] = old[i]
         size = layer.kind.groups * layer.kind.inputs * layer.kind.outputs
-        damping = 0.0 if relative else self.damping  # relative damping multiplies both traces by the same number
-        traces = []  # tr(T · A ⊗ G + λI), summed over groups (section 3.2). F includes T, as in the damped inverse
+        # relative damping multiplies both traces by the same number
+        damping = 0.0 if relative else self.damping
+        # tr(T · A ⊗ G + λI), summed over groups (section 3.2). F includes T, as in the damped
+        # inverse
+        traces = []
         for of_sides, rows_per_term in ((now, self.rows_per_term), (before, layer.rows_per_term)):
             products = map(operator.mul, *of_sides) if len(of_sides) > 1 else of_sides[0]
             traces.append(rows_per_term * math.fsum(products) + damping * size)
@@ -106,19 +113,27 @@ class Candidate:
         for factor, sums, new, old in zip(layer.stored, self.factors, now, before, strict=True):
             averaged = new
             if self.decay and layer.refreshes:
-                averaged = [one + self.decay * (other - one) for one, other in zip(new, old, strict=True)]
+                averaged = [
+                    one + self.decay * (other - one) for one, other in zip(new, old, strict=True)
+                ]
             if layer.kind.routed and not self.new:
-                # experts that have never had a row take the plain gradient: the inverse of their zeros would be I / √λ
+                # experts that have never had a row take the plain gradient: the inverse of their
+                # zeros would be I / √λ
                 plain = [one == 0 for one in averaged]
             added = [math.sqrt(self.damping / self.rows_per_term)] * len(new)
             if relative:
                 rows = sums.cut.rows // sums.cut.groups
-                added = [relative_damping(one, rows, self.damping, sums.rows.dtype) for one in averaged]
+                added = [
+                    relative_damping(one, rows, self.damping, sums.rows.dtype) for one in averaged
+                ]
             stored = factor.read() if layer.refreshes else None
-            self.new.append(NewFactor(factor, sums, added, stored, self.decay, self.without_rows, plain))
+            self.new.append(
+                NewFactor(factor, sums, added, stored, self.decay, self.without_rows, plain)
+            )
 
     def commit(self, report: Callable[[LayerCurvature, str], None]) -> RefreshEvent:
-        """Store the decision and the new factors; the decision becomes FAILED if an inverse has failed."""
+        """Store the decision and the new factors."""
+        # The decision becomes FAILED if an inverse has failed.
         layer, what = self.layer, "its new factors hold NaN or inf and were not inverted"
         if self.change is not None:
             layer.record(last_trace_change=self.change, stopped=self.decision is Decision.STOP)
@@ -126,18 +141,25 @@ class Candidate:
             self.decision = Decision.FAILED
             what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
         if self.decision is Decision.FAILED:
-            report(layer, f"{what}; {'the last good inverse stays' if layer.refreshes else _PLAINLY}")
+            report(
+                layer, f"{what}; {'the last good inverse stays' if layer.refreshes else _PLAINLY}"
+            )
         elif self.decision is Decision.UPDATE:
             for one in self.new:
                 for inverse, found in ((False, one.blocks), (True, one.inverses)):
                     held = [blocks for blocks in found if len(blocks)]
-                    for into, blocks in zip(one.factor.read(inverse=inverse).parts, held, strict=True):
+                    for into, blocks in zip(
+                        one.factor.read(inverse=inverse).parts, held, strict=True
+                    ):
                         into.copy_(blocks)
             if self.group_rows_per_term is not None:
                 layer.state[layer.prefix + "group_rows_per_term"] = self.group_rows_per_term
             layer.record(rows_per_term=self.rows_per_term, refreshes=layer.refreshes + 1)
             if any(one.raised for one in self.new):
-                report(layer, "a block was not positive definite; its damping was raised for this refresh")
+                report(
+                    layer,
+                    "a block was not positive definite; its damping was raised for this refresh",
+                )
         return RefreshEvent(layer.name, self.step, self.decision, self.change, self.trace)
 
 
@@ -153,28 +175,41 @@ def refresh(
         return ()
     # with one host–device synchronisation for all layers
     stored = [factor for c in candidates for factor in c.layer.stored]
-    traces = [sums.traces() for c in candidates for sums in c.factors] + [factor.read().traces() for factor in stored]
+    traces = [sums.traces() for c in candidates for sums in c.factors] + [
+        factor.read().traces() for factor in stored
+    ]
     device = traces[0].device
     for i, trace in enumerate(traces):
-        traces[i] = trace.to(device, torch.float64 if trace.dtype == torch.float64 else torch.float32)
+        traces[i] = trace.to(
+            device, torch.float64 if trace.dtype == torch.float64 else torch.float32
+        )
     numbers: list[float] = torch.cat(traces).tolist()
     new, in_use = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
     if processes.count > 1:
         rows = processes.gather(numbers)
         new = [sum(of_processes) for of_processes in zip(*rows, strict=True)][: len(new)]
-        # Those of the first process: on different hardware the last bits of a sum may differ, and if a layer stopped on
-        # one process and not on another, their weights would differ from then on.
+        # Those of the first process: on different hardware the last bits of a sum may differ, and
+        # if a layer stopped on one process and not on another, their weights would differ from then
+        # on.
         in_use = rows[0][len(new) :]
         i = 0
         for factor in stored:
-            if factor.owners is not None:  # which have one group: every owner adds the trace of its blocks
-                starts = [sum(of_run[r + 1] - of_run[r] for of_run in factor.owners.bounds) for r in range(len(rows))]
+            # which have one group: every owner adds the trace of its blocks
+            if factor.owners is not None:
+                starts = [
+                    sum(of_run[r + 1] - of_run[r] for of_run in factor.owners.bounds)
+                    for r in range(len(rows))
+                ]
                 in_use[i] = sum(rows[r][len(new) + i] for r, blocks in enumerate(starts) if blocks)
             i += factor.cut.groups
     numbers_of = iter(new), iter(in_use)
     for one in candidates:
-        now, before = ([[next(of) for _ in range(one.layer.kind.groups)] for _ in one.factors] for of in numbers_of)
+        now, before = (
+            [[next(of) for _ in range(one.layer.kind.groups)] for _ in one.factors]
+            for of in numbers_of
+        )
         one.judge(now, before, relative)
     invert_([factor for one in candidates for factor in one.new], processes)
-    # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises from here on
+    # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises
+    # from here on
     return tuple(one.commit(report) for one in candidates)

@@ -1,9 +1,10 @@
-"""How the rows of a weight are divided among processes (FSDP2), and who inverts and keeps which blocks of a factor.
+"""How processes divide the rows of a weight (FSDP2), and who inverts and keeps a factor's blocks.
 
-One factor belongs to the rows of the weight: G, or A if the weight has the inputs first. Its blocks end at the
-boundaries of the shards too, so every process holds the inverse blocks of its own rows, and preconditions them without
-those of another process. The other factor is the same on all processes, unless curvature is divided
-(``divide_curvature``): then only the owner of a block, which inverts it, keeps it and its inverse.
+One factor belongs to the rows of the weight: G, or A if the weight has the inputs first. Its blocks
+end at the boundaries of the shards too, so every process holds the inverse blocks of its own rows,
+and preconditions them without those of another process. The other factor is the same on all
+processes, unless curvature is divided (``divide_curvature``): then only the owner of a block, which
+inverts it, keeps it and its inverse.
 """
 
 import contextlib
@@ -27,14 +28,16 @@ class RowShards:
     bounds: tuple[int, ...]  # process r owns the rows from bounds[r] to bounds[r + 1]
     own: slice = field(compare=False)  # the rows that this process holds
     source: int = field(compare=False)  # the process that inverts the blocks of these rows
-    # sums a tensor over the shards, exchanges rows (all-to-all), and makes a DTensor of the own rows
+    # sums a tensor over the shards, exchanges rows (all-to-all), and makes a DTensor of the own
+    # rows
     total: Callable[[Tensor | None], Tensor] = field(repr=False, compare=False)
     exchange: Callable[[Tensor, list[int], list[int]], Tensor] = field(repr=False, compare=False)
     wrap: Callable[[Tensor], Tensor] = field(repr=False, compare=False)
-    replicas: object = field(default=None, repr=False, compare=False)  # the group of those that hold the same rows
+    # the group of those that hold the same rows
+    replicas: object = field(default=None, repr=False, compare=False)
 
     def own_of(self, rows: slice | None) -> slice:
-        """Return those of some rows that this process holds, counted from the first row that it holds."""
+        """Return those of some rows that this process holds, counted from its first row."""
         first, last = self.own.start, self.own.stop
         if rows is not None:
             first, last = max(first, rows.start), min(last, rows.stop)
@@ -49,17 +52,22 @@ def bounds_within(bounds: tuple[int, ...], rows: slice | None) -> tuple[int, ...
 
 
 def shard_bounds(rows: int, shards: int) -> tuple[int, ...]:
-    """Return the first row of each shard, and the number of rows, as ``torch.chunk`` and FSDP2 divide them."""
+    """Return the first row of each shard, and the number of rows.
+
+    ``torch.chunk`` and FSDP2 divide them in this way.
+    """
     each = -(-rows // shards)
     return tuple(min(i * each, rows) for i in range(shards + 1))
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Which process inverts which blocks of a factor, where every process keeps a part of the blocks alone."""
+    """Which process inverts which blocks of a factor, where each keeps a part of them alone."""
 
-    bounds: tuple[tuple[int, ...], ...]  # of run i, process r owns the blocks from bounds[i][r] to bounds[i][r + 1]
-    source: int  # the owner of the blocks that this process keeps: itself, or a process that holds the same rows
+    # of run i, process r owns the blocks from bounds[i][r] to bounds[i][r + 1]
+    bounds: tuple[tuple[int, ...], ...]
+    # the owner of the blocks that this process keeps: itself, or a process that holds the same rows
+    source: int
     replicas: object = field(default=None, compare=False)
 
     @classmethod
@@ -67,7 +75,9 @@ class Owners:
         """Return the owners of a factor whose rows are divided like those of the weight."""
         starts, found = bounds_within(shards.bounds, rows), []
         for run in cut.runs:
-            found.append(tuple(min(max(start - run.first, 0) // run.size, run.count) for start in starts))
+            found.append(
+                tuple(min(max(start - run.first, 0) // run.size, run.count) for start in starts)
+            )
         return cls(tuple(found), shards.source, shards.replicas)
 
     def held(self, run: int) -> slice:
@@ -81,15 +91,23 @@ def side_of_rows(kind: Kind) -> str:
 
 
 def why_not_by_rows(kind: Kind, shape: tuple[int, ...]) -> str | None:
-    """Return the reason why a layer cannot be preconditioned if the rows of its weight are divided."""
+    """Return why a layer cannot be preconditioned if the rows of its weight are divided."""
     if kind.routed or kind.groups > 1:
-        return f"the weight is divided among processes, and has {kind.groups} groups with factors of their own"
+        return (
+            f"the weight is divided among processes, and has {kind.groups} groups with factors of "
+            "their own"
+        )
     columns, of_two = math.prod(shape[1:]), copy.copy(kind)
-    rows = torch.arange(2 * columns).view(2, *shape[1:])  # one row can be the same in another order of dimensions
+    # one row can be the same in another order of dimensions
+    rows = torch.arange(2 * columns).view(2, *shape[1:])
     matrix = rows
-    with contextlib.suppress(RuntimeError, AttributeError):  # it cannot be reshaped, or has a size that is computed
+    # it cannot be reshaped, or has a size that is computed
+    with contextlib.suppress(RuntimeError, AttributeError):
         setattr(of_two, "inputs" if kind.transposed else "outputs", 2)
         matrix = of_two.to_matrix(rows)
     if tuple(matrix.shape) == (1, 2, columns) and torch.equal(matrix.flatten(), rows.flatten()):
         return None
-    return "the weight is divided among processes by its first dimension, which is no dimension of its matrix"
+    return (
+        "the weight is divided among processes by its first dimension, which is no dimension of "
+        "its matrix"
+    )

@@ -1,4 +1,5 @@
-"""Data-parallel training: statistics are summed over all ranks on refresh steps, and all ranks raise the same errors.
+"""Data-parallel training: all ranks sum statistics on refresh steps, and raise the same errors.
 
-It implements :class:`torch_thor.curvature.processes.Processes`, on which :mod:`torch_thor.curvature` depends.
+It implements :class:`torch_thor.curvature.processes.Processes`, on which
+:mod:`torch_thor.curvature` depends.
 """

@@ -1,4 +1,4 @@
-"""What all ranks agree on: that they are about to do the same, and how many rows they have together.
+"""What all ranks agree on: that they are about to do the same, and their joint number of rows.
 
 If they are not, all of them raise an error, before one waits for ever.
 """
@@ -20,11 +20,13 @@ _ERRORS: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, Flo
 def agree(
     processes: Processes, error: Exception | None, facts: Sequence[str], numbers: Sequence[float]
 ) -> list[list[float]]:
-    """Exchange whether every process is ready for the same step, in one collective of a fixed size."""
+    """Exchange whether all processes are ready for the same step, in one fixed-size collective."""
     facts_text = "\n".join(facts)
     text = (facts_text if error is None else str(error) or type(error).__name__).encode()
     kind = next((i for i, known in enumerate(_ERRORS) if type(error) is known), 0)
-    rows = processes.gather([error is not None, kind, len(text), zlib.crc32(facts_text.encode()), *numbers])
+    rows = processes.gather(
+        [error is not None, kind, len(text), zlib.crc32(facts_text.encode()), *numbers]
+    )
     failed = [i for i, row in enumerate(rows) if row[0]]
     differing = [i for i, row in enumerate(rows) if row[3] != rows[0][3]]
     if not failed and not differing:
@@ -36,11 +38,14 @@ def agree(
     if failed:
         raise _ERRORS[int(rows[failed[0]][1])](f"on rank {failed[0]}: {texts[failed[0]]}")
     rank = differing[0]
-    lines = itertools.zip_longest(texts[0].splitlines(), texts[rank].splitlines(), fillvalue="nothing")
+    lines = itertools.zip_longest(
+        texts[0].splitlines(), texts[rank].splitlines(), fillvalue="nothing"
+    )
     first, other = next((a, b) for a, b in lines if a != b)
     raise RuntimeError(
-        f"the ranks are not about to do the same: rank 0 has {first!r}, rank {rank} has {other!r}. Make the optimizer "
-        f"with the same options on every rank, schedule it alike, and load the same checkpoint everywhere"
+        f"the ranks are not about to do the same: rank 0 has {first!r}, rank {rank} has {other!r}. "
+        "Make the optimizer with the same options on every rank, schedule it alike, and load the "
+        "same checkpoint everywhere"
     )
 
 
@@ -49,18 +54,26 @@ def check_same_gradients(largest: Sequence[float]) -> None:
     low, high = min(largest), max(largest)
     if high - low > 1e-3 * high:
         raise RuntimeError(
-            f"the gradients differ between ranks: their largest norm is {high:.6g} on rank {largest.index(high)} and "
-            f"{low:.6g} on rank {largest.index(low)}. Statistics are averaged over the process group, so the "
-            f"gradients must be averaged too: wrap the model in DistributedDataParallel (and step outside no_sync), "
-            f"name the data-parallel ranks with distributed=torch_thor.Distributed(process_group=...), or use "
-            f"torch_thor.Distributed(process_group=False) where every process trains a model of its own"
+            f"the gradients differ between ranks: their largest norm is {high:.6g} on rank "
+            f"{largest.index(high)} and {low:.6g} on rank {largest.index(low)}. Statistics are "
+            "averaged over the process group, so the gradients must be averaged too: wrap the "
+            "model in DistributedDataParallel (and step outside no_sync), name the data-parallel "
+            "ranks with distributed=torch_thor.Distributed(process_group=...), or use "
+            "torch_thor.Distributed(process_group=False) where every process trains a model of its "
+            "own"
         )
 
 
 def count_rows(
-    processes: Processes, layers: Sequence[LayerCurvature], reached: set[LayerCurvature], inside_transform: set[str]
+    processes: Processes,
+    layers: Sequence[LayerCurvature],
+    reached: set[LayerCurvature],
+    inside_transform: set[str],
 ) -> None:
-    """Replace row counts by those of all processes together: A = Σ Σ a aᵀ / Σ R and G = Σ Σ g gᵀ / Σ R."""
+    """Replace row counts by those of all processes together.
+
+    So A = Σ Σ a aᵀ / Σ R and G = Σ Σ g gᵀ / Σ R.
+    """
     counts: list[float] = []
     for layer in layers:
         own = layer.statistics

@@ -1,13 +1,14 @@
-"""Curvature that is divided among the processes (``divide_curvature=True``): each block has one owner.
+"""Curvature divided among the processes (``divide_curvature=True``), with one owner per block.
 
-The owner of a block, which is the process that inverts it, is the only one that keeps it and its inverse. So n
-processes need about 1 / n of the memory each, and a refresh sends the sums of the factors alone. In return every step
-collects the inverses, one group of layers after the other, and drops them when it has used them. That sends less than
-the weights have elements, because only the triangles of blocks are sent. KAISA (Pauloski et al., SC 2021) has the same
-choice between memory and communication for whole layers.
+The owner of a block, which is the process that inverts it, is the only one that keeps it and its
+inverse. So n processes need about 1 / n of the memory each, and a refresh sends the sums of the
+factors alone. In return every step collects the inverses, one group of layers after the other, and
+drops them when it has used them. That sends less than the weights have elements, because only the
+triangles of blocks are sent. KAISA (Pauloski et al., SC 2021) has the same choice between memory
+and communication for whole layers.
 
-The factor of the rows of a sharded weight (FSDP2) is divided with the rows already. Then only the other factor has
-owners. The factors of grouped convolutions and experts stay on all processes.
+The factor of the rows of a sharded weight (FSDP2) is divided with the rows already. Then only the
+other factor has owners. The factors of grouped convolutions and experts stay on all processes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,10 @@ def owners_of(layers: Iterable[LayerCurvature], processes: int, rank: int) -> di
 
 
 def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
-    """Divide the curvature of all layers among the processes. Of factors that are in the state, the own blocks stay."""
+    """Divide the curvature of all layers among the processes.
+
+    Of factors that are in the state, the own blocks stay.
+    """
     new = [layer for layer in layers if all(factor.divided is None for factor in layer.stored)]
     if processes.count == 1 or not new:
         return
@@ -46,8 +50,12 @@ def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
     for layer in new:
         for factor in layer.stored:
             if factor in owners and factor.keys[0] in layer.state:
-                present += [(layer, factor, inverse, factor.read(inverse=inverse)) for inverse in (False, True)]
-    for layer, factor, inverse, _ in present:  # several layers may be rows of one entry, which all have been read now
+                present += [
+                    (layer, factor, inverse, factor.read(inverse=inverse))
+                    for inverse in (False, True)
+                ]
+    # several layers may be rows of one entry, which all have been read now
+    for layer, factor, inverse, _ in present:
         layer.state.pop(factor.keys[inverse], None)
     for factor, of_factor in owners.items():
         factor.divided, factor.exchange = of_factor, processes
@@ -66,13 +74,21 @@ def is_divided(layers: Iterable[LayerCurvature]) -> bool:
 
 
 def collected_turns(group: Mapping[str, Any], plan: Any) -> Iterator[frozenset[int]]:
-    """Collect the inverses of a group, for some parameters (by id) at a time; all processes consume it."""
+    """Collect the inverses of a group, for some parameters (by id) at a time."""
+    # All processes consume it.
     needs: list[tuple[int, list[Factor]]] = []
     for parameter in group["params"]:
         shares = [share for share in plan.shares(parameter) if share.layer.refreshes]
         if shares:
-            of_shares = [(share, factor) for share in shares for factor in share.layer.stored if factor.divided]
-            needs.append((id(parameter), [f for share, f in of_shares if share.is_weight or f.side == "G"]))
+            of_shares = [
+                (share, factor)
+                for share in shares
+                for factor in share.layer.stored
+                if factor.divided
+            ]
+            needs.append(
+                (id(parameter), [f for share, f in of_shares if share.is_weight or f.side == "G"])
+            )
     for parameters, factors in turns_of(needs):
         for factor, whole in zip(factors, collected(factors, inverse=True), strict=True):
             factor.whole = whole
@@ -83,8 +99,10 @@ def collected_turns(group: Mapping[str, Any], plan: Any) -> Iterator[frozenset[i
                 factor.whole = None
 
 
-def turns_of(needs: Iterable[tuple[int, Sequence[Factor]]]) -> Iterator[tuple[frozenset[int], list[Factor]]]:
-    """Divide parameters into turns, each with about ``ELEMENTS`` elements of inverses that it needs."""
+def turns_of(
+    needs: Iterable[tuple[int, Sequence[Factor]]],
+) -> Iterator[tuple[frozenset[int], list[Factor]]]:
+    """Divide parameters into turns that each need about ``ELEMENTS`` elements of inverses."""
     parameters: list[int] = []
     of_turn: dict[Factor, int] = {}  # the numbers of elements that are sent
     for parameter, factors in needs:

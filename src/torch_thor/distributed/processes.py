@@ -1,7 +1,7 @@
-"""The processes that train together: how an optimizer is told of them, and what they send to each other.
+"""The processes that train together: how an optimizer learns of them, and what they exchange.
 
-Every rank holds the whole model, and each block of a factor is summed and inverted by one rank. Of a symmetric block
-the lower triangle is sent, which has half as many elements.
+Every rank holds the whole model, and each block of a factor is summed and inverted by one rank. Of
+a symmetric block the lower triangle is sent, which has half as many elements.
 """
 
 from collections import defaultdict
@@ -22,20 +22,25 @@ _Alike = list[tuple[Tensor, Sequence[int]]]
 
 @dataclass(frozen=True)
 class Distributed:
-    """How an optimizer trains with other processes: ``THOR(model, distributed=Distributed(divide_curvature=True))``.
+    """How an optimizer trains with other processes.
+
+    It is passed as ``THOR(model, distributed=Distributed(divide_curvature=True))``.
 
     Args:
-        process_group: the processes that train the model together and average its gradients, as DDP does; their
-            statistics are summed on refresh steps. None: the default group, if ``torch.distributed`` is initialised by
-            the time of a step; False: none, so that every process trains a model of its own. It must be the same on
-            all processes: those that wait for a process that does not come are ended by the timeout of the group.
-        divide_curvature: whether only the process that inverts a block keeps it and its inverse (1 / n of the memory),
-            and every step collects the inverses. By default all processes keep all, and ordinary steps send nothing.
-            The steps are the same. State dicts then need ``optimizer.consolidate_state_dict()`` first.
-        whole_matrices: for ThorMuon under FSDP2, whether one process orthogonalises each matrix as a whole (two
-            all-to-all and an all-reduce in every step). By default every process orthogonalises its own rows, and
-            nothing is sent.
-        communication_dtype: the dtype in which blocks are sent; None: their own. ``torch.bfloat16`` halves the bytes.
+        process_group: the processes that train the model together and average its gradients, as DDP
+            does; their statistics are summed on refresh steps. None: the default group, if
+            ``torch.distributed`` is initialised by the time of a step; False: none, so that every
+            process trains a model of its own. It must be the same on all processes: those that wait
+            for a process that does not come are ended by the timeout of the group.
+        divide_curvature: whether only the process that inverts a block keeps it and its inverse (1
+            / n of the memory), and every step collects the inverses. By default all processes keep
+            all, and ordinary steps send nothing. The steps are the same. State dicts then need
+            ``optimizer.consolidate_state_dict()`` first.
+        whole_matrices: for ThorMuon under FSDP2, whether one process orthogonalises each matrix as
+            a whole (two all-to-all and an all-reduce in every step). By default every process
+            orthogonalises its own rows, and nothing is sent.
+        communication_dtype: the dtype in which blocks are sent; None: their own. ``torch.bfloat16``
+            halves the bytes.
 
     Raises:
         ValueError: a value is not one of these.
@@ -48,12 +53,17 @@ class Distributed:
 
     def __post_init__(self) -> None:
         group, flag = self.process_group, "True or False; leave it out for False"
-        is_group = group is None or group is False or (dist.is_available() and isinstance(group, dist.ProcessGroup))
+        is_group = (
+            group is None
+            or group is False
+            or (dist.is_available() and isinstance(group, dist.ProcessGroup))
+        )
         rules = {
             "process_group": (
                 is_group,
-                "a torch.distributed.ProcessGroup that this process is in, None for the default group, or False where "
-                "every process trains a model of its own; of a DeviceMesh give mesh.get_group()",
+                "a torch.distributed.ProcessGroup that this process is in, None for the default "
+                "group, or False where every process trains a model of its own; of a DeviceMesh "
+                "give mesh.get_group()",
             ),
             "divide_curvature": (isinstance(self.divide_curvature, bool), flag),
             "whole_matrices": (isinstance(self.whole_matrices, bool), flag),
@@ -67,7 +77,10 @@ class Distributed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: {name} must be {rule}")
 
     def processes(self, plan: Any) -> Processes:
-        """Return the processes that train together at this time; ``plan.device`` is the device of the model."""
+        """Return the processes that train together at this time.
+
+        ``plan.device`` is the device of the model.
+        """
         if self.process_group is False or not (dist.is_available() and dist.is_initialized()):
             return ALONE
         group: Any = dist.group.WORLD if self.process_group is None else self.process_group
@@ -78,7 +91,9 @@ class Distributed:
 class DataParallel(Processes):
     """The processes of a group."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
         self._group, self._device, self._dtype = group, device, dtype
         self.count, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
@@ -95,10 +110,12 @@ class DataParallel(Processes):
     def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
         """Deal out blocks to ranks by their cost."""
         shapes = tuple((len(part), part.shape[-1]) for part in parts)
-        return deal_out(shapes, self.count, tuple(None if known is None else tuple(known) for known in fixed))
+        return deal_out(
+            shapes, self.count, tuple(None if known is None else tuple(known) for known in fixed)
+        )
 
     def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Sum blocks over all ranks, each at its owner, with one collective for each dtype and device."""
+        """Sum blocks over all ranks, each at its owner, in one collective per dtype and device."""
         for alike, flat, pieces, padded in self._flattened(parts, bounds):
             for rank, piece in enumerate(pieces):
                 _each(pack, alike, rank, piece)
@@ -111,20 +128,25 @@ class DataParallel(Processes):
             _each(unpack_, alike, self.rank, own)
 
     def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Send all blocks from their owners to all ranks, with one collective for each dtype and device."""
+        """Send all blocks from owners to all ranks, in one collective per dtype and device."""
         for alike, flat, pieces, padded in self._flattened(parts, bounds):
             own = torch.zeros_like(pieces[self.rank]) if padded else pieces[self.rank]
             _each(pack, alike, self.rank, own)
             if padded:
                 dist.all_gather_into_tensor(flat, own, group=self._group)
             else:
-                dist.all_reduce(flat, group=self._group)  # to the last bit: all other ranks add zeros
-            # a rank's own blocks too: unpacked, they are symmetric to the last bit, as on all other ranks
+                # to the last bit: all other ranks add zeros
+                dist.all_reduce(flat, group=self._group)
+            # a rank's own blocks too: unpacked, they are symmetric to the last bit, as on all other
+            # ranks
             for rank, piece in enumerate(pieces):
                 _each(unpack_, alike, rank, piece)
 
     def share_with_replicas_(self, parts: Sequence[Tensor], replicas: object) -> None:
-        """Send blocks from the first rank of a group to the others, with one collective for each dtype and device."""
+        """Send blocks from the first rank of a group to the others.
+
+        One collective is used for each dtype and device.
+        """
         group = cast(dist.ProcessGroup, replicas)
         for alike, flat, _, _ in self._flattened(parts, [(0, len(part)) for part in parts]):
             _each(pack, alike, 0, flat)
@@ -134,20 +156,26 @@ class DataParallel(Processes):
     def _flattened(
         self, parts: Sequence[Tensor], bounds: Bounds
     ) -> Iterator[tuple[_Alike, Tensor, Sequence[Tensor], bool]]:
-        """Yield blocks of one dtype and device, a tensor for all, its pieces by owner, and if they are padded."""
+        """Yield blocks of one dtype and device, a tensor for all, and its pieces by owner."""
+        # Whether the pieces are padded is yielded too.
         found: defaultdict[tuple[torch.dtype, torch.device], _Alike] = defaultdict(list)
         for part, of_ranks in zip(parts, bounds, strict=True):
             found[part.dtype, part.device].append((part, of_ranks))
         for alike in found.values():
-            sizes = packed_sizes([(len(part), part.shape[-1]) for part, _ in alike], [of for _, of in alike])
+            sizes = packed_sizes(
+                [(len(part), part.shape[-1]) for part, _ in alike], [of for _, of in alike]
+            )
             padded = pads(sizes)
             sizes = [max(sizes)] * len(sizes) if padded else sizes
-            flat = alike[0][0].new_zeros(sum(sizes), dtype=self._dtype)  # so that the padding holds no NaN
+            # so that the padding holds no NaN
+            flat = alike[0][0].new_zeros(sum(sizes), dtype=self._dtype)
             yield alike, flat, flat.split(sizes), padded
 
 
-def _each(convert: Callable[[Tensor, Tensor], None], alike: _Alike, rank: int, flat: Tensor) -> None:
-    """Pack or unpack the blocks of a rank from each tensor, with the elements of a flat tensor that are for them."""
+def _each(
+    convert: Callable[[Tensor, Tensor], None], alike: _Alike, rank: int, flat: Tensor
+) -> None:
+    """Pack or unpack a rank's blocks of each tensor, with a flat tensor's elements for them."""
     first = 0
     for part, bounds in alike:
         blocks = part[bounds[rank] : bounds[rank + 1]]

@@ -1,9 +1,9 @@
-"""Matrices whose rows are divided among processes (FSDP2), orthogonalised as a whole: each of them at one process.
+"""Matrices with rows divided among processes (FSDP2), each orthogonalised whole at one process.
 
-Every process sends its rows of a matrix to the owner of the matrix, which orthogonalises it and sends the rows back.
-All matrices of a step take two all-to-all collectives together. Each process sends about as many elements in each of
-them as it holds itself. Matrices are dealt out by their cost, the most expensive first, each to the process with the
-least work so far.
+Every process sends its rows of a matrix to the owner of the matrix, which orthogonalises it and
+sends the rows back. All matrices of a step take two all-to-all collectives together. Each process
+sends about as many elements in each of them as it holds itself. Matrices are dealt out by their
+cost, the most expensive first, each to the process with the least work so far.
 """
 
 import heapq
@@ -23,9 +23,11 @@ from torch_thor.curvature.shards import RowShards
 
 @dataclass
 class DividedMatrix:
-    """A weight, or the rows of one that belong to a layer, whose rows are divided among processes."""
+    """A weight, or a layer's rows of one, whose rows are divided among processes."""
 
-    own: Tensor  # `(own rows, …)`, the direction of the rows of this process, contiguous; overwritten by the result
+    # `(own rows, …)`, the direction of the rows of this process, contiguous; overwritten by the
+    # result
+    own: Tensor
     bounds: tuple[int, ...]  # process r holds the rows from index r to index r + 1 of this list
     geometry: Kind | PlainMatrix  # converts the whole into matrices
 
@@ -36,7 +38,9 @@ class DividedMatrix:
         return kind.groups * small * large * min(rows or small, small)
 
 
-def orthogonalise_whole_(matrices: Sequence[DividedMatrix], shards: RowShards, rows: int | None) -> None:
+def orthogonalise_whole_(
+    matrices: Sequence[DividedMatrix], shards: RowShards, rows: int | None
+) -> None:
     """Replace matrices by their polar factors, or those of their blocks, each scaled to norm 1."""
     owned = deal_out(tuple(one.cost(rows) for one in matrices), shards.count)
     by_owner = [matrices[i] for of_owner in owned for i in of_owner]
@@ -44,11 +48,16 @@ def orthogonalise_whole_(matrices: Sequence[DividedMatrix], shards: RowShards, r
     to_owners = [sum(matrices[i].own.numel() for i in of_owner) for of_owner in owned]
     # of each matrix the rows of each process, and for each process the elements of each matrix
     held = [[last - first for first, last in itertools.pairwise(one.bounds)] for one in mine]
-    sizes = [[n * one.own.shape[1:].numel() for one, n in zip(mine, of, strict=True)] for of in zip(*held, strict=True)]
+    sizes = [
+        [n * one.own.shape[1:].numel() for one, n in zip(mine, of, strict=True)]
+        for of in zip(*held, strict=True)
+    ]
     from_processes = [sum(of_process) for of_process in sizes] or [0] * shards.count
     sent = torch.cat([one.own.flatten() for one in by_owner])
     parts = shards.exchange(sent, to_owners, from_processes).split(list(itertools.chain(*sizes)))
-    whole = [torch.cat(parts[i :: len(mine)]).view(-1, *one.own.shape[1:]) for i, one in enumerate(mine)]
+    whole = [
+        torch.cat(parts[i :: len(mine)]).view(-1, *one.own.shape[1:]) for i, one in enumerate(mine)
+    ]
     as_matrices = [one.geometry.to_matrix(tensor) for one, tensor in zip(mine, whole, strict=True)]
     wide = [matrix.mT if matrix.shape[1] > matrix.shape[2] else matrix for matrix in as_matrices]
     for i, unit in enumerate(unit_polars(wide, rows)):
@@ -56,8 +65,12 @@ def orthogonalise_whole_(matrices: Sequence[DividedMatrix], shards: RowShards, r
         mine[i].geometry.from_matrix_(as_matrices[i], whole[i])
     by_process = zip(*[one.split(of) for one, of in zip(whole, held, strict=True)], strict=True)
     results = [part.flatten() for of_process in by_process for part in of_process]
-    returned = shards.exchange(torch.cat(results) if results else sent[:0], from_processes, to_owners)
-    for one, result in zip(by_owner, returned.split([one.own.numel() for one in by_owner]), strict=True):
+    returned = shards.exchange(
+        torch.cat(results) if results else sent[:0], from_processes, to_owners
+    )
+    for one, result in zip(
+        by_owner, returned.split([one.own.numel() for one in by_owner]), strict=True
+    ):
         one.own.copy_(result.view_as(one.own))
 
 

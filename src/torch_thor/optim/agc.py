@@ -1,9 +1,12 @@
-"""Adaptive gradient clipping, AGC (Brock et al., ICML 2021, section 4.1), as ``torch_thor.AGCSGD`` states it.
+"""Adaptive gradient clipping, AGC, as ``torch_thor.AGCSGD`` states it.
 
-A unit is what computes one output: an index of dim 0 of a parameter of two or more dimensions (a token of an embedding;
-a gain of shape ``(C, 1, 1, 1)`` has C units), of dim 1 where the inputs come first, or a row of the matrix that a kind
-makes of its weight (``torch_thor.register_kind``). A parameter of one dimension or none (biases, gains) is one
-unit, as in the code of the authors: if every element were one, an element that starts at zero could hardly move.
+It is that of Brock et al., ICML 2021, section 4.1.
+
+A unit is what computes one output: an index of dim 0 of a parameter of two or more dimensions (a
+token of an embedding; a gain of shape ``(C, 1, 1, 1)`` has C units), of dim 1 where the inputs come
+first, or a row of the matrix that a kind makes of its weight (``torch_thor.register_kind``). A
+parameter of one dimension or none (biases, gains) is one unit, as in the code of the authors: if
+every element were one, an element that starts at zero could hardly move.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,15 +23,19 @@ from torch_thor.optim.options import Option, check, number, real
 from torch_thor.optim.parameters import parameters_of
 
 CLIPPING = {
-    "clip_factor": Option(lambda v: (number(v) or 0) > 0, "a number > 0", "start from 0.01; float('inf') never clips"),
+    "clip_factor": Option(
+        lambda v: (number(v) or 0) > 0, "a number > 0", "start from 0.01; float('inf') never clips"
+    ),
     "eps": Option(real(lambda v: v > 0), "a finite number > 0", "{default} is the paper's"),
 }
 
 # Where the units of a parameter are: the dim of the outputs, or the kind if that is not one dim.
 Units = int | Kind
-Clippable = tuple[Tensor, Tensor, Units | None]  # a parameter, its gradient and the units; None to leave it alone
+# a parameter, its gradient and the units; None to leave it alone
+Clippable = tuple[Tensor, Tensor, Units | None]
 
-# To save kernel launches, smaller tensors than this are measured in batches; larger ones need no copy if alone.
+# To save kernel launches, smaller tensors than this are measured in batches; larger ones need no
+# copy if alone.
 _NUMBERS_AT_A_TIME = 2**21
 
 
@@ -36,7 +43,8 @@ class ClipStatistics(NamedTuple):
     """How many units were clipped. Computing it does not synchronise host and device.
 
     Args:
-        clipped: the number of units that were clipped, a 0-dimensional tensor on the device of the first parameter.
+        clipped: the number of units that were clipped, a 0-dimensional tensor on the device of the
+            first parameter.
         units: the number of units that could have been clipped.
     """
 
@@ -45,7 +53,7 @@ class ClipStatistics(NamedTuple):
 
     @property
     def share(self) -> Tensor:
-        """The share of units that were clipped, in [0, 1], as a tensor; 0 where there were no units."""
+        """The share of clipped units, in [0, 1], as a tensor; it is 0 where there were no units."""
         return self.clipped / max(self.units, 1)
 
 
@@ -58,24 +66,32 @@ def adaptive_clip_grad_(
     exclude: Patterns = None,
     foreach: bool | None = None,
 ) -> ClipStatistics:
-    """Clip gradients in place, unit by unit, against the norms of the weights (Brock et al. 2021, section 4.1).
+    """Clip gradients in place, unit by unit, against the norms of the weights.
 
-    Call it in the place of ``torch.nn.utils.clip_grad_norm_``, between ``backward`` and ``step``, with any
-    optimizer. With a GradScaler, call it after ``scaler.unscale_(optimizer)``: λ does not apply to scaled gradients.
+    This is the method of Brock et al. 2021, section 4.1.
+
+    Call it in the place of ``torch.nn.utils.clip_grad_norm_``, between ``backward`` and ``step``,
+    with any optimizer. With a GradScaler, call it after ``scaler.unscale_(optimizer)``: λ does not
+    apply to scaled gradients.
 
     Args:
-        parameters: the model, whose last fully connected layer is not clipped; or parameters, all of which are then
-            clipped along dim 0, also where the outputs of a layer are in dim 1 (transposed convolutions, Hugging Face's
-            ``Conv1D``). Parameters without a gradient are ignored.
-        clip_factor: λ, the largest ratio of a unit's gradient norm to its weight norm; inf clips nothing.
+        parameters: the model, whose last fully connected layer is not clipped; or parameters, all
+            of which are then clipped along dim 0, also where the outputs of a layer are in dim 1
+            (transposed convolutions, Hugging Face's ``Conv1D``). Parameters without a gradient are
+            ignored.
+        clip_factor: λ, the largest ratio of a unit's gradient norm to its weight norm; inf clips
+            nothing.
         eps: ε, a lower bound on the weight norm of a unit, so that units at zero can move.
-        exclude: the parameters of the model that are not clipped: names or patterns of ``fnmatch``, for parameters
-            or for the modules that hold them, where a leading minus keeps what matches; or a callable
-            ``(name, parameter) -> bool``. None excludes the last ``nn.Linear`` of the model, ``()`` nothing.
-        foreach: whether small tensors are measured in batches. None means True; False handles one tensor at a time.
+        exclude: the parameters of the model that are not clipped: names or patterns of ``fnmatch``,
+            for parameters or for the modules that hold them, where a leading minus keeps what
+            matches; or a callable ``(name, parameter) -> bool``. None excludes the last
+            ``nn.Linear`` of the model, ``()`` nothing.
+        foreach: whether small tensors are measured in batches. None means True; False handles one
+            tensor at a time.
 
     Returns:
-        The number of units that were clipped. NaN or inf in a gradient is not detected: its unit is NaN afterwards.
+        The number of units that were clipped. NaN or inf in a gradient is not detected: its unit is
+        NaN afterwards.
 
     Raises:
         ValueError: λ or ε is not above 0, or a pattern matches nothing.
@@ -96,8 +112,12 @@ def adaptive_clip_grad_(
 
 
 def last_linear(model: nn.Module | None) -> set[Tensor]:
-    """Return the parameters of the last fully connected layer, which AGC does not clip (section 4.1)."""
-    layers = [] if model is None else [module for module in model.modules() if isinstance(module, nn.Linear)]
+    """Return the last fully connected layer's parameters, which AGC does not clip (section 4.1)."""
+    layers = (
+        []
+        if model is None
+        else [module for module in model.modules() if isinstance(module, nn.Linear)]
+    )
     return {p for layer in layers[-1:] for p in layer.parameters()}
 
 
@@ -109,19 +129,30 @@ def units_of(model: nn.Module | None) -> dict[Tensor, Units]:
         if weight is None or weight.dim() < 2:
             continue
         kind = kind_of(module)
-        if kind is None and isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        if kind is None and isinstance(
+            module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+        ):
             kind = ConvKind(module)  # of a subclass with a forward of its own
         if kind is None or kind.diagonal_input:  # an embedding: a unit is a token
             continue
-        matrix = kind.to_matrix(stand_in := torch.empty(weight.shape, device="meta"))  # strides are enough to tell
-        in_place = matrix._base is stand_in and matrix.is_contiguous() and (weight.dim() == 2 or not kind.transposed)
+        # strides are enough to tell
+        matrix = kind.to_matrix(stand_in := torch.empty(weight.shape, device="meta"))
+        in_place = (
+            matrix._base is stand_in
+            and matrix.is_contiguous()
+            and (weight.dim() == 2 or not kind.transposed)
+        )
         dim = int(kind.transposed)
-        found[weight] = dim if in_place and weight.shape[dim] == kind.groups * kind.outputs else kind
+        found[weight] = (
+            dim if in_place and weight.shape[dim] == kind.groups * kind.outputs else kind
+        )
     return found
 
 
 def clip(
-    entries: list[Clippable], options: Mapping[str, Any], multiply: Callable[[Tensor, Tensor], Tensor]
+    entries: list[Clippable],
+    options: Mapping[str, Any],
+    multiply: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[list[Tensor], list[ClipStatistics]]:
     """Clip gradients, and return them all; those that are left alone are the same objects."""
     gradients = [gradient for _, gradient, _ in entries]
@@ -134,7 +165,9 @@ def clip(
         factors = torch.where(too_long, limits / of_gradients, 1.0)
         sizes = [len(matrix) for matrix, _ in rows]
         statistics.append(ClipStatistics(too_long.sum(), sum(sizes)))
-        for i, own in zip(batch, factors.split(sizes) if len(batch) > 1 else [factors], strict=True):
+        for i, own in zip(
+            batch, factors.split(sizes) if len(batch) > 1 else [factors], strict=True
+        ):
             gradients[i] = multiply(gradients[i], _spread(own, entries[i][2], gradients[i]))
     return gradients, statistics
 
@@ -142,12 +175,14 @@ def clip(
 def add_up(statistics: list[ClipStatistics]) -> ClipStatistics:
     """Add up the statistics of several batches of parameters."""
     clipped = [whole(each.clipped) for each in statistics] or [torch.zeros((), dtype=torch.int64)]
-    on_one_device = torch.stack([count.to(clipped[0].device, non_blocking=True) for count in clipped])
+    on_one_device = torch.stack(
+        [count.to(clipped[0].device, non_blocking=True) for count in clipped]
+    )
     return ClipStatistics(on_one_device.sum(), sum(each.units for each in statistics))
 
 
 def _batches(entries: list[Clippable], *, together: bool) -> Iterator[list[int]]:
-    """Yield the positions of entries that are measured together: those whose units have the same size."""
+    """Yield the positions of entries measured together, whose units have the same size."""
     waiting: dict[object, list[int]] = {}
     sizes: dict[object, int] = {}
     for i, (p, g, units) in enumerate(entries):
@@ -155,7 +190,12 @@ def _batches(entries: list[Clippable], *, together: bool) -> Iterator[list[int]]
             continue
         key: object = i
         # not a DTensor, whose local rows are not known here
-        if together and type(g) is Tensor and isinstance(units, int) and p.numel() < _NUMBERS_AT_A_TIME:
+        if (
+            together
+            and type(g) is Tensor
+            and isinstance(units, int)
+            and p.numel() < _NUMBERS_AT_A_TIME
+        ):
             key = (p.device, p.dtype, g.dtype, p.numel() // (p.shape[units] if p.dim() > 1 else 1))
         waiting.setdefault(key, []).append(i)
         sizes[key] = sizes.get(key, 0) + p.numel()
@@ -166,7 +206,8 @@ def _batches(entries: list[Clippable], *, together: bool) -> Iterator[list[int]]
 
 
 def _rows(tensor: Tensor, units: Any) -> Tensor:
-    """Return a parameter or its gradient as a matrix with one unit per row; a DTensor with all its other dimensions."""
+    """Return a parameter or its gradient as a matrix with one unit per row."""
+    # A DTensor is returned with all its other dimensions.
     if tensor.dim() <= 1:
         rows = tensor.reshape(1, -1)
     elif isinstance(units, int):
@@ -175,7 +216,8 @@ def _rows(tensor: Tensor, units: Any) -> Tensor:
         matrix = units.to_matrix(whole(tensor))
         rows = (matrix.mT if units.transposed else matrix).flatten(0, 1)
     rows = torch.view_as_real(rows) if rows.is_complex() else rows
-    return rows if hasattr(rows, "to_local") else rows.flatten(1)  # DTensor flattens no uneven shards
+    # DTensor flattens no uneven shards
+    return rows if hasattr(rows, "to_local") else rows.flatten(1)
 
 
 def _norms(matrices: tuple[Tensor, ...]) -> Tensor:

@@ -1,4 +1,7 @@
-"""AGC-SGD: SGD with momentum and adaptive gradient clipping, for networks without normalisation (Brock et al. 2021)."""
+"""AGC-SGD: SGD with momentum and adaptive gradient clipping (Brock et al. 2021).
+
+It is for networks without normalisation.
+"""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -22,47 +25,56 @@ _SGD = {  # the options of torch's SGD
 
 
 class AGCSGD(ExcludingOptimizer):
-    """SGD with momentum on gradients that are clipped unit by unit against the norms of their weights.
+    """SGD with momentum on gradients that are clipped unit by unit against their weights' norms.
 
-    A unit i of a weight W is one output: a row of the weight of a linear layer, a filter of a convolution; a bias or a
-    gain is one unit. With its gradient G_i and Frobenius norms, if ``‖G_i‖ / max(‖W_i‖, ε) > λ``, then
-    ``G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i``. Weight decay (``+ weight_decay · W``, not clipped) and momentum follow
-    as in ``torch.optim.SGD``, dampening and Nesterov included. With ``clip_factor=float("inf")`` the whole step
-    is that of ``torch.optim.SGD``, bit for bit. ``p.grad`` is not changed.
+    A unit i of a weight W is one output: a row of the weight of a linear layer, a filter of a
+    convolution; a bias or a gain is one unit. With its gradient G_i and Frobenius norms, if
+    ``‖G_i‖ / max(‖W_i‖, ε) > λ``, then ``G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i``. Weight decay
+    (``+ weight_decay · W``, not clipped) and momentum follow as in ``torch.optim.SGD``, dampening
+    and Nesterov included. With ``clip_factor=float("inf")`` the whole step is that of
+    ``torch.optim.SGD``, bit for bit. ``p.grad`` is not changed.
 
-    The last fully connected layer is not clipped (section 4.1). It is looked up in the model, so the optimizer needs
-    the model, or ``exclude=()``. A GradScaler passes unscaled gradients to ``step``, so it needs no special treatment.
-    State dicts of ``torch.optim.SGD`` can be loaded; ``exclude`` is not part of state dicts.
+    The last fully connected layer is not clipped (section 4.1). It is looked up in the model, so
+    the optimizer needs the model, or ``exclude=()``. A GradScaler passes unscaled gradients to
+    ``step``, so it needs no special treatment. State dicts of ``torch.optim.SGD`` can be loaded;
+    ``exclude`` is not part of state dicts.
 
     Args:
-        params: the model; or parameters or parameter groups of it, together with ``model``; or, with ``exclude=()``,
-            parameters alone, whose units are then all along dim 0.
+        params: the model; or parameters or parameter groups of it, together with ``model``; or,
+            with ``exclude=()``, parameters alone, whose units are then all along dim 0.
         lr: learning rate, a float or a one-element tensor, with the meaning that it has for SGD.
         momentum: μ in [0, 1).
         dampening: τ in ``v ← μ v + (1 − τ) d``; the first step has ``v = d``, as in torch's SGD.
         weight_decay: added to the clipped gradient as ``weight_decay · W``.
         nesterov: step along ``d + μ v`` instead of ``v``.
-        dampen_first: whether the first step is dampened too, ``v = (1 − τ) d``, as in the code of the authors of AGC,
-            whose momentum starts at zero. Nesterov momentum may then be dampened, as in that code.
-        clip_factor: λ. The paper's grid at batch size 4096 ends at 0.01; smaller batches use larger values.
+        dampen_first: whether the first step is dampened too, ``v = (1 − τ) d``, as in the code of
+            the authors of AGC, whose momentum starts at zero. Nesterov momentum may then be
+            dampened, as in that code.
+        clip_factor: λ. The paper's grid at batch size 4096 ends at 0.01; smaller batches use larger
+            values.
         eps: ε, a lower bound on the weight norm of a unit, so that units at zero can move.
         model: the model, if ``params`` are parameters.
-        exclude: the parameters that are not clipped: names or patterns of ``fnmatch``, for parameters or for the
-            modules that hold them, where a leading minus keeps what matches; or a callable
-            ``(name, parameter) -> bool``. None excludes the ``nn.Linear`` that was registered last, ``()`` nothing.
+        exclude: the parameters that are not clipped: names or patterns of ``fnmatch``, for
+            parameters or for the modules that hold them, where a leading minus keeps what matches;
+            or a callable ``(name, parameter) -> bool``. None excludes the ``nn.Linear`` that was
+            registered last, ``()`` nothing.
         maximize: maximise the objective instead of minimising it.
-        foreach: None clips in batches and leaves the rest to torch, as for its SGD; True handles tensors in batches;
-            False one at a time, with less memory for the clipped copies.
+        foreach: None clips in batches and leaves the rest to torch, as for its SGD; True handles
+            tensors in batches; False one at a time, with less memory for the clipped copies.
 
     Raises:
-        ValueError: an option is out of range, a pattern matches no parameter, or a parameter is not the model's.
+        ValueError: an option is out of range, a pattern matches no parameter, or a parameter is not
+            the model's.
         TypeError: the model is missing, or ``exclude`` is no pattern.
     """
 
     options: ClassVar = {**_SGD, **CLIPPING, "dampen_first": OPTIONS["nesterov"]}
     origin = ("torch.optim.SGD", ("momentum", "dampening", "nesterov"))
     clip_statistics: ClipStatistics | None = None
-    """How many units the latest step clipped; None before the first step. Not part of checkpoints and copies."""
+    """How many units the latest step clipped; it is None before the first step.
+
+    It is not part of checkpoints and copies.
+    """
 
     def __init__(
         self,
@@ -83,17 +95,21 @@ class AGCSGD(ExcludingOptimizer):
     ) -> None:
         if model is None and exclude is None and not isinstance(params, nn.Module):
             raise TypeError(
-                "model=None: AGC leaves the last fully connected layer alone, so AGCSGD must know the model; pass "
-                "AGCSGD(model, ...) or AGCSGD(parameters, model=model, ...), or exclude=() to clip every parameter"
+                "model=None: AGC leaves the last fully connected layer alone, so AGCSGD must know "
+                "the model; pass AGCSGD(model, ...) or AGCSGD(parameters, model=model, ...), or "
+                "exclude=() to clip every parameter"
             )
         super().__init__(params, model, exclude, locals())
 
     def _check(self, group: Group) -> None:
         super()._check(group)
-        if group["nesterov"] and not (group["momentum"] > 0 and (group["dampening"] == 0 or group["dampen_first"])):
+        if group["nesterov"] and not (
+            group["momentum"] > 0 and (group["dampening"] == 0 or group["dampen_first"])
+        ):
             raise ValueError(
-                "nesterov=True: nesterov must be False where momentum is 0, or where dampening is not and dampen_first "
-                "is False; give a momentum > 0, and no dampening or dampen_first=True"
+                "nesterov=True: nesterov must be False where momentum is 0, or where dampening is "
+                "not and dampen_first is False; give a momentum > 0, and no dampening or "
+                "dampen_first=True"
             )
 
     def _excluded_by_default(self, params: list[Tensor]) -> set[Tensor]:
@@ -102,10 +118,13 @@ class AGCSGD(ExcludingOptimizer):
     def _slots_of(self, group: Group) -> list[Slot]:
         units = units_of(self.model)
         pairs = zip(super()._slots_of(group), group["params"], strict=True)
-        return [slot._replace(units=None if slot.excluded else units.get(p, 0)) for slot, p in pairs]
+        return [
+            slot._replace(units=None if slot.excluded else units.get(p, 0)) for slot, p in pairs
+        ]
 
     def _make_state(self, parameter: Tensor, group: Group) -> None:
-        # torch's SGD would take a step here, after which its momentum contains weight decay before the first gradient
+        # torch's SGD would take a step here, after which its momentum contains weight decay before
+        # the first gradient
         if group["momentum"]:
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
@@ -118,12 +137,21 @@ class AGCSGD(ExcludingOptimizer):
 
     def _update_together(self, group: Group, found: list[Found]) -> list[ClipStatistics]:
         params = [p for _, p, _ in found]
-        clipped, statistics = clip([(p, gradient, slot.units) for slot, p, gradient in found], group, torch.mul)
-        # copies of what is not clipped, too, because torch's foreach SGD adds the momentum into the gradients
-        gradients = [new.to(g.dtype, copy=new is g) for new, (_, _, g) in zip(clipped, found, strict=True)]
+        clipped, statistics = clip(
+            [(p, gradient, slot.units) for slot, p, gradient in found], group, torch.mul
+        )
+        # copies of what is not clipped, too, because torch's foreach SGD adds the momentum into the
+        # gradients
+        gradients = [
+            new.to(g.dtype, copy=new is g) for new, (_, _, g) in zip(clipped, found, strict=True)
+        ]
         buffers = [self.state.get(p, {}).get("momentum_buffer") for p in params]
-        if group["dampen_first"]:  # without a buffer torch's first step is not dampened; with a zero buffer it is
-            buffers = [torch.zeros_like(g) if b is None else b for b, g in zip(buffers, gradients, strict=True)]
+        # without a buffer torch's first step is not dampened; with a zero buffer it is
+        if group["dampen_first"]:
+            buffers = [
+                torch.zeros_like(g) if b is None else b
+                for b, g in zip(buffers, gradients, strict=True)
+            ]
         sgd(params, gradients, buffers, **{name: group[name] for name in _SGD})
         for p, buffer in zip(params, buffers, strict=True) if group["momentum"] else ():
             self.state[p]["momentum_buffer"] = buffer

@@ -1,4 +1,4 @@
-"""Loads the state dict of an optimizer completely or not at all, and checks that a state fits its model."""
+"""Loads an optimizer's state dict wholly or not at all, and checks that a state fits its model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +20,8 @@ StateDict = dict[str, Any]
 # The entries of an optimizer's state that have the shape of their parameter.
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
-# Options by which the optimizer that saved a state dict is recognised, for error messages; the first match counts.
+# Options by which the optimizer that saved a state dict is recognised, for error messages; the
+# first match counts.
 _SIGNS = (
     ("THOR", {"damping", "trace_thresholds"}),
     ("ThorMuon", {"damping", "update_interval"}),
@@ -40,9 +41,13 @@ def loading(
     needed: Iterable[str],
     relative: str | None = None,
 ) -> Iterator[list[tuple[Group, Group]]]:
-    """Load a state dict, for the block to complete with the options before; if an error is raised, nothing changes."""
+    """Load a state dict, for the block to complete with the options before."""
+    # If an error is raised, nothing changes.
     before = optimizer.state, optimizer.param_groups
-    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    own = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     saved: StateDict = {}
 
     def look(_: torch.optim.Optimizer, hooked: StateDict) -> None:
@@ -52,14 +57,17 @@ def loading(
     handle = optimizer.register_load_state_dict_pre_hook(look)  # runs after the user's hooks
     try:
         load(state_dict)
-        # The base class casts every floating-point tensor to the dtype of its parameter (pytorch#43706), which would
-        # destroy float32 factors of bfloat16 parameters, and shares tensors with the dict. Not every checkpoint format
-        # keeps strides, and the rounding of matrix products depends on them.
+        # The base class casts every floating-point tensor to the dtype of its parameter
+        # (pytorch#43706), which would destroy float32 factors of bfloat16 parameters, and shares
+        # tensors with the dict. Not every checkpoint format keeps strides, and the rounding of
+        # matrix products depends on them.
         ids = [i for group in saved["param_groups"] for i in group["params"]]
         for i, parameter in zip(ids, Plan.parameters(optimizer.param_groups), strict=True):
             for key, value in saved["state"].get(i, {}).items():
                 if isinstance(value, Tensor):
-                    optimizer.state[parameter][key] = _as_made(key, value.detach(), parameter, value.dtype)
+                    optimizer.state[parameter][key] = _as_made(
+                        key, value.detach(), parameter, value.dtype
+                    )
         yield list(zip(optimizer.param_groups, own, strict=True))
     except BaseException:
         optimizer.state, optimizer.param_groups = before
@@ -69,33 +77,45 @@ def loading(
 
 
 def _check_origin(
-    optimizer: torch.optim.Optimizer, state_dict: StateDict, needed: Iterable[str], relative: str | None
+    optimizer: torch.optim.Optimizer,
+    state_dict: StateDict,
+    needed: Iterable[str],
+    relative: str | None,
 ) -> None:
-    """Raise an error for a state dict that neither such an optimizer nor its relative, with the same state, saved."""
+    """Raise an error for a state dict that neither such an optimizer nor its relative saved."""
+    # The relative is an optimizer with the same state.
     label = type(optimizer).__name__
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        found = some([repr(key) for key in state_dict]) if isinstance(state_dict, Mapping) else repr(type(state_dict))
+        found = (
+            some([repr(key) for key in state_dict])
+            if isinstance(state_dict, Mapping)
+            else repr(type(state_dict))
+        )
         raise ValueError(
-            f"this is not the state dict of an optimizer, which has 'state' and 'param_groups': found {found}; pass "
-            f"what optimizer.state_dict() gave"
+            "this is not the state dict of an optimizer, which has 'state' and 'param_groups': "
+            f"found {found}; pass what optimizer.state_dict() gave"
         )
     for i, group in enumerate(state_dict["param_groups"]):
         signs = [f"no {key}" for key in needed if key not in group]
         signs += [key for key in group if key in OPTIONS and key not in optimizer.defaults]
         if signs:
             options = [key for key in group if key not in ("params", "param_names")]
-            known = next((name for name, keys in _SIGNS if keys <= group.keys()), "another optimizer")
+            known = next(
+                (name for name, keys in _SIGNS if keys <= group.keys()), "another optimizer"
+            )
             raise ValueError(
-                f"the state dict is not one of {label}: its parameter group {i} has {' and '.join(signs)}, and "
-                f"looks like that of {known} (it has {some(options, most=8)}); nothing was loaded. {label} "
-                f"takes its own{f' and those of {relative}' if relative else ''}: load the model's weights, and let it "
-                f"start anew"
+                f"the state dict is not one of {label}: its parameter group {i} has "
+                f"{' and '.join(signs)}, and looks like that of {known} (it has "
+                f"{some(options, most=8)}); nothing was loaded. {label} takes its "
+                f"own{f' and those of {relative}' if relative else ''}: load the model's weights, "
+                "and let it start anew"
             )
 
 
 def _as_made(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy a tensor of the state to the device and the memory layout with which a step creates it."""
-    if hasattr(value, "to_local"):  # its rows are divided among processes, as those of the parameter
+    """Copy a state tensor to the device and the memory layout with which a step creates it."""
+    # its rows are divided among processes, as those of the parameter
+    if hasattr(value, "to_local"):
         return value.to(dtype=dtype, copy=True)
     if key in MOMENTS and value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
@@ -103,16 +123,24 @@ def _as_made(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> 
 
 
 def _misfits(
-    states: States, parameters: Iterable[Tensor], name: Callable[[Tensor], str], layers: Iterable[LayerCurvature]
+    states: States,
+    parameters: Iterable[Tensor],
+    name: Callable[[Tensor], str],
+    layers: Iterable[LayerCurvature],
 ) -> Iterator[str]:
     """Yield the tensors of a state whose shape is not the one that model and options need."""
     expected: list[tuple[str, Any, tuple[int, ...]]] = []
     for layer in layers:
         for key, shape in layer.shapes().items():
-            what = f"split_dim={layer.weight_view.options['split_dim']}: {key} of layer {layer.name!r}"
+            what = (
+                f"split_dim={layer.weight_view.options['split_dim']}: {key} of layer {layer.name!r}"
+            )
             expected.append((what, layer.state.get(key), shape))
     for p in parameters:
-        expected += [(f"{k} of parameter {name(p)!r}", states.get(p, {}).get(k), tuple(p.shape)) for k in MOMENTS]
+        expected += [
+            (f"{k} of parameter {name(p)!r}", states.get(p, {}).get(k), tuple(p.shape))
+            for k in MOMENTS
+        ]
     for what, found, needed in expected:
         has = tuple(getattr(found, "shape", ()))
         if found is not None and has != needed:
@@ -120,38 +148,53 @@ def _misfits(
 
 
 def check_loaded(
-    states: States, parameters: Iterable[Tensor], name: Callable[[Tensor], str], layers: Iterable[LayerCurvature] = ()
+    states: States,
+    parameters: Iterable[Tensor],
+    name: Callable[[Tensor], str],
+    layers: Iterable[LayerCurvature] = (),
 ) -> None:
     """Check that loaded tensors have the shapes that model and options need, and are finite."""
     parameters = list(parameters)
     for misfit in _misfits(states, parameters, name, layers):
         raise ValueError(
-            f"{misfit}: the state dict belongs to another model or option, or its parameters stand in another order; "
-            f"load it into the model, and with the options, that it was saved with"
+            f"{misfit}: the state dict belongs to another model or option, or its parameters stand "
+            "in another order; load it into the model, and with the options, that it was saved "
+            "with"
         )
-    tensors = [(k, p, v) for p in parameters for k, v in states.get(p, {}).items() if isinstance(v, Tensor)]
-    bad = [f"{k!r} of parameter {name(p)!r}" for k, p, v in tensors if not bool(local(v).isfinite().all())]
+    tensors = [
+        (k, p, v) for p in parameters for k, v in states.get(p, {}).items() if isinstance(v, Tensor)
+    ]
+    bad = [
+        f"{k!r} of parameter {name(p)!r}"
+        for k, p, v in tensors
+        if not bool(local(v).isfinite().all())
+    ]
     if bad:
         raise ValueError(
-            f"the state dict holds NaN or inf in {some(bad)}, which would reach the weights; load an earlier "
-            f"checkpoint, or let the optimizer start anew"
+            f"the state dict holds NaN or inf in {some(bad)}, which would reach the weights; load "
+            f"an earlier checkpoint, or let the optimizer start anew"
         )
 
 
 def conform(plan: Plan, groups: Iterable[Group], states: States) -> None:
-    """Check that the state fits the parameters, then move and convert it to their devices and dtypes."""
+    """Check that state fits parameters, then move and convert it to their devices and dtypes."""
     # between two steps a model may be moved or converted (model.double(), model.to(device))
     parameters = plan.parameters(groups)
     for misfit in _misfits(states, parameters, plan.name, plan.layers.values()):
         raise RuntimeError(
-            f"{misfit}: a weight or an option was changed, and the state cannot follow; put it back, or make the "
-            f"optimizer again. Weights and optimizer state are as before this step"
+            f"{misfit}: a weight or an option was changed, and the state cannot follow; put it "
+            "back, or make the optimizer again. Weights and optimizer state are as before this "
+            "step"
         )
     for parameter in parameters:
         state, dtype = states.get(parameter, {}), factor_dtype(parameter.dtype)
         for key, value in state.items():
             # AdamW's step is a counter that is stored as a tensor, and stays on the CPU in float32
-            if isinstance(value, Tensor) and key != "step" and (value.dtype, value.device) != (dtype, parameter.device):
+            if (
+                isinstance(value, Tensor)
+                and key != "step"
+                and (value.dtype, value.device) != (dtype, parameter.device)
+            ):
                 state[key] = _as_made(key, value, parameter, dtype)
     for layer in plan.layers.values():
         layer.statistics.follow_weight()

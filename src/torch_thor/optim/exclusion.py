@@ -1,4 +1,4 @@
-"""A base class of optimizers that treat some parameters, those of the option ``exclude``, in a way of their own."""
+"""A base class of optimizers that treat the parameters of ``exclude`` in a way of their own."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +15,9 @@ COMMON = {
     "lr": OPTIONS["lr"],
     "weight_decay": OPTIONS["weight_decay"],
     "maximize": Option(flag, "True or False", "leave it out for {default}"),
-    "foreach": Option(lambda v: v is None or flag(v), "None, True or False", "leave it out for {default}"),
+    "foreach": Option(
+        lambda v: v is None or flag(v), "None, True or False", "leave it out for {default}"
+    ),
 }
 
 
@@ -36,13 +38,14 @@ def excluded_parameters(exclude: Patterns, model: nn.Module | None) -> set[Tenso
         return set()
     if model is None:
         raise TypeError(
-            f"exclude={exclude!r} without a model: names are looked up in the model; pass the model as the first "
-            f"argument (or, to an optimizer of parameters, model=model)"
+            f"exclude={exclude!r} without a model: names are looked up in the model; pass the "
+            f"model as the first argument (or, to an optimizer of parameters, model=model)"
         )
-    # with duplicates, because a shared parameter may be selected by any of its names; nn.Module's own method, because
-    # modules may override it with fewer arguments
+    # with duplicates, because a shared parameter may be selected by any of its names; nn.Module's
+    # own method, because modules may override it with fewer arguments
     named = dict(nn.Module.named_parameters(model, remove_duplicate=False))
-    patterns: Any = [exclude] if isinstance(exclude, nn.Module) else exclude  # a module is callable, and no rule
+    # a module is callable, and no rule
+    patterns: Any = [exclude] if isinstance(exclude, nn.Module) else exclude
     return {named[name] for name in selected("exclude", patterns, named, "parameter")}
 
 
@@ -50,8 +53,8 @@ def check_dense(name: str, gradient: Tensor) -> None:
     """Raise an error for a sparse gradient."""
     if gradient.layout is not torch.strided:
         raise RuntimeError(
-            f"parameter {name} has a gradient of layout {gradient.layout}, and norms of whole weights need dense "
-            f"gradients; make the layer with sparse=False"
+            f"parameter {name} has a gradient of layout {gradient.layout}, and norms of whole "
+            f"weights need dense gradients; make the layer with sparse=False"
         )
 
 
@@ -64,19 +67,26 @@ class ExcludingOptimizer(torch.optim.Optimizer):
     """An optimizer with a table of options and the option ``exclude``."""
 
     options: ClassVar[Mapping[str, Option]]
-    origin: ClassVar[tuple[str, tuple[str, ...]]]  # torch's optimizer with the same state, and its typical options
+    # torch's optimizer with the same state, and its typical options
+    origin: ClassVar[tuple[str, tuple[str, ...]]]
     _excluded_by_default: Callable[[list[Tensor]], set[Tensor]]
     _make_state: Callable[[Tensor, Group], None]  # of one parameter, if it has none
     _update: Callable[[list[list[Found]]], None]  # the parameters of each group
-    _placeholder = False  # whether the state is only what torch.distributed.checkpoint asked for before the first step
+    # whether the state is only what torch.distributed.checkpoint asked for before the first step
+    _placeholder = False
 
     def __init__(
-        self, params: nn.Module | Iterable[Any], model: nn.Module | None, exclude: Patterns, given: Mapping[str, Any]
+        self,
+        params: nn.Module | Iterable[Any],
+        model: nn.Module | None,
+        exclude: Patterns,
+        given: Mapping[str, Any],
     ) -> None:
         params, self.model = parameters_of(params, model, type(self).__name__)
         several = isinstance(exclude, Iterable) and not isinstance(exclude, str | nn.Module)
         self.exclude = tuple(exclude) if several else exclude  # type: ignore[arg-type]
-        # by position, because wrappers such as FSDP2 and Accelerate replace the objects in the groups
+        # by position, because wrappers such as FSDP2 and Accelerate replace the objects in the
+        # groups
         self._slots: list[list[Slot]] = []
         super().__init__(params, {name: given[name] for name in self.options})
 
@@ -100,37 +110,52 @@ class ExcludingOptimizer(torch.optim.Optimizer):
 
     def _slots_of(self, group: Group) -> list[Slot]:
         params = group["params"]
-        names = group.get("param_names", [f"group {len(self._slots)}, parameter {i}" for i in range(len(params))])
+        names = group.get(
+            "param_names", [f"group {len(self._slots)}, parameter {i}" for i in range(len(params))]
+        )
         if self.model is not None:
             known = {p: name for name, p in nn.Module.named_parameters(self.model)}
             unknown = [str(tuple(p.shape)) for p in params if p not in known]
             if unknown:
                 raise ValueError(
-                    f"parameters of shape {some(unknown)} are not in the model; pass the model that holds them, or "
-                    f"give them an optimizer of their own"
+                    f"parameters of shape {some(unknown)} are not in the model; pass the model "
+                    f"that holds them, or give them an optimizer of their own"
                 )
             names = [known[p] for p in params]
         given = self.exclude
-        chosen = self._excluded_by_default(params) if given is None else excluded_parameters(given, self.model)
+        chosen = (
+            self._excluded_by_default(params)
+            if given is None
+            else excluded_parameters(given, self.model)
+        )
         return [Slot(name, p in chosen) for name, p in zip(names, params, strict=True)]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; ``closure`` is called first, with gradients enabled, and what it returns is returned."""
+        """Take one step, and return what ``closure`` returns."""
+        # ``closure`` is called first, with gradients enabled.
         loss = None if closure is None else torch.enable_grad()(closure)()
         found: list[list[Found]] = []
         for i, (group, slots) in enumerate(zip(self.param_groups, self._slots, strict=True)):
             if len(group["params"]) != len(slots):
                 raise RuntimeError(
-                    f"parameter group {i} has {len(group['params'])} parameters and had {len(slots)}: it was changed "
-                    f"without add_param_group; use that, or make a new optimizer"
+                    f"parameter group {i} has {len(group['params'])} parameters and had "
+                    f"{len(slots)}: it was changed without add_param_group; use that, or make a "
+                    "new optimizer"
                 )
-            found.append([(s, p, p.grad) for s, p in zip(slots, group["params"], strict=True) if p.grad is not None])
+            found.append(
+                [
+                    (s, p, p.grad)
+                    for s, p in zip(slots, group["params"], strict=True)
+                    if p.grad is not None
+                ]
+            )
             for slot, _, gradient in found[-1]:
                 check_dense(repr(slot.name), gradient)
         if self._placeholder:
             self.state.clear()
-        # torch.distributed.checkpoint creates the state by a step in which lr and all gradients are 0
+        # torch.distributed.checkpoint creates the state by a step in which lr and all gradients are
+        # 0
         self._placeholder = (
             not self.state
             and all(float(group["lr"]) == 0 for group in self.param_groups)
@@ -149,9 +174,14 @@ class ExcludingOptimizer(torch.optim.Optimizer):
                     self._make_state(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this optimizer or of torch's with the same state, as a whole or, on an error, not."""
+        """Load a state dict of this optimizer, or of torch's with the same state.
+
+        It is loaded as a whole or, on an error, not at all.
+        """
         (origin, needed), names = self.origin, {}
-        with checkpoint.loading(self, super().load_state_dict, state_dict, needed=needed, relative=origin) as groups:
+        with checkpoint.loading(
+            self, super().load_state_dict, state_dict, needed=needed, relative=origin
+        ) as groups:
             for (group, own), slots in zip(groups, self._slots, strict=True):
                 self._adopt(group, own)
                 self._check(group)

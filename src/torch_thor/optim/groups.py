@@ -20,19 +20,23 @@ def param_groups(
     no_decay: str | Sequence[str] = (),
     layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Return parameter groups of a model: ``THOR(param_groups(model, weight_decay=0.01), model=model)``.
+    """Return parameter groups of a model.
 
-    Biases and all other parameters of one dimension are not decayed, and neither is what ``no_decay`` selects.
+    For example: ``THOR(param_groups(model, weight_decay=0.01), model=model)``.
+
+    Biases and all other parameters of one dimension are not decayed, and neither is what
+    ``no_decay`` selects.
 
     Args:
         model: the model. Frozen parameters are left out.
-        lr: the learning rate of the layers nearest to the loss; None leaves it to the optimizer, and stores the factor
-            of ``layer_decay`` as ``lr_scale``, which timm's schedulers read.
+        lr: the learning rate of the layers nearest to the loss; None leaves it to the optimizer,
+            and stores the factor of ``layer_decay`` as ``lr_scale``, which timm's schedulers read.
         weight_decay: the weight decay of all other parameters.
         no_decay: names or patterns of ``fnmatch`` of parameters, or of modules that hold them.
-        layer_decay: the factor of the learning rate from one block to the one before it (Clark et al. 2020, ELECTRA).
-            Blocks are the children of numbered containers, as in ``"encoder.layer.3"``, and the other modules in front
-            of and behind them, in the order of the model. 1: the same learning rate for all.
+        layer_decay: the factor of the learning rate from one block to the one before it (Clark et
+            al. 2020, ELECTRA). Blocks are the children of numbered containers, as in
+            ``"encoder.layer.3"``, and the other modules in front of and behind them, in the order
+            of the model. 1: the same learning rate for all.
 
     Returns:
         Groups with ``params``, ``weight_decay``, and ``lr`` or ``lr_scale`` where they differ.
@@ -41,9 +45,13 @@ def param_groups(
         ValueError: a pattern matches no parameter, or a number is out of range.
     """
     if not weight_decay >= 0:
-        raise ValueError(f"weight_decay={weight_decay!r}: weight_decay must be a number ≥ 0; 0 switches it off")
+        raise ValueError(
+            f"weight_decay={weight_decay!r}: weight_decay must be a number ≥ 0; 0 switches it off"
+        )
     if not 0 < layer_decay <= 1:
-        raise ValueError(f"layer_decay={layer_decay!r}: layer_decay must be in (0, 1]; 1 switches it off")
+        raise ValueError(
+            f"layer_decay={layer_decay!r}: layer_decay must be in (0, 1]; 1 switches it off"
+        )
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     patterns = [no_decay] if isinstance(no_decay, str) else list(no_decay)
     excluded = selected("no_decay", patterns, named, "parameter") if patterns else set()
@@ -73,12 +81,13 @@ def coverage(optimizer: Any) -> Coverage:
     """List how each parameter of a model is trained, also if a trainer has wrapped the optimizer.
 
     Args:
-        optimizer: THOR or ThorMuon; or what holds it: a wrapper or a trainer of Accelerate, Lightning, Hugging Face,
-            fastai, Stable-Baselines3, DeepSpeed or torchtitan, a scheduler.
+        optimizer: THOR or ThorMuon; or what holds it: a wrapper or a trainer of Accelerate,
+            Lightning, Hugging Face, fastai, Stable-Baselines3, DeepSpeed or torchtitan, a
+            scheduler.
 
     Returns:
-        One entry per parameter, in the model's order: its kind and factor sizes, or the reason why it has none. It
-        prints as a table.
+        One entry per parameter, in the model's order: its kind and factor sizes, or the reason why
+        it has none. It prints as a table.
 
     Raises:
         TypeError: it neither is nor holds such an optimizer.
@@ -86,13 +95,14 @@ def coverage(optimizer: Any) -> Coverage:
     found = held(optimizer)
     if found is None:
         raise TypeError(
-            f"coverage({type(optimizer).__name__}): must be THOR or ThorMuon, or what holds one as its attribute "
-            f"optimizer; give the optimizer itself"
+            f"coverage({type(optimizer).__name__}): must be THOR or ThorMuon, or what holds one as "
+            f"its attribute optimizer; give the optimizer itself"
         )
     return found.coverage()
 
 
-_HOLD = ("optimizer", "_optimizer", "base_optimizer", "opt", "optimizers", "policy")  # attributes of wrappers
+# attributes of wrappers
+_HOLD = ("optimizer", "_optimizer", "base_optimizer", "opt", "optimizers", "policy")
 
 
 def held(holder: Any) -> "CurvatureOptimizer | None":
@@ -104,8 +114,13 @@ def held(holder: Any) -> "CurvatureOptimizer | None":
         one = todo.pop(0)
         if isinstance(one, CurvatureOptimizer):
             return one
-        if id(one) not in seen and len(seen) < 50:  # a wrapper may answer every name with a new object
+        # a wrapper may answer every name with a new object
+        if id(one) not in seen and len(seen) < 50:
             seen.add(id(one))
             inner = (getattr(one, name, None) for name in _HOLD)
-            todo += one if isinstance(one, list | tuple) else [part for part in inner if part is not None]
+            todo += (
+                one
+                if isinstance(one, list | tuple)
+                else [part for part in inner if part is not None]
+            )
     return None

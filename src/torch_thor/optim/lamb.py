@@ -1,4 +1,7 @@
-"""LAMB: Adam with the step of each layer scaled in proportion to the norm of its weights (You et al., ICLR 2020)."""
+"""LAMB: Adam with each layer's step scaled in proportion to the norm of its weights.
+
+It is that of You et al., ICLR 2020.
+"""
 
 import math
 from collections.abc import Iterable
@@ -24,37 +27,47 @@ class LAMB(ExcludingOptimizer):
         r = (m / (1 − β1ᵗ)) / (√(v / (1 − β2ᵗ)) + ε)
         x ← x − lr · ‖x‖ / ‖r + λ x‖ · (r + λ x)
 
-    φ of the paper is the identity; if one of the norms is 0, the trust ratio is 1. Norms are taken over the whole
-    parameter. Excluded parameters have neither weight decay nor a trust ratio: ``x ← x − lr · r``. Gradients are not
-    clipped: for recipes with a limit (BERT's: global norm 1), call ``torch.nn.utils.clip_grad_norm_`` before it.
+    φ of the paper is the identity; if one of the norms is 0, the trust ratio is 1. Norms are taken
+    over the whole parameter. Excluded parameters have neither weight decay nor a trust ratio:
+    ``x ← x − lr · r``. Gradients are not clipped: for recipes with a limit (BERT's: global norm 1),
+    call ``torch.nn.utils.clip_grad_norm_`` before it.
 
-    The state has the entries of ``torch.optim.AdamW``; moments of parameters of lower precision are float32. Of a
-    state dict of AdamW, moments and betas are loaded, and ``lr``, ``eps`` and ``weight_decay``, which mean something
-    else there, keep their values. ``exclude`` is not part of state dicts.
+    The state has the entries of ``torch.optim.AdamW``; moments of parameters of lower precision are
+    float32. Of a state dict of AdamW, moments and betas are loaded, and ``lr``, ``eps`` and
+    ``weight_decay``, which mean something else there, keep their values. ``exclude`` is not part of
+    state dicts.
 
     Args:
         params: the model; or parameters, named parameters or parameter groups.
-        lr: learning rate, a float or a one-element tensor: the norm of a step relative to that of its weight.
+        lr: learning rate, a float or a one-element tensor: the norm of a step relative to that of
+            its weight.
         betas: (β1, β2), the decay rates of the running means of the gradient and of its square.
         eps: ε > 0, added to the root of the second moment.
         weight_decay: λ, added to the update as λ x, before the trust ratio is computed.
         model: the model, if ``params`` are parameters and ``exclude`` contains names.
-        exclude: the parameters without weight decay and trust ratio: names or patterns of ``fnmatch``, for
-            parameters or for the modules that hold them, where a leading minus keeps what matches; or a callable
-            ``(name, parameter) -> bool``. None excludes all of at most one dimension (biases, gains of normalisation
-            layers), as the authors' code does; ``()`` excludes nothing.
+        exclude: the parameters without weight decay and trust ratio: names or patterns of
+            ``fnmatch``, for parameters or for the modules that hold them, where a leading minus
+            keeps what matches; or a callable ``(name, parameter) -> bool``. None excludes all of at
+            most one dimension (biases, gains of normalisation layers), as the authors' code does;
+            ``()`` excludes nothing.
         maximize: maximise the objective instead of minimising it.
-        foreach: None or True handle tensors of one device and dtype in batches, False one at a time, with less memory.
+        foreach: None or True handle tensors of one device and dtype in batches, False one at a
+            time, with less memory.
 
     Raises:
-        ValueError: an option is out of range, a pattern matches no parameter, or a parameter is not the model's.
+        ValueError: an option is out of range, a pattern matches no parameter, or a parameter is not
+            the model's.
         TypeError: ``exclude`` names parameters and the model is missing, or it is no pattern.
     """
 
     options: ClassVar = {
         **COMMON,
         "betas": Option(
-            lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(real(lambda b: 0 <= b < 1), v)),
+            lambda v: (
+                isinstance(v, tuple | list)
+                and len(v) == 2
+                and all(map(real(lambda b: 0 <= b < 1), v))
+            ),
             "a pair (β1, β2) of numbers in [0, 1)",
             "use {default}",
         ),
@@ -83,7 +96,8 @@ class LAMB(ExcludingOptimizer):
     def _make_state(self, parameter: Tensor, group: Group) -> None:
         state, wide = self.state[parameter], factor_dtype(parameter.dtype)
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU, because every step reads it
+            # on the CPU, because every step reads it
+            state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide)
 
@@ -94,16 +108,22 @@ class LAMB(ExcludingOptimizer):
         for p in group["params"]:
             if state := self.state.get(p):
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
-                state.update({key: state[key].to(factor_dtype(p.dtype)) for key in ("exp_avg", "exp_avg_sq")})
+                state.update(
+                    {key: state[key].to(factor_dtype(p.dtype)) for key in ("exp_avg", "exp_avg_sq")}
+                )
 
     def _update(self, found: list[list[Found]]) -> None:
-        self._make_states()  # of all, so that a checkpoint has the same keys on every rank and at every time
+        # of all, so that a checkpoint has the same keys on every rank and at every time
+        self._make_states()
         for group, own in zip(self.param_groups, found, strict=True):
             parts: dict[tuple[object, ...], list[list[Tensor]]] = {}
             for slot, p, gradient in own:
                 state = self.state[p]
                 tensors = (p, gradient, state["exp_avg"], state["exp_avg_sq"])
-                reals = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+                reals = [
+                    torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                    for tensor in tensors
+                ]
                 alone = len(parts) if group["foreach"] is False else None
                 key = (slot.excluded, p.device, p.dtype, gradient.dtype, type(gradient), alone)
                 parts.setdefault(key, []).append([*reals, state["step"]])
@@ -134,7 +154,10 @@ def _update(group: Group, part: list[list[Tensor]], *, adapted: bool) -> None:
         if weight_decay:
             torch._foreach_add_(updates, weights, alpha=weight_decay)
         # torch 2.9 can neither stack norms of DTensors nor unbind them
-        norms = [torch.stack([whole(norm) for norm in torch._foreach_norm(x, 2)]) for x in (weights, updates)]
+        norms = [
+            torch.stack([whole(norm) for norm in torch._foreach_norm(x, 2)])
+            for x in (weights, updates)
+        ]
         ratios = torch.where((norms[0] > 0) & (norms[1] > 0), norms[0] / norms[1], 1.0)
         torch._foreach_mul_([local(update) for update in updates], list(ratios.unbind()))
     torch._foreach_add_(params, updates, alpha=-lr)

@@ -1,4 +1,4 @@
-"""The loss scale of a GradScaler: by how much it has scaled gradients, and whether the step must be skipped."""
+"""A GradScaler's loss scale: its factor on gradients, and whether the step must be skipped."""
 
 import inspect
 import sys
@@ -10,18 +10,20 @@ from torch import Tensor
 
 
 class LossScale:
-    """The loss scale of a GradScaler: by how much it has scaled gradients, and whether the step must be skipped."""
+    """A GradScaler's loss scale: its factor on gradients, and whether the step must be skipped."""
 
-    # GradScaler does not unscale gradients or skip steps for an optimizer that sets `_step_supports_amp_scaling`.
-    # Instead it sets two tensors as attributes of the optimizer, `grad_scale` and `found_inf`. From a plain
-    # `scaler.step(optimizer)` the scale of the captured output gradients cannot be learnt in any other way. If the user
-    # has called `scaler.unscale_`, it sets no scale, and the scaler itself is asked.
+    # GradScaler does not unscale gradients or skip steps for an optimizer that sets
+    # `_step_supports_amp_scaling`. Instead it sets two tensors as attributes of the optimizer,
+    # `grad_scale` and `found_inf`. From a plain `scaler.step(optimizer)` the scale of the captured
+    # output gradients cannot be learnt in any other way. If the user has called `scaler.unscale_`,
+    # it sets no scale, and the scaler itself is asked.
 
     def __init__(self, optimizer: Any) -> None:
         self._scaler = optimizer.grad_scaler
         self._in_use = hasattr(optimizer, "found_inf")
         found = getattr(optimizer, "found_inf", None)
-        self.found_inf = found is not None and float(found) > 0  # a synchronisation that the scaler would make itself
+        # a synchronisation that the scaler would make itself
+        self.found_inf = found is not None and float(found) > 0
         self._of_gradients: Tensor | None = getattr(optimizer, "grad_scale", None)
 
     def unscale_(self, gradients: Iterable[Tensor]) -> None:
@@ -46,13 +48,13 @@ class LossScale:
                 return float(caller.get_scale())
             frame = frame.f_back
         raise RuntimeError(
-            "gradients were unscaled before step(), by a scaler that cannot be asked for the scale of the statistics "
-            "that were captured; set optimizer.grad_scaler = scaler"
+            "gradients were unscaled before step(), by a scaler that cannot be asked for the scale "
+            "of the statistics that were captured; set optimizer.grad_scaler = scaler"
         )
 
 
 def remove_scale(optimizer: Any) -> None:
-    """Remove what GradScaler has set on the optimizer, so that the next step does not divide by it."""
+    """Remove what GradScaler set on the optimizer, so that the next step does not divide by it."""
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
 
@@ -60,6 +62,7 @@ def remove_scale(optimizer: Any) -> None:
 def asked_by_lightning() -> bool:
     """Return whether Lightning asks the property that calls this.
 
-    It does not clip the gradients of an optimizer that unscales them, because it takes its step for a fused one.
+    It does not clip the gradients of an optimizer that unscales them, because it takes its step for
+    a fused one.
     """
     return "lightning" in sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]

@@ -1,11 +1,13 @@
-"""The update of the paper: natural gradient, weight decay, the bound on the step and momentum, in this order.
+"""The paper's update: natural gradient, weight decay, bound on the step, momentum, in this order.
 
-Parameters that are not preconditioned take the step of :class:`torch.optim.SGD`, with the same rounding. The natural
-gradient of early, low-rank factors can be many times longer than the weights, and without a bound most networks that
-were not tuned for it diverge within a few steps. There are two bounds, both applied before momentum:
+Parameters that are not preconditioned take the step of :class:`torch.optim.SGD`, with the same
+rounding. The natural gradient of early, low-rank factors can be many times longer than the weights,
+and without a bound most networks that were not tuned for it diverge within a few steps. There are
+two bounds, both applied before momentum:
 
-- relative to each parameter (the default): ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)``. LARS (You et al. 2017, section 4)
-  gives every layer a step of that proportion; used as a limit, it leaves a shorter natural gradient as it is.
+- relative to each parameter (the default): ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)``. LARS (You et
+  al. 2017, section 4) gives every layer a step of that proportion; used as a limit, it leaves a
+  shorter natural gradient as it is.
 - over all preconditioned layers (``kl_clip``): ``Σ lr² ⟨d, ∇⟩ ≤ κ`` (Ba et al. 2017, section 5).
 """
 
@@ -25,8 +27,9 @@ from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Plan, free_rows
 
-# A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so its norm counts as at
-# least this number times √d_out. That is a twentieth of the norm of a newly initialised linear layer, √(d_out / 3).
+# A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so
+# its norm counts as at least this number times √d_out. That is a twentieth of the norm of a newly
+# initialised linear layer, √(d_out / 3).
 SMALLEST_SHARE = 0.03
 
 
@@ -36,7 +39,8 @@ class _Piece:
 
     rows: slice | None  # None for all
     kind: Kind | None = None  # None where the rows take their plain gradient
-    factors: Sequence[Factor] = ()  # those on the left and on the right of a weight, or the one of a bias
+    # those on the left and on the right of a weight, or the one of a bias
+    factors: Sequence[Factor] = ()
     scale: float = 1.0  # 1 / T
     scales: Tensor | None = None  # 1 / T of each expert, for a bias
 
@@ -52,7 +56,8 @@ class _Work:
     dtype: torch.dtype  # of directions and momentum
     smallest: float  # the smallest norm that is assumed for the bound
     order: int  # its place in the model
-    buffer: Tensor | None = None  # the momentum of the own rows; None where momentum has been 0 so far
+    # the momentum of the own rows; None where momentum has been 0 so far
+    buffer: Tensor | None = None
 
 
 def natural_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
@@ -61,7 +66,8 @@ def natural_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
         plan.program = [_prepared(group, plan, optimizer.state) for group in optimizer.param_groups]
     clipped: list[tuple[Group, list[_Work], list[Tensor], list[Tensor]]] = []
     divided = optimizer._distributed.divide_curvature and is_divided(plan.layers.values())
-    memory: dict[torch.dtype, Tensor] = {}  # shared by all directions, because each new allocation costs page faults
+    # shared by all directions, because each new allocation costs page faults
+    memory: dict[torch.dtype, Tensor] = {}
     for group, program in zip(optimizer.param_groups, plan.program, strict=True):
         plain: list[_Work] = []
         natural: list[_Work] = []
@@ -90,7 +96,9 @@ def natural_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
         if plain:
             _step(group, plain, directions, None)
         directions = []
-        one_by_one = on_cpu and group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
+        one_by_one = (
+            on_cpu and group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
+        )
         for ready in collected_turns(group, plan) if divided else (None,):
             for work, gradient in zip(natural, gradients, strict=True):
                 if ready is not None and id(work.parameter) not in ready:
@@ -117,7 +125,10 @@ def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:
         shares = plan.shares_of.get(id(parameter), [])
         used = any(share.layer.refreshes for share in shares)
         if used and shares[0].view.local_rows is not None:
-            pieces += [_Piece(rows) for rows in free_rows([share.view.local_rows for share in shares], len(own))]
+            pieces += [
+                _Piece(rows)
+                for rows in free_rows([share.view.local_rows for share in shares], len(own))
+            ]
         for share in shares if used else ():
             layer, rows = share.layer, share.view.local_rows
             if rows is not None and rows.start == rows.stop:  # another process holds these rows
@@ -128,7 +139,8 @@ def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:
             (a, g), kind, scales = layer.stored, layer.geometry, None
             for factor in (a, g):  # looked up once between refreshes, unless steps collect it
                 factor.whole = factor.read(inverse=True) if factor.divided is None else None
-            if kind.routed:  # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
+            # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
+            if kind.routed:
                 terms = layer.state[layer.prefix + "group_rows_per_term"]
                 scales = torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]
             factors = ((a, g) if kind.transposed else (g, a)) if share.is_weight else (g,)
@@ -141,7 +153,9 @@ def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:
     return found
 
 
-def _update_one(group: Group, work: _Work, gradient: Tensor, memory: dict[torch.dtype, Tensor]) -> None:
+def _update_one(
+    group: Group, work: _Work, gradient: Tensor, memory: dict[torch.dtype, Tensor]
+) -> None:
     """Update one parameter, for a CPU: the parameter and its direction then stay in the cache."""
     parameter, buffer, ratio = work.own, work.buffer, group["max_update_ratio"]
     assert buffer is not None  # there is momentum
@@ -160,11 +174,14 @@ def _update_one(group: Group, work: _Work, gradient: Tensor, memory: dict[torch.
         scale = _scale(work, direction, lr, float(ratio))
         if scale != 1.0:
             direction.mul_(scale)
-        torch.add(direction, buffer, alpha=momentum, out=buffer)  # one pass over memory; mul_ and add_ take two
+        # one pass over memory; mul_ and add_ take two
+        torch.add(direction, buffer, alpha=momentum, out=buffer)
     torch._foreach_add_([parameter], [buffer], alpha=-lr)
 
 
-def _step(group: Group, works: Sequence[_Work], directions: list[Tensor], clip: Tensor | None) -> None:
+def _step(
+    group: Group, works: Sequence[_Work], directions: list[Tensor], clip: Tensor | None
+) -> None:
     """Add weight decay to directions, bound them, and take the steps.
 
     ``v ← μ v + d`` and ``W ← W − lr · v`` (Nesterov: ``W ← W − lr · (d + μ v)``).
@@ -185,16 +202,27 @@ def _step(group: Group, works: Sequence[_Work], directions: list[Tensor], clip: 
     if momentum:
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, directions)
-        directions = list(torch._foreach_add(directions, buffers, alpha=momentum)) if group["nesterov"] else buffers
+        directions = (
+            list(torch._foreach_add(directions, buffers, alpha=momentum))
+            if group["nesterov"]
+            else buffers
+        )
     torch._foreach_add_(params, directions, alpha=-lr)
 
 
 def _accumulate_direction_(work: _Work, gradient: Tensor, target: Tensor, decay: float) -> None:
     """Compute ``target ← decay * target + d``, where d is the natural gradient of a parameter."""
     for piece in work.pieces:
-        source, into = (gradient, target) if piece.rows is None else (gradient[piece.rows], target[piece.rows])
+        source, into = (
+            (gradient, target) if piece.rows is None else (gradient[piece.rows], target[piece.rows])
+        )
         kind = piece.kind
-        if source.is_sparse and source.sparse_dim() == 1 and kind is not None and kind.diagonal_input:
+        if (
+            source.is_sparse
+            and source.sparse_dim() == 1
+            and kind is not None
+            and kind.diagonal_input
+        ):
             _accumulate_rows_(piece, source.coalesce(), into, decay)
             continue
         source = source.to_dense() if source.is_sparse else source
@@ -216,11 +244,13 @@ def _accumulate_direction_(work: _Work, gradient: Tensor, target: Tensor, decay:
             solved = left.left_multiply(source.to(left.rows.dtype).reshape(left.cut.groups, -1, 1))
         if piece.scales is not None:
             solved *= piece.scales
-        (into.mul_(decay) if decay else into.zero_()).add_(solved.reshape(into.shape), alpha=piece.scale)
+        (into.mul_(decay) if decay else into.zero_()).add_(
+            solved.reshape(into.shape), alpha=piece.scale
+        )
 
 
 def _accumulate_rows_(piece: _Piece, gradient: Tensor, into: Tensor, decay: float) -> None:
-    """Do the same for the sparse gradient of an embedding, which changes the rows of its tokens only."""
+    """Do the same for an embedding's sparse gradient, which changes the rows of its tokens only."""
     a_inverse, g_inverse = piece.factors[0].whole, piece.factors[1].whole
     assert a_inverse is not None
     assert g_inverse is not None
@@ -232,23 +262,27 @@ def _accumulate_rows_(piece: _Piece, gradient: Tensor, into: Tensor, decay: floa
     (into.mul_(decay) if decay else into.zero_()).index_add_(0, tokens, solved)
 
 
-# ---- bounds on the length of a step ----------------------------------------------------------------------------------
+# ---- bounds on the length of a step --------------------------------------------------------------
 
 
 def _scale(work: _Work, direction: Tensor, lr: float, ratio: float) -> float:
-    """Return the factor by which a direction on the CPU is multiplied so that the step is not too long."""
+    """Return the factor by which to multiply a CPU direction, so that the step is not too long."""
     length = lr * float(torch.linalg.vector_norm(direction, dtype=direction.dtype))
     longest = ratio * work.smallest
-    if length <= longest:  # then the norm of the parameter, which can only raise the bound, is not needed
+    # then the norm of the parameter, which can only raise the bound, is not needed
+    if length <= longest:
         return 1.0
     longest = max(longest, ratio * float(torch.linalg.vector_norm(work.own, dtype=direction.dtype)))
     return 1.0 if length <= longest else longest / length
 
 
-def _bounded(works: Sequence[_Work], directions: list[Tensor], lr: float, ratio: float) -> list[Tensor]:
-    """Return the directions with ``max_update_ratio`` applied; directions are not changed in place."""
+def _bounded(
+    works: Sequence[_Work], directions: list[Tensor], lr: float, ratio: float
+) -> list[Tensor]:
+    """Return the directions with ``max_update_ratio`` applied, without changing them in place."""
     bounded = list(directions)
-    others: dict[tuple[torch.device, torch.dtype], list[int]] = {}  # those that can be measured together
+    # those that can be measured together
+    others: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, (work, direction) in enumerate(zip(works, directions, strict=True)):
         if direction.device.type != "cpu":
             others.setdefault((direction.device, direction.dtype), []).append(i)
@@ -264,29 +298,44 @@ def _bounded(works: Sequence[_Work], directions: list[Tensor], lr: float, ratio:
         smallest = torch.tensor([works[i].smallest for i in members], dtype=dtype, device=device)
         longest = ratio * torch.maximum(norms, smallest)
         scales = (longest / lengths.clamp(min=torch.finfo(dtype).tiny)).clamp(max=1.0)
-        for i, direction in zip(members, torch._foreach_mul(chosen, list(scales.unbind())), strict=True):
+        for i, direction in zip(
+            members, torch._foreach_mul(chosen, list(scales.unbind())), strict=True
+        ):
             bounded[i] = direction
     return bounded
 
 
-def _clip(clipped: Sequence[tuple[Group, list[_Work], list[Tensor], list[Tensor]]], total: Any) -> None:
-    """Scale all directions by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` and take the steps; the sum is over all processes."""
-    products: dict[bool, list[tuple[int, Tensor]]] = {False: [], True: []}  # of rows that are divided, and others
+def _clip(
+    clipped: Sequence[tuple[Group, list[_Work], list[Tensor], list[Tensor]]], total: Any
+) -> None:
+    """Scale all directions by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` and take the steps."""
+    # The sum is over all processes.
+    # of rows that are divided, and others
+    products: dict[bool, list[tuple[int, Tensor]]] = {False: [], True: []}
     for group, works, directions, gradients in clipped:
         if directions and group["weight_decay"]:
-            torch._foreach_add_(directions, [work.own for work in works], alpha=float(group["weight_decay"]))
+            torch._foreach_add_(
+                directions, [work.own for work in works], alpha=float(group["weight_decay"])
+            )
         for work, direction, gradient in zip(works, directions, gradients, strict=True):
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             product = torch.sum(direction * dense) * float(group["lr"]) ** 2
             products[work.own is not work.parameter].append((work.order, product))
     # in the order of the model, so that the sum does not depend on how parameters are grouped
-    sums = {divided: [p for _, p in sorted(found, key=lambda pair: pair[0])] for divided, found in products.items()}
-    whole, rows = (torch.stack([p.to(x[0].device) for p in x]).sum() if x else None for x in sums.values())
+    sums = {
+        divided: [p for _, p in sorted(found, key=lambda pair: pair[0])]
+        for divided, found in products.items()
+    }
+    whole, rows = (
+        torch.stack([p.to(x[0].device) for p in x]).sum() if x else None for x in sums.values()
+    )
     divergence = whole
     if total is not None:
         of_all = total(rows)
         divergence = of_all if whole is None else of_all + whole.to(of_all)
     for group, works, directions, _ in clipped:
         if directions and divergence is not None:
-            limit = float(group["kl_clip"]) / divergence.clamp(min=torch.finfo(divergence.dtype).tiny)
+            limit = float(group["kl_clip"]) / divergence.clamp(
+                min=torch.finfo(divergence.dtype).tiny
+            )
             _step(group, works, directions, limit.sqrt().clamp(max=1.0))

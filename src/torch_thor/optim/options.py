@@ -1,7 +1,7 @@
 """The options of the optimizers: for each one the test of a value, the rule and the remedy.
 
-Construction, new parameter groups, loaded state dicts and every step use this table, so a value is refused by the same
-rule wherever it comes from.
+Construction, new parameter groups, loaded state dicts and every step use this table, so a value is
+refused by the same rule wherever it comes from.
 """
 
 import inspect
@@ -15,7 +15,10 @@ import torch
 
 @dataclass(frozen=True)
 class Option:
-    """What the value of an option must be, and what a user can do; ``{default}`` stands for the optimizer's default."""
+    """What the value of an option must be, and what a user can do.
+
+    ``{default}`` stands for the optimizer's default.
+    """
 
     test: Callable[[Any], bool]
     rule: str
@@ -23,7 +26,10 @@ class Option:
 
 
 def number(value: Any) -> float | None:
-    """Return a number or a one-element tensor as a float; None for everything else, also for bool."""
+    """Return a number or a one-element tensor as a float.
+
+    The result is None for everything else, also for bool.
+    """
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -51,7 +57,10 @@ def flag(value: Any) -> bool:
 
 def _thresholds(value: Any) -> bool:
     numbers = [number(one) for one in value] if isinstance(value, tuple | list) else []
-    return len(numbers) == 2 and all(n is not None for n in numbers) and 0 <= numbers[1] <= numbers[0]  # type: ignore[operator]
+    if len(numbers) != 2:
+        return False
+    first, second = numbers
+    return first is not None and second is not None and 0 <= second <= first
 
 
 def _count(value: Any) -> bool:
@@ -64,7 +73,9 @@ def _one_of(*values: str) -> Option:
     return Option(lambda v: v in values, f"one of {values}", f"use {values[0]!r}, the default")
 
 
-_BOUND = Option(lambda v: v is None or real(lambda x: x > 0)(v), "None or a number > 0", "None switches it off")
+_BOUND = Option(
+    lambda v: v is None or real(lambda x: x > 0)(v), "None or a number > 0", "None switches it off"
+)
 _SHARE = real(lambda v: 0 <= v < 1)
 OF_GROUPS: dict[str, Option] = {  # what stands in each parameter group of THOR or ThorMuon
     "lr": Option(real(lambda v: v >= 0), "a finite number ≥ 0", "start from {default}"),
@@ -108,8 +119,13 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def check(optimizer: Callable[..., Any], values: Mapping[str, Any], options: Mapping[str, Option] = OPTIONS) -> None:
-    """Raise ValueError for the first value that its option's rule refuses; names without a rule are not looked at."""
+def check(
+    optimizer: Callable[..., Any],
+    values: Mapping[str, Any],
+    options: Mapping[str, Option] = OPTIONS,
+) -> None:
+    """Raise ValueError for the first value that its option's rule refuses."""
+    # Names without a rule are not looked at.
     for name, value in values.items():
         option = options.get(name)
         if option is not None and not option.test(value):

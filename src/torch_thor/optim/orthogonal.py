@@ -1,8 +1,9 @@
-"""The update of ThorMuon: momentum on the raw gradient, preconditioned, orthogonalised and scaled to a fixed norm.
+"""ThorMuon's update: raw-gradient momentum, preconditioned, orthogonalised, scaled to a fixed norm.
 
-The formulas are in :class:`torch_thor.ThorMuon`. Its only curvature is A, the second moment of the input of a layer. A
-matrix without factors takes the same step with the identity in the place of A. Each group of a convolution, each expert
-and each projection of a fused weight is a matrix of its own; rows that belong to no layer are one where they adjoin.
+The formulas are in :class:`torch_thor.ThorMuon`. Its only curvature is A, the second moment of the
+input of a layer. A matrix without factors takes the same step with the identity in the place of A.
+Each group of a convolution, each expert and each projection of a fused weight is a matrix of its
+own; rows that belong to no layer are one where they adjoin.
 """
 
 import math
@@ -48,9 +49,11 @@ class _Piece:
         kind, self.transposed = self.geometry, self.geometry.transposed
         self.sides = min(kind.outputs, kind.inputs), max(kind.outputs, kind.inputs)
         # whether the matrices have more rows than columns
-        self.is_tall = kind.outputs != kind.inputs and (kind.outputs > kind.inputs) != kind.transposed
-        # The rows that one process holds are orthogonalised and scaled on their own, so that nothing has to be sent;
-        # those of all processes together have the norm of the whole.
+        self.is_tall = (
+            kind.outputs != kind.inputs and (kind.outputs > kind.inputs) != kind.transposed
+        )
+        # The rows that one process holds are orthogonalised and scaled on their own, so that
+        # nothing has to be sent; those of all processes together have the norm of the whole.
         share = kind.outputs * kind.inputs / max(1, self.whole.outputs * self.whole.inputs)
         self.norm = step_norm(self.whole.outputs, self.whole.inputs) * math.sqrt(share)
 
@@ -86,7 +89,10 @@ def orthogonal_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
     """Update every parameter that has a gradient."""
     whole_matrices = optimizer._distributed.whole_matrices
     if plan.program is None:
-        plan.program = [_prepared(group, plan, optimizer.state, whole_matrices) for group in optimizer.param_groups]
+        plan.program = [
+            _prepared(group, plan, optimizer.state, whole_matrices)
+            for group in optimizer.param_groups
+        ]
     divided = optimizer._distributed.divide_curvature and is_divided(plan.layers.values())
     for group, program in zip(optimizer.param_groups, plan.program, strict=True):
         lr, momentum = float(group["lr"]), float(group["momentum"])
@@ -100,7 +106,8 @@ def orthogonal_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
             if gradient is None:
                 continue
             gradient = gradient if work.own is work.parameter else local(gradient)
-            if gradient.is_sparse:  # moments decay in every row, so sparse updates would save nothing
+            # moments decay in every row, so sparse updates would save nothing
+            if gradient.is_sparse:
                 gradient = gradient.to_dense()
             gradient = gradient.to(work.moments[0].dtype)
             shrunk.append(work.own)
@@ -115,7 +122,11 @@ def orthogonal_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
         if matrices:
             torch._foreach_mul_(buffers, momentum)
             torch._foreach_add_(buffers, gradients)
-            directions = torch._foreach_add(gradients, buffers, alpha=momentum) if group["nesterov"] else buffers
+            directions = (
+                torch._foreach_add(gradients, buffers, alpha=momentum)
+                if group["nesterov"]
+                else buffers
+            )
             pieces: list[_Piece] = []
             for work, direction in zip(matrices, directions, strict=True):
                 for piece in work.pieces:
@@ -123,12 +134,16 @@ def orthogonal_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
                     pieces.append(piece)
             turns = collected_turns(group, plan) if divided else None
             length = lr * math.sqrt(min(1.0, _USUAL_DEPTH / max(1, plan.depth)))
-            _step_matrices(pieces, group, length, plan.first_shards if whole_matrices else None, turns)
+            _step_matrices(
+                pieces, group, length, plan.first_shards if whole_matrices else None, turns
+            )
         if others:
             _adamw_step(others, lr)
 
 
-def _step_matrices(pieces: list[_Piece], group: Group, lr: float, shards: RowShards | None, turns: Any) -> None:
+def _step_matrices(
+    pieces: list[_Piece], group: Group, lr: float, shards: RowShards | None, turns: Any
+) -> None:
     """Precondition and orthogonalise directions, and take the steps."""
     wide: list[Tensor] = []
     for piece in pieces:
@@ -144,24 +159,37 @@ def _step_matrices(pieces: list[_Piece], group: Group, lr: float, shards: RowSha
             if piece.factor is None and len(piece.parameter):
                 piece.precondition(into.mT if piece.is_tall else into)
     ratio, rows = group["max_update_ratio"], group["split_dim"]
-    alone = [i for i, piece in enumerate(pieces) if (shards is None or piece.bounds is None) and len(piece.parameter)]
+    alone = [
+        i
+        for i, piece in enumerate(pieces)
+        if (shards is None or piece.bounds is None) and len(piece.parameter)
+    ]
     limits: list[Tensor] | None = None
     if ratio is not None:
         limits = _limits([pieces[i] for i in alone], lr, ratio)
     for i, unit in zip(alone, unit_polars([wide[i] for i in alone], rows, limits), strict=True):
         piece = pieces[i]
-        matrix = piece.geometry.to_matrix(piece.parameter)  # a view of the parameter if its memory layout allows
+        # a view of the parameter if its memory layout allows
+        matrix = piece.geometry.to_matrix(piece.parameter)
         matrix.add_(unit.mT if piece.is_tall else unit, alpha=-lr * piece.norm)
         piece.geometry.from_matrix_(matrix, piece.parameter)
     if shards is not None:
-        members = [(piece, own) for piece, own in zip(pieces, wide, strict=True) if piece.bounds is not None]
+        members = [
+            (piece, own)
+            for piece, own in zip(pieces, wide, strict=True)
+            if piece.bounds is not None
+        ]
         _step_whole(members, lr, rows, shards, ratio)
 
 
 def _step_whole(
-    members: list[tuple[_Piece, Tensor]], lr: float, rows: int | None, shards: RowShards, ratio: float | None
+    members: list[tuple[_Piece, Tensor]],
+    lr: float,
+    rows: int | None,
+    shards: RowShards,
+    ratio: float | None,
 ) -> None:
-    """Take the steps of the rows of this process, of matrices that are orthogonalised as a whole."""
+    """Take the steps of this process's rows, of matrices that are orthogonalised as a whole."""
     matrices = []
     pieces = [piece for piece, _ in members]
     for piece, own in members:
@@ -179,25 +207,37 @@ def _step_whole(
         for one, limit in zip(matrices, _limits(pieces, lr, ratio, shards), strict=True):
             one.own.mul_(limit)
     for piece, one in zip(pieces, matrices, strict=True):
-        piece.parameter.add_(one.own, alpha=-lr * step_norm(piece.whole.outputs, piece.whole.inputs))
+        piece.parameter.add_(
+            one.own, alpha=-lr * step_norm(piece.whole.outputs, piece.whole.inputs)
+        )
 
 
-def _limits(pieces: list[_Piece], lr: float, ratio: float, shards: RowShards | None = None) -> list[Tensor]:
-    """Return ``min(1, r · max(‖W‖, 0.03 √d_out) / length of the step)`` of each matrix, without synchronising.
+def _limits(
+    pieces: list[_Piece], lr: float, ratio: float, shards: RowShards | None = None
+) -> list[Tensor]:
+    """Return each matrix's factor that bounds its step, without synchronising.
+
+    It is ``min(1, r · max(‖W‖, 0.03 √d_out) / length of the step)``.
 
     ``shards``: for matrices that are orthogonalised as a whole.
     """
     norms, kinds, lengths = [], [], []
     for piece in pieces:
-        kind, groups = (piece.geometry, piece.geometry.groups) if shards is None else (piece.whole, 1)
-        matrices = piece.parameter.unflatten(0, (groups, -1))  # groups lie along the first dimension
+        kind, groups = (
+            (piece.geometry, piece.geometry.groups) if shards is None else (piece.whole, 1)
+        )
+        # groups lie along the first dimension
+        matrices = piece.parameter.unflatten(0, (groups, -1))
         dims = tuple(range(1, matrices.ndim))
         norms.append(torch.linalg.vector_norm(matrices, dim=dims, dtype=piece.direction.dtype))
         kinds.append(kind)
-        lengths.append(lr * (piece.norm if shards is None else step_norm(kind.outputs, kind.inputs)))
+        lengths.append(
+            lr * (piece.norm if shards is None else step_norm(kind.outputs, kind.inputs))
+        )
     if not norms:
         return norms
-    if shards is not None:  # one small all-reduce for all matrices: of the squared norms of each process's rows
+    # one small all-reduce for all matrices: of the squared norms of each process's rows
+    if shards is not None:
         squares = torch.cat(norms)
         norms = list(shards.total(squares.square_()).sqrt_().to(squares).unbind())
     torch._foreach_maximum_(norms, [SMALLEST_SHARE * math.sqrt(kind.outputs) for kind in kinds])
@@ -206,19 +246,26 @@ def _limits(pieces: list[_Piece], lr: float, ratio: float, shards: RowShards | N
     return norms
 
 
-# ---- looked up once between refreshes --------------------------------------------------------------------------------
+# ---- looked up once between refreshes ------------------------------------------------------------
 
 
 def _prepared(group: Group, plan: Plan, states: Any, whole_matrices: bool) -> list[_Work]:
     """Look up all that the parameters of a group need."""
     found = []
     for parameter in group["params"]:
-        own, key, state = local(parameter) if plan.sharded else parameter, id(parameter), states.get(parameter)
+        own, key, state = (
+            local(parameter) if plan.sharded else parameter,
+            id(parameter),
+            states.get(parameter),
+        )
         is_matrix = key in plan.shares_of or key in plan.matrix_of
         # a shard without rows takes part where matrices are orthogonalised as a whole
         if state and (own.numel() or (is_matrix and whole_matrices)):
             pieces = list(_pieces_of(parameter, own, plan)) if is_matrix else []
-            moments = [state[name] for name in (("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"))]
+            moments = [
+                state[name]
+                for name in (("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"))
+            ]
             moments = moments if own is parameter else [local(moment) for moment in moments]
             found.append(_Work(parameter, own, state, pieces, moments))
     return found
@@ -227,7 +274,11 @@ def _prepared(group: Group, plan: Plan, states: Any, whole_matrices: bool) -> li
 def matrices_of(parameter: Tensor, plan: Plan) -> tuple[tuple[int, int], ...]:
     """Return (rows, columns) of each matrix of a parameter that is orthogonalised by itself."""
     is_matrix = id(parameter) in plan.shares_of or id(parameter) in plan.matrix_of
-    wholes = [piece.whole for piece in _pieces_of(parameter, local(parameter), plan)] if is_matrix else []
+    wholes = (
+        [piece.whole for piece in _pieces_of(parameter, local(parameter), plan)]
+        if is_matrix
+        else []
+    )
     return tuple((whole.outputs, whole.inputs) for whole in wholes for _ in range(whole.groups))
 
 
@@ -246,12 +297,21 @@ def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
         kept = free if shards is None else shards.own_of(free)
         whole = PlainMatrix(1, free.stop - free.start, own.shape[1:].numel())
         plain = PlainMatrix(1, len(own[kept]), whole.inputs)
-        yield _Piece(own[kept], kept, plain, whole, None, None if bounds is None else bounds_within(bounds, free), key)
+        yield _Piece(
+            own[kept],
+            kept,
+            plain,
+            whole,
+            None,
+            None if bounds is None else bounds_within(bounds, free),
+            key,
+        )
     for share in shares:
         layer, rows, kind = share.layer, share.view.local_rows, share.layer.kind
         factor = layer.stored[0] if layer.refreshes else None
         if factor is not None:
-            factor.whole = factor.read(inverse=True) if factor.divided is None else None  # unless steps collect it
+            # unless steps collect it
+            factor.whole = factor.read(inverse=True) if factor.divided is None else None
         its_bounds = None if bounds is None else bounds_within(bounds, share.view.rows)
         sizes = PARTS.get(share.view.module)
         if sizes is None or shards is not None or kind.groups > 1:
@@ -259,16 +319,21 @@ def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
             yield _Piece(part, rows, layer.geometry, kind, factor, its_bounds, key)
             continue
         if sum(sizes) != kind.outputs:
-            what = f"split_rows of layer {layer.name!r}: {sizes} must add up to its {kind.outputs} outputs"
+            what = (
+                f"split_rows of layer {layer.name!r}: {sizes} must add up to its {kind.outputs} "
+                "outputs"
+            )
             raise ValueError(f"{what}; correct the sizes")
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         for size, end in zip(sizes, ends, strict=True):
-            index = (slice(None), slice(end - size, end)) if kind.transposed else slice(end - size, end)
+            index = (
+                (slice(None), slice(end - size, end)) if kind.transposed else slice(end - size, end)
+            )
             plain = PlainMatrix(1, size, kind.inputs, transposed=kind.transposed)
             yield _Piece(own[index], index, plain, plain, factor, None, key)
 
 
-# ---- what is no matrix -----------------------------------------------------------------------------------------------
+# ---- what is no matrix ---------------------------------------------------------------------------
 
 
 def _adamw_step(others: Sequence[tuple[_Work, Tensor]], lr: float) -> None:
@@ -283,7 +348,8 @@ def _adamw_step(others: Sequence[tuple[_Work, Tensor]], lr: float) -> None:
         exp_avg_sqs=[work.moments[1] for work, _ in others],
         max_exp_avg_sqs=[],
         state_steps=[work.state["step"] for work, _ in others],
-        # torch's batched kernels require parameters and state of one dtype; for bfloat16 parameters state is float32
+        # torch's batched kernels require parameters and state of one dtype; for bfloat16 parameters
+        # state is float32
         foreach=None if alike else False,
         fused=(alike and on_cpu and not is_complex) or None,
         has_complex=is_complex,

@@ -17,8 +17,8 @@ States = MutableMapping[Tensor, dict[str, Any]]  # the state of an optimizer: en
 # How an optimizer comes into a trainer, by the package that calls it with parameters alone.
 _WITHIN = "`with torch_thor.model_is(model):` around"
 _HUGGING_FACE = (
-    f"make it yourself: Trainer(..., optimizers=({{0}}(model), None)), or {_WITHIN} trainer.train(); with model_init, "
-    "return {0}(self.model) from Trainer.create_optimizer"
+    f"make it yourself: Trainer(..., optimizers=({{0}}(model), None)), or {_WITHIN} "
+    "trainer.train(); with model_init, return {0}(self.model) from Trainer.create_optimizer"
 )
 _TRAINERS = {
     "trl": _HUGGING_FACE,
@@ -26,7 +26,10 @@ _TRAINERS = {
     "lightning": "return {0}(self) from configure_optimizers",
     "pytorch_lightning": "return {0}(self) from configure_optimizers",
     "fastai": "Learner(..., opt_func=partial(OptimWrapper, opt=partial({0}, model=model)))",
-    "stable_baselines3": "make the agent with a learning_rate for {0}, then agent.policy.optimizer = {0}(agent.policy)",
+    "stable_baselines3": (
+        "make the agent with a learning_rate for {0}, then agent.policy.optimizer = "
+        "{0}(agent.policy)"
+    ),
     "timm": f"{_WITHIN} create_optimizer_v2(model, ...)",
     "torchtitan": f"{_WITHIN} the code that makes the OptimizersContainer",
 }
@@ -36,10 +39,10 @@ _MODEL: ContextVar[nn.Module | None] = ContextVar("model", default=None)
 
 @contextmanager
 def model_is(model: nn.Module) -> Iterator[None]:
-    """Name the model of the optimizers that are made inside, for code that passes them parameters alone.
+    """Name the model of optimizers made inside, for code that passes them parameters alone.
 
-    Trainers make optimizers from a class and a model's parameters, in groups of their own. THOR and ThorMuon read the
-    inputs of layers, so they must know the model too:
+    Trainers make optimizers from a class and a model's parameters, in groups of their own. THOR and
+    ThorMuon read the inputs of layers, so they must know the model too:
 
     >>> with model_is(model):  # doctest: +SKIP
     ...     trainer.train()
@@ -47,13 +50,16 @@ def model_is(model: nn.Module) -> Iterator[None]:
     A model that an optimizer is given itself, first or as ``model=``, counts more.
 
     Args:
-        model: the model whose parameters the optimizers are given; not wrapped by DDP or torch.compile.
+        model: the model whose parameters the optimizers are given; not wrapped by DDP or
+            torch.compile.
 
     Raises:
         TypeError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model_is({type(model).__name__}): must be the nn.Module whose parameters are trained")
+        raise TypeError(
+            f"model_is({type(model).__name__}): must be the nn.Module whose parameters are trained"
+        )
     token = _MODEL.set(model)
     try:
         yield
@@ -68,7 +74,8 @@ def parameters_of(
     if isinstance(params, nn.Module):
         if model is not None and model is not params:
             raise ValueError(
-                f"two models were given; pass {optimizer}(model, ...) or {optimizer}(parameters, model=model, ...)"
+                f"two models were given; pass {optimizer}(model, ...) or {optimizer}(parameters, "
+                "model=model, ...)"
             )
         return params.parameters(), params
     if model is not None and not isinstance(model, nn.Module):
@@ -84,18 +91,20 @@ def parameters_of_model(
     model = _MODEL.get() if model is None else model
     if model is None:
         line = _line_of_caller() or (
-            "where a trainer makes the optimizer, give it functools.partial({0}, model=model), or let it run inside "
-            "`with torch_thor.model_is(model):`"
+            "where a trainer makes the optimizer, give it functools.partial({0}, model=model), or "
+            "let it run inside `with torch_thor.model_is(model):`"
         )
         raise TypeError(
-            f"model=None: {optimizer} reads the inputs of layers, so it must know the model; pass {optimizer}(model, "
-            f"...) or {optimizer}(parameters, model=model, ...); {line.format(optimizer)}"
+            f"model=None: {optimizer} reads the inputs of layers, so it must know the model; pass "
+            f"{optimizer}(model, ...) or {optimizer}(parameters, model=model, ...); "
+            f"{line.format(optimizer)}"
         )
     return params, model
 
 
 def _line_of_caller() -> str:
-    """Return the line for the trainer that makes the optimizer; empty if no package that is known calls."""
+    """Return the line for the trainer that makes the optimizer."""
+    # It is empty if no package that is known calls.
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -110,8 +119,8 @@ def check_known(parameters: Iterable[Tensor], model: nn.Module) -> None:
     unknown = [str(tuple(p.shape)) for p in parameters if id(p) not in known]
     if unknown:
         raise ValueError(
-            f"parameters of shape {some(unknown)} are not in the model, so their layers cannot be seen; pass the model "
-            f"that holds them, or give them an optimizer of their own"
+            f"parameters of shape {some(unknown)} are not in the model, so their layers cannot be "
+            f"seen; pass the model that holds them, or give them an optimizer of their own"
         )
 
 

@@ -1,9 +1,11 @@
-"""State dicts of THOR and ThorMuon: loaded completely or not at all, whole although curvature may be divided.
+"""State dicts of THOR and ThorMuon, loaded completely or not at all.
 
-A factor of the rows of a weight is stored as a matrix with these rows, whose blocks end where shards end
-(:mod:`torch_thor.curvature.factor`). So a checkpoint of some processes can be loaded on others: with
-``torch.distributed.checkpoint``, or as a state dict of one process. If the number of shards is another, the factors are
-cut again, and blocks that have changed are inverted again.
+They are whole although curvature may be divided.
+
+A factor of the rows of a weight is stored as a matrix with these rows, whose blocks end where
+shards end (:mod:`torch_thor.curvature.factor`). So a checkpoint of some processes can be loaded on
+others: with ``torch.distributed.checkpoint``, or as a state dict of one process. If the number of
+shards is another, the factors are cut again, and blocks that have changed are inverted again.
 """
 
 import ast
@@ -32,10 +34,12 @@ from torch_thor.optim.step import plan_now
 if TYPE_CHECKING:
     from torch_thor.optim.base import CurvatureOptimizer
 
-# ---- intervals: a state dict holds no functions, but the text of a schedule -----------------------------------------
+# ---- intervals: a state dict holds no functions, but the text of a schedule ----------------------
 
 _CALLABLE = "callable"  # stands for a callable that is not a schedule of this package
-_SCHEDULES: dict[str, Any] = {schedule.__name__: schedule for schedule in (Constant, Piecewise, Geometric)}
+_SCHEDULES: dict[str, Any] = {
+    schedule.__name__: schedule for schedule in (Constant, Piecewise, Geometric)
+}
 
 
 def plain_interval(interval: UpdateInterval) -> int | str:
@@ -46,7 +50,8 @@ def plain_interval(interval: UpdateInterval) -> int | str:
 
 
 def _loaded_interval(plain: Any, own: UpdateInterval) -> Any:
-    """Return the interval to use after loading; the text of a schedule is parsed and not executed."""
+    """Return the interval to use after loading."""
+    # The text of a schedule is parsed and not executed.
     if plain_interval(own) == _CALLABLE or plain == _CALLABLE:
         return own
     if not isinstance(plain, str):
@@ -55,22 +60,32 @@ def _loaded_interval(plain: Any, own: UpdateInterval) -> Any:
         call = ast.parse(plain, mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise ValueError("not a call of a class with keywords")
-        return _SCHEDULES[call.func.id](**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+        return _SCHEDULES[call.func.id](
+            **{str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        )
     except (SyntaxError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"update_interval={plain!r} in the state dict is no known schedule ({', '.join(_SCHEDULES)}); set "
-            f"group['update_interval'] in the state dict to a whole number or to one of them"
+            f"update_interval={plain!r} in the state dict is no known schedule "
+            f"({', '.join(_SCHEDULES)}); set group['update_interval'] in the state dict to a whole "
+            "number or to one of them"
         ) from error
 
 
-# ---- loading --------------------------------------------------------------------------------------------------------
+# ---- loading -------------------------------------------------------------------------------------
 
 
-def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], None], state_dict: StateDict) -> None:
+def load(
+    optimizer: "CurvatureOptimizer",
+    load_plainly: Callable[[StateDict], None],
+    state_dict: StateDict,
+) -> None:
     """Load a state dict; if an error is raised, nothing has changed."""
     plan = plan_now(optimizer)
-    divided = [(factor, factor.divided) for layer in plan.layers.values() for factor in layer.stored]
-    needed = [key for key in optimizer.defaults if key != "differentiable"]  # torch adds it to them when it loads
+    divided = [
+        (factor, factor.divided) for layer in plan.layers.values() for factor in layer.stored
+    ]
+    # torch adds it to them when it loads
+    needed = [key for key in optimizer.defaults if key != "differentiable"]
 
     def bind() -> None:
         plan.group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -79,14 +94,23 @@ def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], No
     try:
         with loading(optimizer, load_plainly, state_dict, needed=needed) as groups:
             for group, own in groups:
-                group["update_interval"] = _loaded_interval(group["update_interval"], own["update_interval"])
+                group["update_interval"] = _loaded_interval(
+                    group["update_interval"], own["update_interval"]
+                )
                 check(type(optimizer), group)
             for factor, _ in divided:
                 factor.divided = None  # loaded tensors are whole; the next step divides them
             bind()
-            _fit_rows(optimizer.param_groups, optimizer.state, plan, relative=optimizer.relative_damping)
+            _fit_rows(
+                optimizer.param_groups, optimizer.state, plan, relative=optimizer.relative_damping
+            )
             _check_layers(optimizer, plan)
-            check_loaded(optimizer.state, plan.parameters(optimizer.param_groups), plan.name, plan.layers.values())
+            check_loaded(
+                optimizer.state,
+                plan.parameters(optimizer.param_groups),
+                plan.name,
+                plan.layers.values(),
+            )
     except BaseException:
         for factor, owners in divided:
             factor.divided = owners
@@ -98,28 +122,36 @@ def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], No
 
 
 def _check_layers(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
-    """Check that the loaded state has all entries of the layers that are preconditioned here, and no others."""
-    present = [one for one in plan.left_out if one.weight.present is not None]  # the others are pruned
-    saved = [one.name for one in present if f"{one.prefix}refreshes" in optimizer.state.get(one.weight.parameter, {})]
+    """Check that the loaded state has exactly all entries of the layers preconditioned here."""
+    # the others are pruned
+    present = [one for one in plan.left_out if one.weight.present is not None]
+    saved = [
+        one.name
+        for one in present
+        if f"{one.prefix}refreshes" in optimizer.state.get(one.weight.parameter, {})
+    ]
     layers = [layer for layer in plan.layers.values() if layer.state]
     missing = {layer.name: layer.missing_entries() for layer in layers}
     lacking = [f"{keys[-1]} of layer {name!r}" for name, keys in missing.items() if keys]
     if saved or lacking:
-        differences = [f"it has factors of {some(saved)}, which layers= leaves out here"] if saved else []
+        differences = (
+            [f"it has factors of {some(saved)}, which layers= leaves out here"] if saved else []
+        )
         differences += [f"it lacks {some(lacking)}"] if lacking else []
         raise ValueError(
-            f"the state dict was saved with other preconditioned layers, or is not whole: {', and '.join(differences)}."
-            f" Make the optimizer with the layers= that it was saved with, or let it start anew"
+            "the state dict was saved with other preconditioned layers, or is not whole: "
+            f"{', and '.join(differences)}. Make the optimizer with the layers= that it was saved "
+            "with, or let it start anew"
         )
     for layer in layers:
         if layer.refreshes and not layer.rows_per_term > 0:
             raise ValueError(
-                f"layer {layer.name!r}: rows_per_term={layer.rows_per_term!r} in the state dict must be a number > 0 "
-                f"where there are factors; load an earlier checkpoint"
+                f"layer {layer.name!r}: rows_per_term={layer.rows_per_term!r} in the state dict "
+                f"must be a number > 0 where there are factors; load an earlier checkpoint"
             )
 
 
-# ---- factors of the rows of weights ----------------------------------------------------------------------------------
+# ---- factors of the rows of weights --------------------------------------------------------------
 
 
 def _fit_rows(groups: Iterable[Group], states: States, plan: Plan, *, relative: bool) -> None:
@@ -134,7 +166,9 @@ def _fit_rows(groups: Iterable[Group], states: States, plan: Plan, *, relative: 
                 is_whole = isinstance(kept, Tensor) and not hasattr(kept, "to_local")
                 if is_whole and kept.shape[:1] == parameter.shape[:1]:
                     entries[key] = shards.wrap(kept[shards.own].to(parameter.device, copy=True))
-        if not factors or any(getattr(entries.get(key), "shape", None) != shape for key, shape in shapes.items()):
+        if not factors or any(
+            getattr(entries.get(key), "shape", None) != shape for key, shape in shapes.items()
+        ):
             continue
         before, entries[SHARDS] = int(entries.get(SHARDS, 1)), 1 if shards is None else shards.count
         for layer, factor in factors if before != entries[SHARDS] else ():
@@ -142,8 +176,11 @@ def _fit_rows(groups: Iterable[Group], states: States, plan: Plan, *, relative: 
                 _cut_again_(layer, factor, before, len(parameter), relative=relative)
 
 
-def _cut_again_(layer: LayerCurvature, factor: Factor, before: int, rows: int, *, relative: bool) -> None:
-    """Cut a factor at the present shards, and invert the blocks that have changed; others keep their bits."""
+def _cut_again_(
+    layer: LayerCurvature, factor: Factor, before: int, rows: int, *, relative: bool
+) -> None:
+    """Cut a factor at the present shards, and invert the blocks that have changed."""
+    # Other blocks keep their bits.
     view, damping = layer.weight_view, float(layer.weight_view.options["damping"])
     edges = bounds_within(shard_bounds(rows, before), view.rows)
     split_dim = 1 if factor.side == "A" and layer.kind.diagonal_input else view.options["split_dim"]
@@ -153,7 +190,9 @@ def _cut_again_(layer: LayerCurvature, factor: Factor, before: int, rows: int, *
         first = max(view.shards.own.start - (view.rows.start if view.rows is not None else 0), 0)
         own = slice(first, first + factor.held.rows)
     stored, inverse = factor.read(), factor.read(inverse=True)
-    moved = torch.zeros((new.rows, stored.rows.shape[1]), dtype=stored.rows.dtype, device=stored.rows.device)
+    moved = torch.zeros(
+        (new.rows, stored.rows.shape[1]), dtype=stored.rows.dtype, device=stored.rows.device
+    )
     moved[own] = stored.rows
     stored.rows.copy_(cut_again(moved, old, new)[own])
     if relative:
@@ -165,19 +204,23 @@ def _cut_again_(layer: LayerCurvature, factor: Factor, before: int, rows: int, *
     again = inverse_of(stored, damping)
     if again is None:
         raise ValueError(
-            f"layer {layer.name!r}: {factor.side} was saved with {before} shards, and its blocks for other shards "
-            f"cannot be inverted with the damping {damping:g}; load the checkpoint on {before} processes, or raise "
-            f"damping"
+            f"layer {layer.name!r}: {factor.side} was saved with {before} shards, and its blocks "
+            f"for other shards cannot be inverted with the damping {damping:g}; load the "
+            f"checkpoint on {before} processes, or raise damping"
         )
     blocks: list[list[tuple[int, int]]] = []  # the block of each row
     for cut in (old, new):
-        starts = [(first, run.size) for run in cut.runs for first in range(run.first, run.last, run.size)]
+        starts = [
+            (first, run.size) for run in cut.runs for first in range(run.first, run.last, run.size)
+        ]
         blocks.append([block for block in starts for _ in range(block[1])])
-    changed = torch.tensor([a != b for a, b in zip(*blocks, strict=True)], device=stored.rows.device)[own]
+    changed = torch.tensor(
+        [a != b for a, b in zip(*blocks, strict=True)], device=stored.rows.device
+    )[own]
     inverse.rows.copy_(torch.where(changed[:, None], again.rows, inverse.rows))
 
 
-# ---- curvature that is divided among processes ----------------------------------------------------------------------
+# ---- curvature that is divided among processes ---------------------------------------------------
 
 
 def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
@@ -188,7 +231,9 @@ def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
         return
     keeps = to is None or optimizer.distributed.processes(plan).rank == to
     whole: dict[Tensor, dict[str, Any]] = {}
-    factors = [(layer.weight_view, factor) for layer in plan.layers.values() for factor in layer.stored]
+    factors = [
+        (layer.weight_view, factor) for layer in plan.layers.values() for factor in layer.stored
+    ]
     for view, factor in factors:
         owners = factor.divided
         for inverse in (False, True) if owners is not None else ():
@@ -213,15 +258,17 @@ def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
 
 @contextmanager
 def whole_state(optimizer: "CurvatureOptimizer") -> Iterator[None]:
-    """Replace the state by one in which nothing is divided; RuntimeError if it was not collected."""
+    """Replace the state by one in which nothing is divided."""
+    # Raise RuntimeError if it was not collected.
     if not is_divided(optimizer._plan.layers.values()):
         yield
         return
     if optimizer._whole is None:
         raise RuntimeError(
-            "the curvature is divided among the processes (divide_curvature=True), and this one has a part of it: call "
-            "optimizer.consolidate_state_dict(to=RANK) on all processes after the last step, then state_dict() on that "
-            "rank; with torch.distributed.checkpoint, to=None and state_dict() on all"
+            "the curvature is divided among the processes (divide_curvature=True), and this one "
+            "has a part of it: call optimizer.consolidate_state_dict(to=RANK) on all processes "
+            "after the last step, then state_dict() on that rank; with "
+            "torch.distributed.checkpoint, to=None and state_dict() on all"
         )
     divided = {parameter: optimizer.state[parameter] for parameter in optimizer._whole}
     optimizer.state.update(optimizer._whole)

@@ -1,9 +1,10 @@
-"""A snapshot of the model: its layers, and the name, group, state, layers and shards of each parameter.
+"""A snapshot of the model's layers, and of each parameter's name, group, state, layers and shards.
 
-Wrappers such as Accelerate put new parameters into modules and groups, users prune, freeze or replace layers, and a
-state dict replaces the state. So every step compares a fingerprint of all this with that of the plan, and makes the
-plan anew, as a whole, if they differ. The truth stays in ``optimizer.state`` and ``optimizer.param_groups``. Layers
-that are still there keep the statistics of the running step; new ones gather from the next step on.
+Wrappers such as Accelerate put new parameters into modules and groups, users prune, freeze or
+replace layers, and a state dict replaces the state. So every step compares a fingerprint of all
+this with that of the plan, and makes the plan anew, as a whole, if they differ. The truth stays in
+``optimizer.state`` and ``optimizer.param_groups``. Layers that are still there keep the statistics
+of the running step; new ones gather from the next step on.
 """
 
 from collections.abc import Iterable
@@ -36,7 +37,7 @@ class Share:
 
 
 class Plan:
-    """What an optimizer knows about its model, made at once and never changed but for ``fingerprint``."""
+    """What an optimizer knows of its model, made at once; only ``fingerprint`` ever changes."""
 
     def __init__(
         self,
@@ -47,8 +48,13 @@ class Plan:
         chosen: Patterns,
         before: "Plan | None" = None,
     ) -> None:
-        self.model, self.group_of = model, {id(p): group for group in groups for p in group["params"]}
-        found = Inspection(model, self.parameters(groups), chosen=chosen, matrices_alone="G" not in sides)
+        self.model, self.group_of = (
+            model,
+            {id(p): group for group in groups for p in group["params"]},
+        )
+        found = Inspection(
+            model, self.parameters(groups), chosen=chosen, matrices_alone="G" not in sides
+        )
         self.entries: list[Covered] = found.entries
         self.left_out: list[Layer] = found.left_out
         self.names: dict[int, str] = {}
@@ -60,15 +66,21 @@ class Plan:
         self._places: dict[tuple[int, str], nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             owner = owners[id(parameter)][0]
-            self._places.update({(id(o.module), o.attribute): parameter for o in owners[id(parameter)]})
+            self._places.update(
+                {(id(o.module), o.attribute): parameter for o in owners[id(parameter)]}
+            )
             self.names[id(parameter)] = name
             self.attributes.append((name, owner.module, owner.attribute))
             if is_sharded(parameter):
                 known = before.sharded.get(name) if before is not None else None
                 same = known is not None and known[0] is parameter
-                self.sharded[name] = known if same and known else (parameter, row_shards_of(parameter))
+                self.sharded[name] = (
+                    known if same and known else (parameter, row_shards_of(parameter))
+                )
         self._check_present(groups, before)
-        self.first_shards = next((shards for _, shards in self.sharded.values() if shards is not None), None)
+        self.first_shards = next(
+            (shards for _, shards in self.sharded.values() if shards is not None), None
+        )
         self.layers: dict[str, LayerCurvature] = {}
         for name, layer in found.layers.items():
             old = None if before is None else before.layers.get(name)
@@ -77,12 +89,21 @@ class Plan:
         self.hooks: list[ModuleHook] = hooks_of(found.layers, self.layers)
         self.shares_of: dict[int, list[Share]]  # by the id of the parameter
         self.bind(states)
-        plain = {name: parameter for name, parameter in model.named_parameters() if name in found.matrices}
+        plain = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if name in found.matrices
+        }
         # parameters that are matrices without factors, by id
-        self.matrix_of: dict[int, PlainMatrix] = {id(p): found.matrices[name] for name, p in plain.items()}
-        moving = {id(p) for p in self._places.values() if p.requires_grad and id(p) in self.group_of}
+        self.matrix_of: dict[int, PlainMatrix] = {
+            id(p): found.matrices[name] for name, p in plain.items()
+        }
+        moving = {
+            id(p) for p in self._places.values() if p.requires_grad and id(p) in self.group_of
+        }
         weights = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
-        self.depth = sum(weights) + len(moving & self.matrix_of.keys())  # the number of matrices that are trained
+        # the number of matrices that are trained
+        self.depth = sum(weights) + len(moving & self.matrix_of.keys())
         self.fingerprint: list[Any] = []  # of the optimizer when the plan was made
 
     @staticmethod
@@ -91,10 +112,12 @@ class Plan:
         return [parameter for group in groups for parameter in group["params"]]
 
     def _is_same(self, old: LayerCurvature, new: Layer) -> bool:
-        """Return whether a layer of the plan before is still this one: the same weight, divided in the same way."""
+        """Return whether a layer of the plan before is still this one."""
+        # It must have the same weight, divided in the same way.
         view = old.weight_view
         return (
-            (view.module, view.attribute, view.rows) == (new.weight.module, new.weight.attribute, new.weight.rows)
+            (view.module, view.attribute, view.rows)
+            == (new.weight.module, new.weight.attribute, new.weight.rows)
             and len(old.biases) == len(new.biases)
             and view.shards == self.shards_of(new.weight.parameter)
         )
@@ -108,7 +131,9 @@ class Plan:
                 parameter = self._places[id(view.module), view.attribute]
                 group = self.group_of.get(id(parameter), {})
                 view.bind(states.get(parameter), group, parameter, self.shards_of(parameter))
-                self.shares_of.setdefault(id(parameter), []).append(Share(layer, view, view is layer.weight_view))
+                self.shares_of.setdefault(id(parameter), []).append(
+                    Share(layer, view, view is layer.weight_view)
+                )
             layer.bind()
         for shares in self.shares_of.values():
             longest = max(len(share.view.outline()) for share in shares)
@@ -116,21 +141,24 @@ class Plan:
                 share.view.longest = longest
 
     def _check_present(self, groups: list[Group], before: "Plan | None") -> None:
-        """Raise an error if the groups hold nothing of the model, or weights were tied since the plan before."""
+        """Raise an error if the groups hold nothing of the model, or weights were newly tied."""
+        # Weights are newly tied if they were tied since the plan before.
         trained = self.parameters(groups)
         if trained and not any(id(p) in self.names for p in trained):
             if all(p.dim() == 1 for p in trained):
                 raise RuntimeError(
-                    "the optimizer's parameter groups have flat tensors in the place of the model's parameters, as "
-                    "DeepSpeed's ZeRO and bf16 optimizers make them: the matrices are needed, and such partitioned "
-                    "parameters cannot be used; use FSDP2 (fully_shard, then the optimizer) or "
-                    "DistributedDataParallel in the place of ZeRO"
+                    "the optimizer's parameter groups have flat tensors in the place of the "
+                    "model's parameters, as DeepSpeed's ZeRO and bf16 optimizers make them: the "
+                    "matrices are needed, and such partitioned parameters cannot be used; use "
+                    "FSDP2 (fully_shard, then the optimizer) or DistributedDataParallel in the "
+                    "place of ZeRO"
                 )
             raise RuntimeError(
-                f"parameter {next(iter(self.names.values()))!r} is in none of the optimizer's parameter groups, and so "
-                f"are all others: they were replaced after the optimizer was made. Make it after that (after "
-                f"fully_shard, which replaces all parameters), or assign to parameter.data instead. DeepSpeed's bf16 "
-                f"and fp16 optimizers replace them too: use float32 with torch.autocast"
+                f"parameter {next(iter(self.names.values()))!r} is in none of the optimizer's "
+                "parameter groups, and so are all others: they were replaced after the optimizer "
+                "was made. Make it after that (after fully_shard, which replaces all parameters), "
+                "or assign to parameter.data instead. DeepSpeed's bf16 and fp16 optimizers "
+                "replace them too: use float32 with torch.autocast"
             )
         if before is None:
             return
@@ -141,11 +169,12 @@ class Plan:
             other = name if now is None else first.setdefault(id(now), name)
             if other != name and not of_layers.isdisjoint((other, name)):
                 raise RuntimeError(
-                    f"{other!r} and {name!r} are one parameter: they were tied after the optimizer was made, which "
-                    f"takes them for the weights of two layers. Tie the weights first, then make the optimizer"
+                    f"{other!r} and {name!r} are one parameter: they were tied after the optimizer "
+                    "was made, which takes them for the weights of two layers. Tie the weights "
+                    "first, then make the optimizer"
                 )
 
-    # ---- queries ----------------------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +199,10 @@ class Plan:
 
 
 def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
-    """Return the rows of a parameter that belong to no layer, such as a projection that the user has left out."""
+    """Return the rows of a parameter that belong to no layer.
+
+    Such rows are, for example, those of a projection that the user has left out.
+    """
     rows = sorted((0, length) if one is None else (one.start, one.stop) for one in taken)
     rows = [(start, stop) for start, stop in rows if start < stop]
     starts, stops = [0, *(stop for _, stop in rows)], [*(start for start, _ in rows), length]

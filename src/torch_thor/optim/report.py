@@ -1,4 +1,4 @@
-"""What an optimizer reports: the coverage of its model as it is now, its description, and warnings of its steps."""
+"""What an optimizer reports: its model's coverage now, its description, and step warnings."""
 
 import math
 import warnings
@@ -36,7 +36,9 @@ def current(entries: Iterable[Covered], plan: Plan) -> list[Covered]:
         elif shares and not any(share.layer.weight.requires_grad for share in shares):
             entry = replace(entry, reason="the weight of its layer is frozen")
         elif shares and all(share.layer.uncalled and not share.layer.refreshes for share in shares):
-            entry = replace(entry, reason=_UNCALLED if shares[0].is_weight else f"like its layer: {_UNCALLED}")
+            entry = replace(
+                entry, reason=_UNCALLED if shares[0].is_weight else f"like its layer: {_UNCALLED}"
+            )
         found.append(entry)
     return found
 
@@ -48,7 +50,10 @@ def sizes(entries: Iterable[Covered]) -> tuple[int, int]:
 
 
 def warn_of_little(entries: Iterable[Covered], optimizer: str, stacklevel: int) -> None:
-    """Warn if less than half of the trained parameters is preconditioned, apart from what ``layers=`` leaves out."""
+    """Warn if less than half of the trained parameters is preconditioned.
+
+    Parameters that ``layers=`` leaves out are not counted.
+    """
     entries = [entry for entry in entries if entry.reason != LEFT_OUT]
     covered, total = sizes(entries)
     if 2 * covered >= total:
@@ -58,8 +63,9 @@ def warn_of_little(entries: Iterable[Covered], optimizer: str, stacklevel: int) 
     largest = "; ".join(f"{e.name} {e.shape} ({e.rest}): {e.reason}" for e in plain[:3])
     more = f"; and {len(plain) - 3} more" if len(plain) > 3 else ""
     warnings.warn(
-        f"{optimizer} preconditions {covered:,} of {total:,} trained parameters ({covered / total:.0%}). The largest "
-        f"of the others: {largest}{more}. print(optimizer) lists all",
+        f"{optimizer} preconditions {covered:,} of {total:,} trained parameters "
+        f"({covered / total:.0%}). The largest of the others: {largest}{more}. print(optimizer) "
+        "lists all",
         UserWarning,
         stacklevel=stacklevel + 1,
     )
@@ -69,13 +75,22 @@ def described(optimizer: "CurvatureOptimizer") -> str:
     """Return the options of each group, and what each parameter gets."""
     lines = [f"{type(optimizer).__name__} ("]
     for number, group in enumerate(optimizer.param_groups):
-        keys = [key for key in dict.fromkeys((*optimizer.defaults, *group)) if key in group and key not in NO_OPTIONS]
+        keys = [
+            key
+            for key in dict.fromkeys((*optimizer.defaults, *group))
+            if key in group and key not in NO_OPTIONS
+        ]
         lines += [f"Parameter Group {number}", *(f"    {key}: {group[key]}" for key in keys)]
     entries, layers = optimizer.coverage(), optimizer.curvature.values()
     part, total = sizes(entries)
-    split = ", ".join(str(s) for s in dict.fromkeys(group["split_dim"] for group in optimizer.param_groups))
+    split = ", ".join(
+        str(s) for s in dict.fromkeys(group["split_dim"] for group in optimizer.param_groups)
+    )
     count = sum(layer.weight.requires_grad for layer in layers)
-    lines += [")", f"{part:,} of {total:,} trained parameters, in {count} layers, are preconditioned:"]
+    lines += [
+        ")",
+        f"{part:,} of {total:,} trained parameters, in {count} layers, are preconditioned:",
+    ]
     return "\n".join((*lines, table(entries, f"factors (split {split})")))
 
 
@@ -83,21 +98,26 @@ def nothing_found(optimizer: "CurvatureOptimizer", plan: Plan, entries: Iterable
     """Return the text of the error for a model without a layer to precondition."""
     label, found = type(optimizer).__name__, table(current(entries, plan))
     return (
-        f"{label} found no layer to precondition among what is trained in {type(plan.model).__name__}; use "
-        f"torch.optim.SGD, or give {label} the weights of its layers. What it found:\n{found}"
+        f"{label} found no layer to precondition among what is trained in "
+        f"{type(plan.model).__name__}; use torch.optim.SGD, or give {label} the weights of its "
+        f"layers. What it found:\n{found}"
     )
 
 
-# ---- warnings of a step ----------------------------------------------------------------------------------------------
+# ---- warnings of a step --------------------------------------------------------------------------
 
 
 class StepWarnings:
-    """Warnings that are issued when the step is complete, each once: a program may turn warnings into errors."""
+    """Warnings that are issued when the step is complete, each once.
+
+    They wait until then because a program may turn warnings into errors.
+    """
 
     def __init__(self) -> None:
         self._known: set[Hashable] = set()
         self.first_lr = math.inf
-        self.pending: dict[tuple[str, str], list[str]] = {}  # the names that one text is about, by its two parts
+        # the names that one text is about, by its two parts
+        self.pending: dict[tuple[str, str], list[str]] = {}
 
     def note(self, about: Hashable, message: str, name: str | None = None, then: str = "") -> None:
         """Add a warning, unless one about the same problem has been added before."""
@@ -112,41 +132,55 @@ class StepWarnings:
         for (message, then), names in pending.items():
             others = f" (likewise {some(names[1:])})" if len(names) > 1 else ""
             text = f"{message}{''.join(names[:1])}{others}{then}"
-            warnings.warn(text, RuntimeWarning, stacklevel=6)  # the caller of step, outside torch's wrappers
+            # the caller of step, outside torch's wrappers
+            warnings.warn(text, RuntimeWarning, stacklevel=6)
 
 
 def note_layer(optimizer: "CurvatureOptimizer", layer: LayerCurvature, what: str) -> None:
     """Warn of a problem of a layer, once for each layer and problem."""
     step, label = layer.weight_view.options["step"], type(optimizer).__name__
-    optimizer._warnings.note((layer.name, what), f"{label}, step {step}, layer ", layer.name, f": {what}")
+    optimizer._warnings.note(
+        (layer.name, what), f"{label}, step {step}, layer ", layer.name, f": {what}"
+    )
 
 
 def note_changes(optimizer: "CurvatureOptimizer", before: Plan, now: Plan) -> None:
-    """Warn of what a change of the model means: layers that are gone, parameters that are not trained."""
-    label, known = type(optimizer).__name__, {e.name for e in before.entries if e.reason == NOT_TRAINED}
-    new = [entry.name for entry in now.entries if entry.reason == NOT_TRAINED and entry.name not in known]
+    """Warn of what a model change means: layers that are gone, parameters not trained."""
+    label, known = (
+        type(optimizer).__name__,
+        {e.name for e in before.entries if e.reason == NOT_TRAINED},
+    )
+    new = [
+        entry.name
+        for entry in now.entries
+        if entry.reason == NOT_TRAINED and entry.name not in known
+    ]
     then = _untrained(new) if new else "What takes its place is trained plainly"
     if now.sharded and not before.sharded:
         optimizer._warnings.note(
             "divided",
-            f"{label}: the parameters were divided among processes after {label} was made, so this step has no "
-            f"statistics that it can use; make {label} after fully_shard",
+            f"{label}: the parameters were divided among processes after {label} was made, so this "
+            f"step has no statistics that it can use; make {label} after fully_shard",
         )
     weights = {id(layer.weight_view.parameter) for layer in now.layers.values()}
     for name in sorted(before.layers.keys() - now.layers.keys()):
-        if id(before.layers[name].weight_view.present) in weights:  # renamed by a wrapper, such as an adapter
+        # renamed by a wrapper, such as an adapter
+        if id(before.layers[name].weight_view.present) in weights:
             continue
         optimizer._warnings.note(
             (name, "gone"),
             f"{label}: the weight of layer ",
             name,
-            " is no longer a parameter of the model that is trained: it was removed, replaced, pruned or parametrised "
-            f"after {label} was made. {then}",
+            " is no longer a parameter of the model that is trained: it was removed, replaced, "
+            f"pruned or parametrised after {label} was made. {then}",
         )
 
 
 def note_nothing_trained(optimizer: "CurvatureOptimizer") -> None:
-    """Warn once if no parameter of the groups has a gradient: the model has got others since, or another one runs."""
+    """Warn once if no parameter of the groups has a gradient.
+
+    If so, the model has got other parameters since, or another model runs.
+    """
     plan, label, step = optimizer._plan, type(optimizer).__name__, optimizer.param_groups[0]["step"]
     if any(p.grad is not None for p in plan.parameters(optimizer.param_groups)):
         return
@@ -159,32 +193,45 @@ def note_nothing_trained(optimizer: "CurvatureOptimizer") -> None:
         )
     elif step == LR_JUDGED[1] and not any(layer.refreshes for layer in plan.layers.values()):
         remedy = (
-            f"Call the model that {label} was made for, of which a copy has parameters of its own, and loss.backward() "
-            f"before each step()"
+            f"Call the model that {label} was made for, of which a copy has parameters of its own, "
+            f"and loss.backward() before each step()"
         )
     else:  # such as one of two optimizers that take turns
         return
-    about = f"{label}, step {step - 1}: no parameter in its groups has a gradient, so nothing is trained. {remedy}"
+    about = (
+        f"{label}, step {step - 1}: no parameter in its groups has a gradient, so nothing is "
+        f"trained. {remedy}"
+    )
     optimizer._warnings.note("nothing trained", about)
 
 
 def note_lr(optimizer: "CurvatureOptimizer") -> None:
-    """Warn of a learning rate for another optimizer: far above the default, or below it and not growing (a warm-up)."""
+    """Warn of a learning rate that is for another optimizer.
+
+    It is far above the default, or below it and not growing (as in a warm-up).
+    """
     if "G" in optimizer.sides:  # THOR's learning rate depends on the task
         return
     label, known = type(optimizer).__name__, optimizer._warnings
     default = signature(type(optimizer)).parameters["lr"].default
     # the highest one of torch's schedulers, as a rule
-    lr = max(max(float(group["lr"]), float(group.get("initial_lr", 0.0))) for group in optimizer.param_groups)
+    lr = max(
+        max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
+        for group in optimizer.param_groups
+    )
     if optimizer.param_groups[0]["step"] == LR_JUDGED[0]:
         known.first_lr = lr
     elif lr > 10 * default:
-        known.note("lr", f"{label}: lr={lr:g} is above {10 * default:g}, ten times the default. Start with {default:g}")
+        known.note(
+            "lr",
+            f"{label}: lr={lr:g} is above {10 * default:g}, ten times the default. Start with "
+            f"{default:g}",
+        )
     elif 0 < lr < default / 10 and lr <= known.first_lr:
         known.note(
             "lr",
-            f"{label}: lr={lr:g} is below {default / 10:g}, a tenth of the default. If it is a trainer's, for Adam, "
-            f"give the trainer {label}'s, such as learning_rate={default:g}",
+            f"{label}: lr={lr:g} is below {default / 10:g}, a tenth of the default. If it is a "
+            f"trainer's, for Adam, give the trainer {label}'s, such as learning_rate={default:g}",
         )
 
 

@@ -1,4 +1,7 @@
-"""THOR: the trace-based, layer-wise natural-gradient optimizer (Chen et al., AAAI 2021), for any PyTorch model."""
+"""THOR: the trace-based, layer-wise natural-gradient optimizer, for any PyTorch model.
+
+It is that of Chen et al., AAAI 2021.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +19,8 @@ from torch_thor.optim.natural import natural_step
 from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.parameters import Group
 
-# "paper" is the step of the paper, without a bound; the others are the three settings of (ω1, ω2) in the paper.
+# "paper" is the step of the paper, without a bound; the others are the three settings of (ω1, ω2)
+# in the paper.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"trace_thresholds": (0.01, 0.0), "kl_clip": None, "max_update_ratio": None},
     "thor": {"trace_thresholds": (0.01, 0.0)},
@@ -26,57 +30,64 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class THOR(CurvatureOptimizer):
-    """Natural gradient with Kronecker factors, refreshed layer by layer when their trace has changed.
+    """Natural gradient with Kronecker factors, refreshed layer by layer when their trace changed.
 
-    For linear layers, convolutions (1d to 3d, transposed, grouped), embeddings, attention, recurrent layers and
-    experts: ``ΔW = (1/T) · (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` with the empirical Fisher's factors A (input) and G
-    (output gradient of one loss term); biases are solved with G alone. Then weight decay (``+ weight_decay · W``), the
-    bound on the step, and momentum as in ``torch.optim.SGD`` are applied. All other parameters, including those of
-    normalisation layers, are trained by SGD with momentum under the same bound; ``coverage`` lists the treatment of
-    each parameter. Neither the model nor the training loop has to be changed.
+    For linear layers, convolutions (1d to 3d, transposed, grouped), embeddings, attention,
+    recurrent layers and experts: ``ΔW = (1/T) · (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` with the
+    empirical Fisher's factors A (input) and G (output gradient of one loss term); biases are solved
+    with G alone. Then weight decay (``+ weight_decay · W``), the bound on the step, and momentum as
+    in ``torch.optim.SGD`` are applied. All other parameters, including those of normalisation
+    layers, are trained by SGD with momentum under the same bound; ``coverage`` lists the treatment
+    of each parameter. Neither the model nor the training loop has to be changed.
 
-    Create the optimizer after ``fully_shard`` (FSDP2, HSDP), which replaces the parameters, and before
-    ``DistributedDataParallel``. ``torch.compile`` may come before or after; steps that gather statistics run eagerly,
-    all others compiled. The attributes ``loss_terms``, ``row_mask``, ``nonfinite`` and ``grad_scaler`` may be set any
-    time before ``step``.
+    Create the optimizer after ``fully_shard`` (FSDP2, HSDP), which replaces the parameters, and
+    before ``DistributedDataParallel``. ``torch.compile`` may come before or after; steps that
+    gather statistics run eagerly, all others compiled. The attributes ``loss_terms``, ``row_mask``,
+    ``nonfinite`` and ``grad_scaler`` may be set any time before ``step``.
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
-        lr: learning rate, a float or a one-element tensor. The length of a natural-gradient step depends on lr and
-            damping together, so a learning rate of SGD does not transfer.
-        damping: λ > 0; ``√(λ/T)`` is added to the diagonal of both factors. Schedule it like lr: every parameter group
-            holds it. Inverses have the damping of the refresh that made them.
+        lr: learning rate, a float or a one-element tensor. The length of a natural-gradient step
+            depends on lr and damping together, so a learning rate of SGD does not transfer.
+        damping: λ > 0; ``√(λ/T)`` is added to the diagonal of both factors. Schedule it like lr:
+            every parameter group holds it. Inverses have the damping of the refresh that made them.
         momentum: μ in [0, 1).
         nesterov: step along ``d + μ v`` instead of ``v``.
-        weight_decay: added to the natural gradient as ``weight_decay · W`` (so it is not preconditioned). For some
-            parameters alone: ``torch_thor.param_groups``.
-        update_interval: steps between refreshes; or a schedule of ``torch_thor.intervals`` or any callable, from
-            the step of a refresh (counted from 0) to the number of steps until the next. The first step refreshes. The
-            option may be changed in each parameter group and is read at the next refresh.
-        trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh, a layer whose trace changed by more
-            than ω1 takes new factors; by less than ω2, it stops for good; otherwise it keeps its factors. ``(0, 0)``
-            always takes new ones.
+        weight_decay: added to the natural gradient as ``weight_decay · W`` (so it is not
+            preconditioned). For some parameters alone: ``torch_thor.param_groups``.
+        update_interval: steps between refreshes; or a schedule of ``torch_thor.intervals`` or any
+            callable, from the step of a refresh (counted from 0) to the number of steps until the
+            next. The first step refreshes. The option may be changed in each parameter group and is
+            read at the next refresh.
+        trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh, a layer whose trace
+            changed by more than ω1 takes new factors; by less than ω2, it stops for good; otherwise
+            it keeps its factors. ``(0, 0)`` always takes new ones.
         split_dim: block size of the factors (section 3.3), None for full factors;
             ``choose_split_dim(model, batch).split_dim`` measures one for this model and device.
-        factor_decay: weight of the old factors in a running average; 0, as in the paper, uses the latest only.
-        max_update_ratio: r; the step ``lr · d`` of a parameter, before momentum, is at most r times as long as the
-            parameter: ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)``. None: no bound, as in the paper. Under FSDP2 it bounds
-            the rows of each process on their own.
-        kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` (Ba et al. 2017), in
-            the place of ``max_update_ratio``, which is then not applied. None: not used.
+        factor_decay: weight of the old factors in a running average; 0, as in the paper, uses the
+            latest only.
+        max_update_ratio: r; the step ``lr · d`` of a parameter, before momentum, is at most r times
+            as long as the parameter: ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)``. None: no bound, as
+            in the paper. Under FSDP2 it bounds the rows of each process on their own.
+        kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))``
+            (Ba et al. 2017), in the place of ``max_update_ratio``, which is then not applied. None:
+            not used.
         model: the model, where ``params`` are parameters.
-        layers: the layers to precondition; SGD with momentum trains all others. Names or patterns of ``fnmatch``,
-            where the name of a module stands for every layer inside it and a leading minus excludes (``"-head"``), or a
-            callable ``(name, module) -> bool``. None: all.
-        loss_reduction: ``"mean"`` if the loss is the mean over the loss terms of the mini-batch, ``"sum"`` if it is
-            their sum.
-        fisher: the labels that the statistics use. ``"empirical"``: those of the training loss. ``"sampled"``: labels
-            drawn from the model's own predictions, which ``sample_fisher`` needs after each forward pass.
-        distributed: how to train with other processes; None: with those of the default group, if there is one.
+        layers: the layers to precondition; SGD with momentum trains all others. Names or patterns
+            of ``fnmatch``, where the name of a module stands for every layer inside it and a
+            leading minus excludes (``"-head"``), or a callable ``(name, module) -> bool``. None:
+            all.
+        loss_reduction: ``"mean"`` if the loss is the mean over the loss terms of the mini-batch,
+            ``"sum"`` if it is their sum.
+        fisher: the labels that the statistics use. ``"empirical"``: those of the training loss.
+            ``"sampled"``: labels drawn from the model's own predictions, which ``sample_fisher``
+            needs after each forward pass.
+        distributed: how to train with other processes; None: with those of the default group, if
+            there is one.
 
     Raises:
-        ValueError: an option is out of range, a parameter is not the model's, a pattern matches no layer, or nothing
-            can be preconditioned.
+        ValueError: an option is out of range, a parameter is not the model's, a pattern matches no
+            layer, or nothing can be preconditioned.
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
@@ -107,7 +118,10 @@ class THOR(CurvatureOptimizer):
         distributed: Distributed | None = None,
     ) -> None:
         if isinstance(distributed, Distributed) and distributed.whole_matrices:
-            raise ValueError("whole_matrices=True: must be False with THOR, which orthogonalises nothing; leave it out")
+            raise ValueError(
+                "whole_matrices=True: must be False with THOR, which orthogonalises nothing; leave "
+                "it out"
+            )
         options = {name: value for name, value in locals().items() if name in OF_GROUPS}
         super().__init__(
             params,
@@ -124,18 +138,22 @@ class THOR(CurvatureOptimizer):
         """Return the options of a named setting: ``THOR(model, **THOR.preset("paper"))``.
 
         Args:
-            name: ``"paper"``: the step of the paper, without a bound. Or a setting of the trace rule (Chen et al. 2021,
-                section 4): ``"thor"``: a layer keeps its factors if the trace has changed by 1 % or less;
-                ``"thor_stop"``: the same, and below 0.1 % it stops for good; ``"thor_nt"``: no trace rule.
+            name: ``"paper"``: the step of the paper, without a bound. Or a setting of the trace
+                rule (Chen et al. 2021, section 4): ``"thor"``: a layer keeps its factors if the
+                trace has changed by 1 % or less; ``"thor_stop"``: the same, and below 0.1 % it
+                stops for good; ``"thor_nt"``: no trace rule.
 
         Returns:
-            ``trace_thresholds``; for ``"paper"`` also ``kl_clip`` and ``max_update_ratio``, both None.
+            ``trace_thresholds``; for ``"paper"`` also ``kl_clip`` and ``max_update_ratio``, both
+            None.
 
         Raises:
             ValueError: there is no such setting.
         """
         if name not in PRESETS:
-            raise ValueError(f"preset {name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
+            raise ValueError(
+                f"preset {name!r} is not known; use one of {', '.join(map(repr, PRESETS))}"
+            )
         return dict(PRESETS[name])
 
     def sample_fisher(
@@ -147,38 +165,49 @@ class THOR(CurvatureOptimizer):
         mask: Tensor | None = None,
         seed: int = 0,
     ) -> None:
-        """Gather statistics from labels drawn from the model's predictions; does nothing between refreshes.
+        """Gather statistics from labels drawn from the model's predictions.
 
-        Call it once for each forward pass, before ``loss.backward()``. With ``fisher="sampled"`` a refresh step
-        requires it. It costs a backward pass from the drawn labels to the outputs of the layers, without the gradients
-        of weights. ``.grad`` and torch's random generators are not changed.
+        This does nothing between refreshes.
+
+        Call it once for each forward pass, before ``loss.backward()``. With ``fisher="sampled"`` a
+        refresh step requires it. It costs a backward pass from the drawn labels to the outputs of
+        the layers, without the gradients of weights. ``.grad`` and torch's random generators are
+        not changed.
 
         Args:
             output: the predictions of the model, not detached.
-            distribution: the distribution of the labels given the output: ``"categorical"`` (of logits, for
-                ``cross_entropy``), ``"bernoulli"`` (of logits, for ``binary_cross_entropy_with_logits``), ``"normal"``
-                (of means, with variance 1, for half of ``mse_loss``), or a callable from the output to a
-                ``torch.distributions.Distribution``, which is called on refresh steps only. Each element of its
-                ``batch_shape`` is a loss term; N is their number, unless ``loss_terms`` is set.
-            dim: the dimension of categorical logits that holds the classes. None means the last one, and is allowed for
-                logits of at most two dimensions.
-            mask: bool, in the shape of the labels, True for the labels that count (``labels != -100``); None: all.
-            seed: determines the drawn labels, together with the step, the process and the number of the call.
+            distribution: the distribution of the labels given the output: ``"categorical"`` (of
+                logits, for ``cross_entropy``), ``"bernoulli"`` (of logits, for
+                ``binary_cross_entropy_with_logits``), ``"normal"`` (of means, with variance 1, for
+                half of ``mse_loss``), or a callable from the output to a
+                ``torch.distributions.Distribution``, which is called on refresh steps only. Each
+                element of its ``batch_shape`` is a loss term; N is their number, unless
+                ``loss_terms`` is set.
+            dim: the dimension of categorical logits that holds the classes. None means the last
+                one, and is allowed for logits of at most two dimensions.
+            mask: bool, in the shape of the labels, True for the labels that count
+                (``labels != -100``); None: all.
+            seed: determines the drawn labels, together with the step, the process and the number of
+                the call.
 
         Raises:
-            RuntimeError: the optimizer was created with ``fisher="empirical"``, the call is not between a forward pass
-                and its ``loss.backward()``, or it is the second call for this forward pass.
-            ValueError: the distribution is unknown, ``dim`` or ``mask`` does not fit, or the output has no gradient.
+            RuntimeError: the optimizer was created with ``fisher="empirical"``, the call is not
+                between a forward pass and its ``loss.backward()``, or it is the second call for
+                this forward pass.
+            ValueError: the distribution is unknown, ``dim`` or ``mask`` does not fit, or the output
+                has no gradient.
         """
         capture = self._capture
         if capture.sampler is None:
             raise RuntimeError(
-                'sample_fisher() has no use with fisher="empirical", which takes the labels of the training loss; '
+                'sample_fisher() has no use with fisher="empirical", which takes the labels of the '
+                "training loss; "
                 'leave the call out, or make the optimizer with THOR(..., fisher="sampled")'
             )
         if not capture.awaited or not torch.is_grad_enabled():
             return
-        if capture.sampler.trained and capture.gradients_dropped():  # without a step since the loss of these rows
+        # without a step since the loss of these rows
+        if capture.sampler.trained and capture.gradients_dropped():
             capture.discard()
         key = f"{seed}/{self.param_groups[0]['step']}/{self.distributed.processes(self._plan).rank}"
         try:
@@ -189,4 +218,6 @@ class THOR(CurvatureOptimizer):
 
     def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         if group["momentum"] and "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
+            state["momentum_buffer"] = torch.zeros_like(
+                parameter, dtype=factor_dtype(parameter.dtype)
+            )

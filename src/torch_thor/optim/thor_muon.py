@@ -19,17 +19,21 @@ from torch_thor.optim.parameters import Group
 
 
 class ThorMuon(CurvatureOptimizer):
-    """Momentum, preconditioned with the second moment A of a layer's input, orthogonalised, at a fixed length.
+    """Momentum, preconditioned with a layer's second moment A, orthogonalised, at a fixed length.
+
+    A is the second moment of the layer's input.
 
     For a matrix W (``d_out × d_in``): ``v ← μ v + ∇W``, ``u = ∇W + μ v``,
-    ``d = orth(u (A + λ tr(A)/d_in · I)⁻¹)`` with ``‖d‖_F = √min(d_out, d_in) · √max(1, d_out / d_in)``, and
-    ``W ← (1 − lr · weight_decay) W − lr · √min(1, 10 / L) · d`` for L trained matrices (η ∝ 1/√depth, HyperP,
-    arXiv 2603.28743). The step does not depend on the scale of the loss or the width of the layer, so one lr serves all
-    layers and tasks. ``orth`` returns polar factors of blocks of ``split_dim`` rows
-    (``torch_thor.curvature.polar``). A matrix without factors, as of a layer that is not known, takes the same step
-    with the identity in the place of A. What is no matrix (biases, parameters of normalisation layers, embeddings) and
-    layers that ``layers`` leaves out are trained with AdamW at ``0.2 lr`` and betas (0.9, 0.95). ``coverage`` lists
-    the treatment of each parameter. Where it is created and what may be set before ``step``: as for
+    ``d = orth(u (A + λ tr(A)/d_in · I)⁻¹)`` with
+    ``‖d‖_F = √min(d_out, d_in) · √max(1, d_out / d_in)``, and
+    ``W ← (1 − lr · weight_decay) W − lr · √min(1, 10 / L) · d`` for L trained matrices (η ∝
+    1/√depth, HyperP, arXiv 2603.28743). The step does not depend on the scale of the loss or the
+    width of the layer, so one lr serves all layers and tasks. ``orth`` returns polar factors of
+    blocks of ``split_dim`` rows (``torch_thor.curvature.polar``). A matrix without factors, as of a
+    layer that is not known, takes the same step with the identity in the place of A. What is no
+    matrix (biases, parameters of normalisation layers, embeddings) and layers that ``layers``
+    leaves out are trained with AdamW at ``0.2 lr`` and betas (0.9, 0.95). ``coverage`` lists the
+    treatment of each parameter. Where it is created and what may be set before ``step``: as for
     ``torch_thor.THOR``.
 
     Args:
@@ -40,26 +44,31 @@ class ThorMuon(CurvatureOptimizer):
         nesterov: ``u = ∇W + μ v`` instead of ``u = v``.
         weight_decay: decoupled: ``W ← (1 − lr · weight_decay) W``. For some parameters alone:
             ``torch_thor.param_groups``.
-        update_interval: as for ``torch_thor.THOR``; by default every step at first and every 50th from step 98 on.
-        split_dim: block size of A, and the number of rows that are orthogonalised together; None for whole matrices.
+        update_interval: as for ``torch_thor.THOR``; by default every step at first and every 50th
+            from step 98 on.
+        split_dim: block size of A, and the number of rows that are orthogonalised together; None
+            for whole matrices.
         factor_decay: weight of the old A in a running average.
-        max_update_ratio: r; the step of each matrix is at most ``r · max(‖W‖_F, 0.03 √d_out)`` long, of each group of a
-            convolution and each expert on its own. None: no bound. Weights that are small on purpose (SIREN): 0.05.
+        max_update_ratio: r; the step of each matrix is at most ``r · max(‖W‖_F, 0.03 √d_out)``
+            long, of each group of a convolution and each expert on its own. None: no bound. Weights
+            that are small on purpose (SIREN): 0.05.
         model: the model, where ``params`` are parameters.
-        layers: the layers whose A is used, as for ``torch_thor.THOR``; all other matrices of known layers are
-            trained with AdamW. None: all.
-        distributed: how to train with other processes; None: with those of the default group, if there is one.
+        layers: the layers whose A is used, as for ``torch_thor.THOR``; all other matrices of known
+            layers are trained with AdamW. None: all.
+        distributed: how to train with other processes; None: with those of the default group, if
+            there is one.
 
     Raises:
-        ValueError: an option is out of range, a parameter is not the model's, a pattern matches no layer, or nothing is
-            trained.
+        ValueError: an option is out of range, a parameter is not the model's, a pattern matches no
+            layer, or nothing is trained.
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
     sides = ("A",)
     _update = orthogonal_step
     relative_damping = True
-    trace_thresholds = (0.01, 0.0)  # a layer whose trace has changed by 1 % or less keeps its factor
+    # a layer whose trace has changed by 1 % or less keeps its factor
+    trace_thresholds = (0.01, 0.0)
 
     def __init__(
         self,
@@ -85,12 +94,15 @@ class ThorMuon(CurvatureOptimizer):
         """List how each parameter of the model is trained.
 
         Returns:
-            One entry per parameter, in the model's order: its kind, the size of A or the reason why it has none, and
-            the shapes of the matrices that are orthogonalised. It prints as a table.
+            One entry per parameter, in the model's order: its kind, the size of A or the reason why
+            it has none, and the shapes of the matrices that are orthogonalised. It prints as a
+            table.
         """
         entries, parameters = super().coverage(), dict(self.model.named_parameters())
         return Coverage(
-            replace(entry, matrices=matrices_of(parameters[entry.name], self._plan)) if entry.trained else entry
+            replace(entry, matrices=matrices_of(parameters[entry.name], self._plan))
+            if entry.trained
+            else entry
             for entry in entries
         )
 
@@ -98,6 +110,7 @@ class ThorMuon(CurvatureOptimizer):
         is_matrix = id(parameter) in self._plan.shares_of or id(parameter) in self._plan.matrix_of
         if not is_matrix:
             state.setdefault("step", torch.zeros(()))
-        for key in ("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"):  # as torch.optim.AdamW has them
+        # as torch.optim.AdamW has them
+        for key in ("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"):
             if key not in state:
                 state[key] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))

@@ -13,7 +13,8 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.split.observe import LARGEST, Losses, LossFn, Observer
 from torch_thor.split.timing import device_name, inverse_seconds
 
-MAX_LOSS = 0.01  # a factor counts as preserved if it loses less than this share of its spectral norm
+# a factor counts as preserved if it loses less than this share of its spectral norm
+MAX_LOSS = 0.01
 
 
 @dataclass(frozen=True)
@@ -22,15 +23,18 @@ class SplitChoice:
 
     Args:
         split_dim: the candidate nearest to the crossing, for ``THOR(model, split_dim=...)``.
-        crossing: the block size at which the two curves cross; None if they do not, so that the largest candidate is
-            chosen.
-        candidates: the block sizes that were tried, increasing from 1 to the size of the largest factor (at most 8192).
+        crossing: the block size at which the two curves cross; None if they do not, so that the
+            largest candidate is chosen.
+        candidates: the block sizes that were tried, increasing from 1 to the size of the largest
+            factor (at most 8192).
         performance: for each candidate ``p_1 / p_s``, which decreases with s.
-        information: for each candidate the share of factors that lose less than 1 % of their spectral norm, which
-            increases with s.
+        information: for each candidate the share of factors that lose less than 1 % of their
+            spectral norm, which increases with s.
         seconds: for each candidate ``p_s``, the median time to invert all blocks of the model once.
-        losses: by layer name and by ``"A"`` or ``"G"``, the spectral loss ``1 - |Â|₂ / |A|₂`` for each candidate.
-        device: the name of the device, with the number of threads of a CPU, on which the times were measured.
+        losses: by layer name and by ``"A"`` or ``"G"``, the spectral loss ``1 - |Â|₂ / |A|₂`` for
+            each candidate.
+        device: the name of the device, with the number of threads of a CPU, on which the times were
+            measured.
     """
 
     split_dim: int
@@ -56,43 +60,56 @@ def choose_split_dim(
 ) -> SplitChoice:
     """Choose THOR's split dimension for a model on a device (Chen et al. 2021, section 3.3).
 
-    For each candidate ``SplitChoice`` has the share of factors that blocks of this size preserve, which increases
-    with the size, and the performance, which decreases. The choice is the candidate nearest to the crossing of the two
-    curves, on the logarithmic axis on which candidates are evenly spaced.
+    For each candidate ``SplitChoice`` has the share of factors that blocks of this size preserve,
+    which increases with the size, and the performance, which decreases. The choice is the candidate
+    nearest to the crossing of the two curves, on the logarithmic axis on which candidates are
+    evenly spaced.
 
-    A copy of the model runs forward and backward once, in the current mode of the model (call ``model.train()`` first
-    to see the statistics of training). The parameters, gradients, buffers, hooks, mode and device of the model do not
-    change, and neither do torch's random generators. Beside the copy and the activations, the unsplit factors of one
-    layer are in memory at a time; measuring times needs a few times the memory of the factors of all layers. On a CPU,
-    networks of the size of ResNet-50 take minutes.
+    A copy of the model runs forward and backward once, in the current mode of the model (call
+    ``model.train()`` first to see the statistics of training). The parameters, gradients, buffers,
+    hooks, mode and device of the model do not change, and neither do torch's random generators.
+    Beside the copy and the activations, the unsplit factors of one layer are in memory at a time;
+    measuring times needs a few times the memory of the factors of all layers. On a CPU, networks of
+    the size of ResNet-50 take minutes.
 
     Args:
-        model: the model. Weights that have been trained for a while are more representative than initial ones.
-        sample_batch: ``(inputs, targets)``, or the inputs alone. Inputs are a tensor, a tuple of arguments or a mapping
-            of keyword arguments. It should hold a few dozen typical examples; random noise has other factors.
-        device: the device to run and to measure on; None for that of the model. A model on another device is copied.
-        loss_fn: ``loss_fn(output, targets)``, or ``loss_fn(output)`` if the inputs are given alone. None: the cross
-            entropy of the output (or of its ``.logits``), without targets for labels drawn from the model's prediction.
+        model: the model. Weights that have been trained for a while are more representative than
+            initial ones.
+        sample_batch: ``(inputs, targets)``, or the inputs alone. Inputs are a tensor, a tuple of
+            arguments or a mapping of keyword arguments. It should hold a few dozen typical
+            examples; random noise has other factors.
+        device: the device to run and to measure on; None for that of the model. A model on another
+            device is copied.
+        loss_fn: ``loss_fn(output, targets)``, or ``loss_fn(output)`` if the inputs are given alone.
+            None: the cross entropy of the output (or of its ``.logits``), without targets for
+            labels drawn from the model's prediction.
 
     Returns:
         The choice and the measurements from which it was made.
 
     Raises:
-        ValueError: the model has no layer that THOR preconditions, the batch gives none of them a gradient, or a
-            factor is not finite.
+        ValueError: the model has no layer that THOR preconditions, the batch gives none of them a
+            gradient, or a factor is not finite.
     """
-    where = torch.device(device) if device is not None else next((p.device for p in model.parameters()), None)
+    where = (
+        torch.device(device)
+        if device is not None
+        else next((p.device for p in model.parameters()), None)
+    )
     if where is None:
         raise ValueError(
-            f"{type(model).__name__} has no parameters, so there is nothing to split; give a model with layers"
+            f"{type(model).__name__} has no parameters, so there is nothing to split; give a model "
+            "with layers"
         )
     observer = Observer(model, where)
     split_dims = candidates(observer.layers.values())
-    return choose(observer.layers, observer.spectral_losses(sample_batch, loss_fn, split_dims), split_dims)
+    return choose(
+        observer.layers, observer.spectral_losses(sample_batch, loss_fn, split_dims), split_dims
+    )
 
 
 def candidates(layers: Iterable[LayerCurvature]) -> tuple[int, ...]:
-    """Return the block sizes to try: 1, powers of two from 16, and the size of the largest factor."""
+    """Return the block sizes to try: 1, powers of two from 16, and the largest factor's size."""
     largest = min(max(rows for _, rows in _sizes(layers)), LARGEST)
     powers = [2**k for k in range(4, LARGEST.bit_length())]
     return tuple(dict.fromkeys([1, *(size for size in powers if size < largest), largest]))
@@ -105,12 +122,20 @@ def _sizes(layers: Iterable[LayerCurvature]) -> list[tuple[int, int]]:
     return rows + [(kind.groups, kind.outputs) for kind in kinds]
 
 
-def choose(layers: Mapping[str, LayerCurvature], losses: Losses, split_dims: Sequence[int]) -> SplitChoice:
+def choose(
+    layers: Mapping[str, LayerCurvature], losses: Losses, split_dims: Sequence[int]
+) -> SplitChoice:
     """Measure the times of inversion, and choose the candidate nearest to the crossing."""
     weight, sizes = next(iter(layers.values())).weight, _sizes(layers.values())
-    seconds = inverse_seconds(sizes, split_dims, dtype=factor_dtype(weight.dtype), device=weight.device)
+    seconds = inverse_seconds(
+        sizes, split_dims, dtype=factor_dtype(weight.dtype), device=weight.device
+    )
     performance = tuple(seconds[0] / each for each in seconds)
-    kept = [[loss < MAX_LOSS for loss in factor] for layer in losses.values() for factor in layer.values()]
+    kept = [
+        [loss < MAX_LOSS for loss in factor]
+        for layer in losses.values()
+        for factor in layer.values()
+    ]
     information = tuple(sum(column) / len(kept) for column in zip(*kept, strict=True))
     crossing = find_crossing(split_dims, performance, information)
     return SplitChoice(
@@ -128,7 +153,10 @@ def choose(layers: Mapping[str, LayerCurvature], losses: Losses, split_dims: Seq
 def find_crossing(
     split_dims: Sequence[int], performance: Sequence[float], information: Sequence[float]
 ) -> float | None:
-    """Return the block size where performance and information are equal, interpolated in log2 of the size."""
+    """Return the block size where performance and information are equal.
+
+    It is interpolated in log2 of the size.
+    """
     margins = [p - i for p, i in zip(performance, information, strict=True)]
     left = max(index for index, margin in enumerate(margins) if margin >= 0)
     if left == len(margins) - 1:

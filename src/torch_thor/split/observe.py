@@ -1,7 +1,10 @@
-"""Measures what each factor of a model loses when it is split, in a forward and backward pass over a sample batch.
+"""Measures what each factor of a model loses when it is split, over a sample batch.
 
-The pass runs on a copy of the model. The unsplit factors of a layer are computed when its last gradient is there, and
-are dropped when their losses are known. So if every layer is called once, those of one layer exist at a time.
+This takes a forward and backward pass over the batch.
+
+The pass runs on a copy of the model. The unsplit factors of a layer are computed when its last
+gradient is there, and are dropped when their losses are known. So if every layer is called once,
+those of one layer exist at a time.
 """
 
 import copy
@@ -24,24 +27,29 @@ Losses = dict[str, dict[str, tuple[float, ...]]]
 
 
 class Observer:
-    """Runs a copy of a model, gathers the statistics of its layers, and measures their spectral losses."""
+    """Runs a copy of a model, gathers its layers' statistics and measures their spectral losses."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = copy.deepcopy(model).to(device)
         self._device = device
-        found = Inspection(self._model, [p for p in self._model.parameters() if p.requires_grad]).layers
+        found = Inspection(
+            self._model, [p for p in self._model.parameters() if p.requires_grad]
+        ).layers
         if not found:
             raise ValueError(
-                f"{type(model).__name__} has no layer that THOR preconditions with Kronecker factors and trains, so "
-                f"there is nothing to split; give a model with linear layers or convolutions that require gradients"
+                f"{type(model).__name__} has no layer that THOR preconditions with Kronecker "
+                "factors and trains, so there is nothing to split; give a model with linear "
+                "layers or convolutions that require gradients"
             )
         self.layers = {
-            name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix) for name, one in found.items()
+            name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix)
+            for name, one in found.items()
         }
         for layer in self.layers.values():
             layer.weight_view.bind(None, {"split_dim": LARGEST})
         self._split_dims: Sequence[int] = ()
-        self._waiting = dict.fromkeys(self.layers, 0)  # the number of calls that have no gradient yet
+        # the number of calls that have no gradient yet
+        self._waiting = dict.fromkeys(self.layers, 0)
         self._losses: Losses = {}
         self._hooks = hooks_of(found, self.layers)
         self.gathering = set(self.layers.values())
@@ -61,7 +69,9 @@ class Observer:
 
         output.register_hook(on_gradient)
 
-    def spectral_losses(self, sample_batch: Any, loss_fn: LossFn | None, split_dims: Sequence[int]) -> Losses:
+    def spectral_losses(
+        self, sample_batch: Any, loss_fn: LossFn | None, split_dims: Sequence[int]
+    ) -> Losses:
         """Run the sample batch forward and backward, and return the spectral losses."""
         self._split_dims = split_dims
         own, calls = [] if self._device.type == "cpu" else [self._device], ModuleCalls(self)
@@ -71,12 +81,14 @@ class Observer:
                 loss_of(self._model, sample_batch, loss_fn, self._device).backward()
             finally:
                 calls.close()
-        for layer in self.layers.values():  # layers of which one of several calls has received no gradient
+        # layers of which one of several calls has received no gradient
+        for layer in self.layers.values():
             self._finish(layer)
         if not self._losses:
             raise ValueError(
-                "the loss of the sample batch has no gradient in any layer that THOR preconditions; give sample_batch= "
-                "and loss_fn= with a loss that depends on the output of the model"
+                "the loss of the sample batch has no gradient in any layer that THOR "
+                "preconditions; give sample_batch= and loss_fn= with a loss that depends on the "
+                "output of the model"
             )
         return {name: self._losses[name] for name in self.layers if name in self._losses}
 
@@ -86,7 +98,8 @@ class Observer:
                 continue
             if not bool(factor.rows.isfinite().all()):
                 raise ValueError(
-                    f"factor {key} of layer {layer.name!r} holds NaN or inf; check the model and its sample batch"
+                    f"factor {key} of layer {layer.name!r} holds NaN or inf; check the model and "
+                    "its sample batch"
                 )
             self._losses.setdefault(layer.name, {})[key] = spectral_losses(factor, self._split_dims)
 
@@ -101,8 +114,11 @@ def _to(value: Any, device: torch.device) -> Any:
     return value
 
 
-def loss_of(model: nn.Module, sample_batch: Any, loss_fn: LossFn | None, device: torch.device) -> Tensor:
-    """Run a model on a sample batch, as :func:`torch_thor.choose_split_dim` takes it, and return its loss."""
+def loss_of(
+    model: nn.Module, sample_batch: Any, loss_fn: LossFn | None, device: torch.device
+) -> Tensor:
+    """Run a model on a sample batch, and return its loss."""
+    # The batch is as :func:`torch_thor.choose_split_dim` takes it.
     has_targets = isinstance(sample_batch, tuple | list) and len(sample_batch) == 2
     inputs, targets = _to(sample_batch if has_targets else (sample_batch, None), device)
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
@@ -113,8 +129,8 @@ def loss_of(model: nn.Module, sample_batch: Any, loss_fn: LossFn | None, device:
     if targets is None:
         if not (isinstance(scores, Tensor) and scores.dim() == 2):
             raise ValueError(
-                "without targets the model must return class scores (N, classes), from which labels are drawn; pass "
-                "sample_batch=(inputs, targets), or loss_fn="
+                "without targets the model must return class scores (N, classes), from which "
+                "labels are drawn; pass sample_batch=(inputs, targets), or loss_fn="
             )
         targets = torch.multinomial(scores.detach().float().softmax(-1), 1)[:, 0]
     return F.cross_entropy(scores, targets)

@@ -1,8 +1,8 @@
-"""Spectral norms of factors, and the share of the norm that is lost when a factor is split into blocks.
+"""Spectral norms of factors, and the share of the norm lost when a factor is split into blocks.
 
-The spectral norm of a factor is the largest eigenvalue of its blocks. Lanczos' method computes it for all blocks of one
-size at once. ``torch.lobpcg`` fails on rank-one and zero matrices, and a batched eigendecomposition takes hundreds of
-times longer.
+The spectral norm of a factor is the largest eigenvalue of its blocks. Lanczos' method computes it
+for all blocks of one size at once. ``torch.lobpcg`` fails on rank-one and zero matrices, and a
+batched eigendecomposition takes hundreds of times longer.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,27 @@ from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, ieee_float32
 
-# The relative residual at which to stop, far below the 1 % of the choice. It bounds the error, which is most often
-# about its square.
+# The relative residual at which to stop, far below the 1 % of the choice. It bounds the error,
+# which is most often about its square.
 TOLERANCE = 1e-3
 # Enough steps even without a gap between eigenvalues: the expected relative error is below
-# 0.103 (ln(n (m-1)^2) / (m-1))^2, which is 0.0007 for n = 8192 rows and m = 256 steps (Kuczynski and Wozniakowski, SIAM
-# J. Matrix Anal. Appl. 1992, theorem 3.2).
+# 0.103 (ln(n (m-1)^2) / (m-1))^2, which is 0.0007 for n = 8192 rows and m = 256 steps (Kuczynski
+# and Wozniakowski, SIAM J. Matrix Anal. Appl. 1992, theorem 3.2).
 MAX_STEPS = 256
 _CHECK_EVERY = 8
 
 
 @torch.no_grad()
 def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tensor:
-    """Return the largest eigenvalue of symmetric positive semidefinite matrices, by Lanczos' method."""
-    # Every new basis vector is orthogonalised twice against all previous ones, so that rounding causes no spurious
-    # eigenvalues. The start vector is drawn from a separate random generator.
+    """Return the largest eigenvalue of positive semidefinite matrices, by Lanczos' method.
+
+    The matrices are symmetric.
+    """
+    # Every new basis vector is orthogonalised twice against all previous ones, so that rounding
+    # causes no spurious eigenvalues. The start vector is drawn from a separate random generator.
     count, n, _ = matrices.shape
-    scale = matrices.diagonal(dim1=-2, dim2=-1).amax(-1)  # λ_max / n ≤ scale ≤ λ_max: no overflow, no underflow
+    # λ_max / n ≤ scale ≤ λ_max: no overflow, no underflow
+    scale = matrices.diagonal(dim1=-2, dim2=-1).amax(-1)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))[:, None]
     steps = min(n, MAX_STEPS)
     start = torch.randn(count, n, generator=torch.Generator().manual_seed(0), dtype=matrices.dtype)
@@ -51,9 +55,11 @@ def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tenso
                 values, vectors = torch.linalg.eigh(tridiagonal[:, : step + 1, : step + 1].cpu())
                 ritz = values[:, -1].to(matrices)
                 residual = rest * vectors[:, -1, -1].abs().to(matrices)
-                if bool((residual <= tolerance * ritz).all()):  # a host–device synchronisation every eight steps
+                # a host–device synchronisation every eight steps
+                if bool((residual <= tolerance * ritz).all()):
                     break
-            # if the vectors so far span an invariant subspace, the rest is noise, and is replaced by zeros
+            # if the vectors so far span an invariant subspace, the rest is noise, and is replaced
+            # by zeros
             rest = torch.where(rest > noise * length, rest, torch.zeros_like(rest))
             tridiagonal[:, step, step + 1] = tridiagonal[:, step + 1, step] = rest
             vector = torch.where(rest[:, None] > 0, image / rest[:, None], torch.zeros_like(image))
@@ -63,7 +69,9 @@ def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tenso
 def spectral_losses(matrix: Blocks, split_dims: Sequence[int]) -> tuple[float, ...]:
     """Return ``L = 1 - |Â|₂ / |A|₂`` for several block sizes of Â."""
     whole = _norm(matrix.parts)
-    norms = torch.stack([_norm([c for part in matrix.parts for c in _cut(part, size)]) for size in split_dims])
+    norms = torch.stack(
+        [_norm([c for part in matrix.parts for c in _cut(part, size)]) for size in split_dims]
+    )
     losses = torch.where(whole == 0, torch.zeros_like(norms), 1 - norms / whole)
     return tuple(losses.clamp(0, 1).tolist())
 
@@ -73,7 +81,8 @@ def _norm(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _cut(blocks: Tensor, size: int) -> list[Tensor]:
-    """Return the diagonal blocks of some size of blocks ``(count, n, n)``, and the smaller ones at their ends."""
+    """Return the diagonal blocks, of some size, of blocks ``(count, n, n)``."""
+    # The smaller blocks at their ends are returned too.
     count, n, _ = blocks.shape
     if size >= n:
         return [blocks]

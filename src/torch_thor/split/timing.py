@@ -1,4 +1,4 @@
-"""The time that a refresh takes to invert all blocks of a model, for each split dimension, on a named device."""
+"""The time of a refresh to invert all blocks of a model, by split dimension, on a named device."""
 
 import platform
 import statistics
@@ -18,12 +18,16 @@ REPEATS = (3, 25)
 
 
 def inverse_seconds(
-    sizes: Sequence[tuple[int, int]], split_dims: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    sizes: Sequence[tuple[int, int]],
+    split_dims: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[float, ...]:
-    """Measure the inversion of all blocks of a model: as in a refresh, one batched Cholesky per block size."""
-    # The candidates are measured in turns, so that changes in the speed of the machine affect all of them alike; the
-    # first round is a warm-up. The time of a Cholesky factorisation does not depend on the values, so well-conditioned
-    # blocks are used in the place of the factors.
+    """Time the inversion of a model's blocks as in a refresh: a batched Cholesky per block size."""
+    # The candidates are measured in turns, so that changes in the speed of the machine affect all
+    # of them alike; the first round is a warm-up. The time of a Cholesky factorisation does not
+    # depend on the values, so well-conditioned blocks are used in the place of the factors.
     seconds: list[list[float]] = [[] for _ in split_dims]
     rounds = [1] * len(split_dims)
     for turn in range(REPEATS[1] + 1):
@@ -38,14 +42,18 @@ def inverse_seconds(
     return tuple(statistics.median(times) for times in seconds)
 
 
-def _invert_once(sizes: Sequence[tuple[int, int]], split_dim: int, dtype: torch.dtype, device: torch.device) -> float:
+def _invert_once(
+    sizes: Sequence[tuple[int, int]], split_dim: int, dtype: torch.dtype, device: torch.device
+) -> float:
     counts: Counter[int] = Counter()
     for groups, rows in sizes:
         for count, size in Cut.of(rows, split_dim, groups).blocks:
             counts[size] += count
     batches = []
     for size, count in counts.items():
-        batches.append(torch.eye(size, dtype=dtype, device=device).add(1 / size).repeat(count, 1, 1))
+        batches.append(
+            torch.eye(size, dtype=dtype, device=device).add(1 / size).repeat(count, 1, 1)
+        )
     _synchronise(device)
     started = time.perf_counter()
     with ieee_float32(device.type):
@@ -57,8 +65,8 @@ def _invert_once(sizes: Sequence[tuple[int, int]], split_dim: int, dtype: torch.
 
 def invert(blocks: Tensor) -> Tensor:
     """Return the inverses of blocks."""
-    # Blocks of 1 x 1 too, although a refresh computes their reciprocals in much less time: p_1 is the unit of the
-    # performance curve, and must be measured with the same algorithm.
+    # Blocks of 1 x 1 too, although a refresh computes their reciprocals in much less time: p_1 is
+    # the unit of the performance curve, and must be measured with the same algorithm.
     return torch.cholesky_inverse(torch.linalg.cholesky_ex(blocks)[0])
 
 

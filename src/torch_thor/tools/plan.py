@@ -1,8 +1,9 @@
-"""`torch-thor plan`: what THOR keeps and sends on many devices, and what a training takes, before renting them.
+"""`torch-thor plan`: what THOR keeps and sends, and a training takes, before renting many devices.
 
-Bytes are exact. Times are those of a step that is measured on one device, plus the network: a collective of p devices
-is a ring, which takes rounds · latency + sent bytes / bandwidth, with p - 1 rounds, or 2 (p - 1) for an all-reduce.
-Nothing overlaps, all layers take new factors on each refresh, and a device inverts its share of the blocks.
+Bytes are exact. Times are those of a step that is measured on one device, plus the network: a
+collective of p devices is a ring, which takes rounds · latency + sent bytes / bandwidth, with p - 1
+rounds, or 2 (p - 1) for an all-reduce. Nothing overlaps, all layers take new factors on each
+refresh, and a device inverts its share of the blocks.
 """
 
 import json
@@ -50,7 +51,7 @@ TIMES = ("batch", "step, ms", "network", "refresh", "all, min", "paper, min")
 
 @dataclass(frozen=True)
 class Measured:
-    """A step on one device, in seconds: an ordinary one, one with a refresh, and the inversion of all blocks in it."""
+    """Seconds on one device of an ordinary step, a refresh step, and inverting all its blocks."""
 
     device: str
     batch: int
@@ -72,11 +73,14 @@ class Row:
     rounds_more: int
     most_work: float  # of the inversion, over the mean
 
-    def seconds(self, measured: Measured, bandwidth: float, latency: float) -> tuple[float, float, float]:
-        """Return the time of a step, the part of it that is network, and the time of a step with a refresh."""
+    def seconds(
+        self, measured: Measured, bandwidth: float, latency: float
+    ) -> tuple[float, float, float]:
+        """Return the times of a step, of its network part, and of a step with a refresh."""
         network = self.rounds * latency + self.sent / bandwidth
         more = self.rounds_more * latency + self.sent_more / bandwidth
-        others = measured.inverting * (1 - self.most_work / self.devices)  # what other devices invert
+        # what other devices invert
+        others = measured.inverting * (1 - self.most_work / self.devices)
         return measured.ordinary + network, network, measured.refresh - others + network + more
 
 
@@ -96,11 +100,20 @@ def plan(
     device: str = "auto",
     out: Path | None = None,
 ) -> list[Row]:
-    """Print the rows of all ways to train and numbers of devices, and return them; options as of `torch-thor plan`."""
-    checked = {"devices": (min(devices), 1), "shards": (shards, 2), "batch": (batch, 1), "samples": (samples, 1)}
+    """Print and return the rows of all ways to train and numbers of devices."""
+    # The options are those of `torch-thor plan`.
+    checked = {
+        "devices": (min(devices), 1),
+        "shards": (shards, 2),
+        "batch": (batch, 1),
+        "samples": (samples, 1),
+    }
     for option, (value, least) in checked.items():
         require(value is None or value >= least, f"--{option} {value}: give {least} or more")
-    require(bandwidth > 0 <= latency, f"--bandwidth {bandwidth} must be above 0, --latency {latency} at least 0")
+    require(
+        bandwidth > 0 <= latency,
+        f"--bandwidth {bandwidth} must be above 0, --latency {latency} at least 0",
+    )
     if out is not None:
         check_place(out)
     is_recipe = subject in recipe_names() or Path(subject).suffix in {".yaml", ".yml"}
@@ -108,17 +121,31 @@ def plan(
     recipe = load_recipe(subject, words) if is_recipe else None
     used = [name for name in (recipe.optimizer if recipe else KINDS) if name in KINDS]
     name = optimizer or (used[0] if used else "none")
-    require(name in KINDS, f"--optimizer {name}: only {' and '.join(KINDS)} have curvature to plan for; give one")
+    require(
+        name in KINDS,
+        f"--optimizer {name}: only {' and '.join(KINDS)} have curvature to plan for; give one",
+    )
     given = dict(recipe.optimizers.get(name, {})) if recipe else {}
     given |= {} if split_dim is None else {"split_dim": split_dim}
-    require(given.get("split_dim") != AUTO, "split_dim=auto is measured by a training: give --split-dim, such as 128")
+    require(
+        given.get("split_dim") != AUTO,
+        "split_dim=auto is measured by a training: give --split-dim, such as 128",
+    )
     with torch.device("meta"):
         model = subject_of(subject, recipe, batch or 1).model
-    require(any(p.requires_grad for p in model.parameters()), f"{subject} has no parameters to train: unfreeze some")
+    require(
+        any(p.requires_grad for p in model.parameters()),
+        f"{subject} has no parameters to train: unfreeze some",
+    )
     thor, say = _optimizer(name, model, given), printer(console)
-    rows = [row for form in FORMS for number in devices for row in rows_of(thor, form, number, shards)]
+    rows = [
+        row for form in FORMS for number in devices for row in rows_of(thor, form, number, shards)
+    ]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    say(f"{subject}, {name}: {len(thor.curvature)} preconditioned layers, {trained / 1e6:,.1f} M trained parameters")
+    say(
+        f"{subject}, {name}: {len(thor.curvature)} preconditioned layers, {trained / 1e6:,.1f} M "
+        "trained parameters"
+    )
     _print(console, TITLE, SIZES, {row: _sizes(row) for row in rows})
     measured, times = None, {row: dict[str, float]() for row in rows}
     if batch is not None:
@@ -126,7 +153,9 @@ def plan(
         say(f"Measuring a step on {where} ...")
         measured = measure(subject, recipe, name, given, where, batch)
         for row, own in times.items():
-            own["step"], own["network"], own["refresh"] = row.seconds(measured, 1e9 * bandwidth, 1e-6 * latency)
+            own["step"], own["network"], own["refresh"] = row.seconds(
+                measured, 1e9 * bandwidth, 1e-6 * latency
+            )
             if samples is not None:
                 steps = -(-samples // (measured.batch * row.devices))
                 refreshes = _refreshes(thor.param_groups[0]["update_interval"], steps)
@@ -134,9 +163,15 @@ def plan(
         paper = PAPER if (recipe.model if recipe else subject) == PAPER_MODEL else {}
         cells = {row: _times(row, own, measured.batch, paper) for row, own in times.items()}
         _print(console, "Predicted times", TIMES, cells)
-        say(f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and {latency:g} µs; nothing overlaps")
+        say(
+            f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and {latency:g} "
+            "µs; nothing overlaps"
+        )
         if paper:
-            say("Chen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the devices too")
+            say(
+                "Chen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the "
+                "devices too"
+            )
     if out is not None:
         content: dict[str, Any] = {"model": subject, "optimizer": name, "torch_thor": __version__}
         content["network"] = {"bandwidth": bandwidth, "latency": latency, "shards": shards}
@@ -151,11 +186,15 @@ def plan(
 
 def rows_of(optimizer: CurvatureOptimizer, form: str, devices: int, shards: int) -> list[Row]:
     """Return the row of a number of devices; none for what cannot be divided among them."""
-    if (form == "hsdp" and (devices <= shards or devices % shards)) or (form != "ddp" and devices == 1):
+    if (form == "hsdp" and (devices <= shards or devices % shards)) or (
+        form != "ddp" and devices == 1
+    ):
         return []
     parts = {"fsdp": devices, "hsdp": shards}.get(form, 1)
     model = optimizer.model
-    with traffic.laid_out(optimizer.curvature.values(), devices, shards=parts, divided=form == FORMS[1]) as layers:
+    with traffic.laid_out(
+        optimizer.curvature.values(), devices, shards=parts, divided=form == FORMS[1]
+    ) as layers:
         step = traffic.collectives_of_training(model, devices, parts)
         step += traffic.collectives_of_inverses(model.parameters(), layers)
         more = traffic.collectives_of_refresh(layers, devices)
@@ -180,22 +219,34 @@ def _masked_loss(output: Any, targets: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def subject_of(word: str, recipe: Recipe | None, count: int) -> Subject:
-    """Build a network, with a random batch, because times do not depend on the values, and its loss."""
+    """Build a network, its loss, and a random batch, because times do not depend on the values."""
     torch.manual_seed(0)
     name, shape, classes, length, pairs = word, (CHANNELS, PIXELS, PIXELS), CLASSES, LENGTH, True
     if recipe is not None:
         known = ("image-classification", "masked-lm")
-        require(recipe.task in known, f"task={recipe.task}: plans are for {' and '.join(known)}; choose another recipe")
+        require(
+            recipe.task in known,
+            f"task={recipe.task}: plans are for {' and '.join(known)}; choose another recipe",
+        )
         name, shape, text = recipe.model, recipe.data.image_shape, recipe.data.text
         classes = recipe.classes or OF_DATA.get(recipe.data.name, CLASSES)
         length, pairs = text.length, text.next_sentence
     if bert.is_known(name):
         network: Any = bert.build(name, VOCABULARY, length, pad=0, next_sentence=pairs)
-        masked = max(1, round(0.15 * length)) * count  # tokens that are scored; which ones makes no difference
-        network.get_output_embeddings().register_forward_pre_hook(lambda _, given: (given[0].flatten(0, 1)[:masked],))
+        # tokens that are scored; which ones makes no difference
+        masked = max(1, round(0.15 * length)) * count
+        network.get_output_embeddings().register_forward_pre_hook(
+            lambda _, given: (given[0].flatten(0, 1)[:masked],)
+        )
         targets = torch.randint(VOCABULARY, (masked,)), torch.randint(2, (count,))
-        return Subject(network, ({"input_ids": torch.randint(5, VOCABULARY, (count, length))}, targets), _masked_loss)
-    found = load_subject(name, 0) if recipe is None else Subject(build_model(name, shape[0], classes))
+        return Subject(
+            network,
+            ({"input_ids": torch.randint(5, VOCABULARY, (count, length))}, targets),
+            _masked_loss,
+        )
+    found = (
+        load_subject(name, 0) if recipe is None else Subject(build_model(name, shape[0], classes))
+    )
     if found.batch is None and ".py:" not in name:
         found = found._replace(batch=(torch.randn(count, *shape), torch.randint(classes, (count,))))
     return found
@@ -203,20 +254,33 @@ def subject_of(word: str, recipe: Recipe | None, count: int) -> Subject:
 
 def _optimizer(name: str, model: nn.Module, given: Mapping[str, Any]) -> CurvatureOptimizer:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of little that is preconditioned: a line tells how many layers
+        # of little that is preconditioned: a line tells how many layers
+        warnings.simplefilter("ignore", UserWarning)
         found: Any = build_optimizer(name, model, given)
     return found  # type: ignore[no-any-return]
 
 
 def measure(
-    subject: str, recipe: Recipe | None, name: str, given: Mapping[str, Any], device: torch.device, batch: int
+    subject: str,
+    recipe: Recipe | None,
+    name: str,
+    given: Mapping[str, Any],
+    device: torch.device,
+    batch: int,
 ) -> Measured:
-    """Measure ordinary steps and refreshes in turn, and the inversion of all blocks; arguments as in `plan`."""
+    """Measure ordinary steps and refreshes in turn, and the inversion of all blocks."""
+    # The arguments are as in `plan`.
     model, sample, loss_fn = subject_of(subject, recipe, batch)
     remedy = "return (model, (inputs, targets)) or (model, (inputs, targets), loss function)"
-    require(sample is not None, f"{subject} returned a model alone, and its times are to be measured: {remedy}")
+    require(
+        sample is not None,
+        f"{subject} returned a model alone, and its times are to be measured: {remedy}",
+    )
     precision = Precision("fp32" if recipe is None else recipe.precision, None, device)
-    given = {key: value for key, value in given.items() if key != "fisher"} | {"lr": 1e-6, "update_interval": 2}
+    given = {key: value for key, value in given.items() if key != "fisher"} | {
+        "lr": 1e-6,
+        "update_interval": 2,
+    }
     seconds: tuple[list[float], list[float]] = [], []
     try:
         optimizer = _optimizer(name, model.to(device), given)
@@ -233,20 +297,28 @@ def measure(
             seconds[turn % 2].append(time.perf_counter() - started)
             optimizer.zero_grad()
         blocks = traffic.blocks_of(optimizer.curvature.values())
-        sizes = [one.shape for one in blocks if one.shape[1] > 1]  # the inverse of a number is a division
+        # the inverse of a number is a division
+        sizes = [one.shape for one in blocks if one.shape[1] > 1]
         largest = max(one.shape[1] for one in blocks)
         (inverting,) = inverse_seconds(sizes, (largest,), dtype=blocks[0].dtype, device=device)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = first_line(error)
-        raise UserError(f"{subject} could not be measured ({reason}): try another --batch or --device") from error
-    refresh, ordinary = (statistics.median(times[1:]) for times in seconds)  # the first is a warm-up
+        raise UserError(
+            f"{subject} could not be measured ({reason}): try another --batch or --device"
+        ) from error
+    # the first is a warm-up
+    refresh, ordinary = (statistics.median(times[1:]) for times in seconds)
     if ".py:" in subject:
         inputs = sample[0] if isinstance(sample, tuple | list) else sample
         batch = len(next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs)
-    return Measured(device_name(device), batch, ordinary, refresh, min(inverting, max(0.0, refresh - ordinary)))
+    return Measured(
+        device_name(device), batch, ordinary, refresh, min(inverting, max(0.0, refresh - ordinary))
+    )
 
 
-def _print(console: Console, title: str, headings: Sequence[str], rows: Mapping[Row, Iterable[str]]) -> None:
+def _print(
+    console: Console, title: str, headings: Sequence[str], rows: Mapping[Row, Iterable[str]]
+) -> None:
     table = Table(title=title, title_justify="left")
     for heading in ("", "devices", *headings):
         table.add_column(heading, justify="right")
@@ -260,7 +332,9 @@ def _sizes(row: Row) -> list[str]:
     return [*(f"{size / 1e6:,.1f}" for size in sizes), f"{row.most_work:.2f}"]
 
 
-def _times(row: Row, seconds: Mapping[str, float], batch: int, paper: Mapping[int, float]) -> list[str]:
+def _times(
+    row: Row, seconds: Mapping[str, float], batch: int, paper: Mapping[int, float]
+) -> list[str]:
     steps = (f"{1000 * seconds[key]:,.1f}" for key in ("step", "network", "refresh"))
     whole = f"{seconds['training'] / 60:,.1f}" if "training" in seconds else ""
     return [f"{batch * row.devices:,}", *steps, whole, str(paper.get(row.devices, ""))]

@@ -1,4 +1,4 @@
-"""`torch-thor split-dim`: choose THOR's split dimension for a model on this device, from real images."""
+"""`torch-thor split-dim`: choose a model's THOR split dimension on this device from real images."""
 
 import json
 import math
@@ -41,15 +41,22 @@ def split_dim(
     seed: int = 0,
     overwrite: bool = False,
 ) -> SplitChoice:
-    """Choose the split dimension of a model; print a table, and write `split_dim.png` and `split_dim.json`."""
+    """Choose the split dimension of a model, and print a table."""
+    # It also writes `split_dim.png` and `split_dim.json`.
     figure, numbers, say = folder / FIGURE_FILE, folder / NUMBERS_FILE, printer(console)
     for file in (figure, numbers):
-        require(overwrite or not file.exists(), f"{file} exists already: give another --out, or --overwrite")
+        require(
+            overwrite or not file.exists(),
+            f"{file} exists already: give another --out, or --overwrite",
+        )
     check_place(folder)
-    choice, found = measure_split_dim(model, console, device=device, batch=batch, pixels=pixels, data=data, seed=seed)
+    choice, found = measure_split_dim(
+        model, console, device=device, batch=batch, pixels=pixels, data=data, seed=seed
+    )
     console.print(table(choice))
     say(verdict(choice))
-    with writing(folder, "choose another folder with --out"):  # the results have been printed already
+    # the results have been printed already
+    with writing(folder, "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
         write_text(numbers, json.dumps(found, indent=1) + "\n")
         draw_choice(choice, model, figure)
@@ -58,32 +65,43 @@ def split_dim(
 
 
 def measure_split_dim(
-    model: str, console: Console, *, device: str, batch: int, pixels: int, data: Path | None, seed: int
+    model: str,
+    console: Console,
+    *,
+    device: str,
+    batch: int,
+    pixels: int,
+    data: Path | None,
+    seed: int,
 ) -> tuple[SplitChoice, dict[str, Any]]:
     """Return the choice for a model, and all measured values and settings as JSON values."""
     for option, value in (("batch", batch), ("pixels", pixels)):
         require(value >= 1, f"--{option} {value}: give 1 or more")
-    require(0 <= seed < 2**63, f"--seed {seed}: must be between 0 and 2^63 - 1; give another number")
+    require(
+        0 <= seed < 2**63, f"--seed {seed}: must be between 0 and 2^63 - 1; give another number"
+    )
     where, subject = device_of(device), load_subject(model, seed)
     sample, source = subject.batch, f"the batch that {model} returned"
     settings: dict[str, Any] = {"model": model, "sample": source, "batch": None, "pixels": None}
     if sample is None:
         sample, source = sample_images(batch, pixels, data, seed)
         settings |= {"sample": source, "batch": batch, "pixels": pixels}
-    printer(console)(f"{model} on {where}; sample: {settings['sample']}. Inverting large blocks takes long ...")
+    printer(console)(
+        f"{model} on {where}; sample: {settings['sample']}. Inverting large blocks takes long ..."
+    )
     try:
         choice = choose_split_dim(subject.model, sample, where, loss_fn=subject.loss_fn)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{model} could not be measured: {first_line(error)} (try other --pixels or --batch, or give a "
-            "FILE.py:FUNCTION that returns (model, batch, loss_fn))"
+            f"{model} could not be measured: {first_line(error)} (try other --pixels or --batch, "
+            "or give a FILE.py:FUNCTION that returns (model, batch, loss_fn))"
         ) from error
     versions = {"torch": torch.__version__, "torch_thor": __version__}
     return choice, {**settings, "seed": seed, **versions, **choice.as_dict()}
 
 
 class Subject(NamedTuple):
-    """A model, in the mode in which it was returned, with the sample batch and loss function of a user's function."""
+    """What a user's function returns: a model, its mode kept, a sample batch and loss function."""
 
     model: nn.Module
     batch: Any = None
@@ -101,34 +119,49 @@ def load_subject(word: str, seed: int) -> Subject:
             return Subject(build_library_model(word))
         except UserError as error:
             raise UserError(f"{error}; for your own model give FILE.py:FUNCTION") from error
-    require(Path(file).is_file(), f"{file} does not exist: give FILE.py:FUNCTION, a function that returns a model")
+    require(
+        Path(file).is_file(),
+        f"{file} does not exist: give FILE.py:FUNCTION, a function that returns a model",
+    )
     try:
         returned = runpy.run_path(file)[function]()
     except Exception as error:
-        raise UserError(f"{word} failed: {type(error).__name__}: {first_line(error)}; correct {file}") from error
+        raise UserError(
+            f"{word} failed: {type(error).__name__}: {first_line(error)}; correct {file}"
+        ) from error
     parts = returned if isinstance(returned, tuple) else (returned,)
     require(
         1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module),
-        f"{word} returned an object of type {type(returned).__name__}: return a model, (model, batch) or "
-        "(model, batch, loss_fn)",
+        f"{word} returned an object of type {type(returned).__name__}: return a model, (model, "
+        "batch) or (model, batch, loss_fn)",
     )
     return Subject(*parts)
 
 
 def sample_images(count: int, pixels: int, folder: Path | None, seed: int) -> tuple[Tensor, str]:
-    """Return random crops, flipped and normalised as for ImageNet, (count, 3, pixels, pixels), and their source."""
+    """Return random crops, (count, 3, pixels, pixels), and their source.
+
+    The crops are flipped and normalised as for ImageNet.
+    """
     from torchvision.transforms import v2
 
     if folder is None:
         from sklearn.datasets import load_sample_images
 
-        photographs = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images]
+        photographs = [
+            torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images
+        ]
         source = "crops of the two photographs in scikit-learn (use --data for your own images)"
     else:
-        photographs, source = _images_of(folder, count, seed), f"crops of {count} images of {folder}"
+        photographs, source = (
+            _images_of(folder, count, seed),
+            f"crops of {count} images of {folder}",
+        )
     usual = Transform()
     crop = v2.RandomResizedCrop(pixels, scale=usual.scale, antialias=True)
-    normalise = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(usual.mean, usual.std)])
+    normalise = v2.Compose(
+        [v2.ToDtype(torch.float32, scale=True), v2.Normalize(usual.mean, usual.std)]
+    )
     prepare = v2.Compose([crop, v2.RandomHorizontalFlip(), normalise])
     torch.manual_seed(seed)
     return torch.stack([prepare(photographs[i % len(photographs)]) for i in range(count)]), source
@@ -140,29 +173,40 @@ def _images_of(folder: Path, count: int, seed: int) -> list[Tensor]:
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     require(
         len(paths) >= count,
-        f"--data {folder} contains {len(paths)} images, fewer than --batch {count}: give a smaller --batch or more "
-        "images",
+        f"--data {folder} contains {len(paths)} images, fewer than --batch {count}: give a smaller "
+        "--batch or more images",
     )
     images = []
     for path in random.Random(seed).sample(paths, count):
         try:
             images.append(decode_rgb(read_image(path)))
         except BrokenImageError as error:
-            raise UserError(f"{path} cannot be read as an image ({first_line(error)}): remove or repair it") from error
+            raise UserError(
+                f"{path} cannot be read as an image ({first_line(error)}): remove or repair it"
+            ) from error
     return images
 
 
 def verdict(choice: SplitChoice) -> str:
     """Describe the choice and its reason in a sentence."""
     if choice.crossing is None:
-        return f"The curves do not cross, because even unsplit factors are cheap: split_dim={choice.split_dim}"
+        return (
+            "The curves do not cross, because even unsplit factors are cheap: "
+            f"split_dim={choice.split_dim}"
+        )
     return f"The curves cross at {choice.crossing:.0f}: split_dim={choice.split_dim}"
 
 
 def table(choice: SplitChoice) -> Table:
     """Make a table of both curves; `split_dim.json` has the losses of each layer too."""
     found = Table(title=f"Split dimension on {choice.device}", title_justify="left")
-    for heading in ("block size s", "factors that lose < 1 %", "p_1 / p_s", "p_s: all inverses once", ""):
+    for heading in (
+        "block size s",
+        "factors that lose < 1 %",
+        "p_1 / p_s",
+        "p_s: all inverses once",
+        "",
+    ):
         found.add_column(heading, justify="right")
     for size, kept, speed, seconds in zip(
         choice.candidates, choice.information, choice.performance, choice.seconds, strict=True
@@ -173,9 +217,15 @@ def table(choice: SplitChoice) -> Table:
 
 
 def draw_choice(
-    choice: SplitChoice, title: str, path: Path, elsewhere: Mapping[str, float] = MappingProxyType({})
+    choice: SplitChoice,
+    title: str,
+    path: Path,
+    elsewhere: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Draw both curves and mark where they cross; `elsewhere` has crossings from other sources, by their labels."""
+    """Draw both curves and mark where they cross.
+
+    `elsewhere` has crossings from other sources, by their labels.
+    """
     from matplotlib.figure import Figure  # slow to import; without pyplot, which may open windows
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -191,9 +241,12 @@ def draw_choice(
     axes.set_xscale("log", base=2)
     sizes = zip(choice.candidates, (*choice.candidates[1:], math.inf), strict=True)
     # labels such as 4096 and 4608 would overlap
-    axes.set_xticks(choice.candidates, ["" if after < 1.3 * size else str(size) for size, after in sizes])
+    axes.set_xticks(
+        choice.candidates, ["" if after < 1.3 * size else str(size) for size, after in sizes]
+    )
     axes.minorticks_off()
-    title = visible(title).replace("$", r"\$")  # matplotlib would read $ as the beginning of a formula
+    # matplotlib would read $ as the beginning of a formula
+    title = visible(title).replace("$", r"\$")
     axes.set(xlabel="block size s", title=f"{title}, {choice.device}")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center")

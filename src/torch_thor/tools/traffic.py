@@ -1,8 +1,10 @@
-"""What one of many processes sends and keeps with THOR: from the shapes and owners of its blocks, without running it.
+"""What one of many processes sends and keeps with THOR, from the shapes and owners of its blocks.
 
-The processes that train together are divided into groups of `shards`, each of which holds one copy of the weights: 1
-for DDP, all of them for FSDP2, a part for HSDP. Weights are gathered block by block, as `torch-thor train` divides a
-network.
+Nothing is run for it.
+
+The processes that train together are divided into groups of `shards`, each of which holds one copy
+of the weights: 1 for DDP, all of them for FSDP2, a part for HSDP. Weights are gathered block by
+block, as `torch-thor train` divides a network.
 """
 
 from collections import defaultdict
@@ -20,7 +22,14 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.shards import RowShards, shard_bounds, why_not_by_rows
 from torch_thor.distributed.agreement import HEADER, NUMBERS
 from torch_thor.distributed.divided import owners_of, turns_of
-from torch_thor.distributed.ownership import Shape, deal_out, imbalance, packed_size, packed_sizes, pads
+from torch_thor.distributed.ownership import (
+    Shape,
+    deal_out,
+    imbalance,
+    packed_size,
+    packed_sizes,
+    pads,
+)
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.checkpoint import MOMENTS
 from torch_thor.training.parallel import blocks
@@ -55,7 +64,8 @@ class Collective:
 def laid_out(
     layers: Iterable[LayerCurvature], processes: int, *, shards: int = 1, divided: bool = False
 ) -> Iterator[list[LayerCurvature]]:
-    """Let layers be those of the first process, which has the most rows; yield those that have curvature there."""
+    """Let layers be those of the first process, which has the most rows."""
+    # Yields those that have curvature there.
     found, owners = list(layers), {}
     if shards > 1:
         found = [one for one in found if why_not_by_rows(one.kind, tuple(one.weight.shape)) is None]
@@ -64,7 +74,9 @@ def laid_out(
             rows, view = layer.weight.shape[0], layer.weight_view
             starts, copies = shard_bounds(rows, shards), "copies" if processes > shards else None
             bounds = (*starts, *[rows] * (processes - shards))
-            own = RowShards(shards, bounds, slice(0, starts[1]), 0, _unused, _unused, _unused, copies)
+            own = RowShards(
+                shards, bounds, slice(0, starts[1]), 0, _unused, _unused, _unused, copies
+            )
             view.bind(view.state, view.options, layer.weight, own)
             layer.bind()
         owners = owners_of(found, processes, 0) if divided and processes > 1 else {}
@@ -90,7 +102,8 @@ class Blocks:
 
     dtype: torch.dtype
     shape: Shape
-    owners: tuple[int, ...] | None  # as in `torch_thor.curvature.processes.Bounds`; None before they are dealt out
+    # as in `torch_thor.curvature.processes.Bounds`; None before they are dealt out
+    owners: tuple[int, ...] | None
     copied: int = 0  # of HSDP: how many of them this process holds as others do
     copies: int = 1  # of HSDP: how many processes hold them
 
@@ -101,18 +114,28 @@ def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
 
 
 def _blocks(layer: LayerCurvature, factor: Factor) -> list[Blocks]:
-    dtype, shards, owners = factor_dtype(layer.weight.dtype), layer.weight_view.shards, factor.owners
+    dtype, shards, owners = (
+        factor_dtype(layer.weight.dtype),
+        layer.weight_view.shards,
+        factor.owners,
+    )
     if owners is None:
         return [Blocks(dtype, shape, None) for shape in factor.cut.blocks]
     found = []
     for run, (shape, bounds) in enumerate(zip(factor.cut.blocks, owners.bounds, strict=True)):
-        held, among = owners.held(run), (len(bounds) - 1) // shards.count if shards and owners.replicas else 1
+        held, among = (
+            owners.held(run),
+            (len(bounds) - 1) // shards.count if shards and owners.replicas else 1,
+        )
         found.append(Blocks(dtype, shape, bounds, (held.stop - held.start) * (among > 1), among))
     return found
 
 
 def most_work(layers: Iterable[LayerCurvature], processes: int) -> float:
-    """Return how much longer than the mean the process with the most blocks inverts: 1 if all have the same work."""
+    """Return how much longer than the mean the process with the most blocks inverts.
+
+    It is 1 if all have the same work.
+    """
     found = blocks_of(layers)
     return imbalance([one.shape for one in found], processes, [one.owners for one in found])
 
@@ -120,19 +143,24 @@ def most_work(layers: Iterable[LayerCurvature], processes: int) -> float:
 def collectives_of_refresh(
     layers: Iterable[LayerCurvature], processes: int, sent_as: torch.dtype | None = None
 ) -> list[Collective]:
-    """Return what a refresh sends in which all layers take new factors, beside what every step sends."""
+    """Return what a refresh with new factors in all layers sends, beside what every step sends."""
     layers = list(layers)
     if processes == 1:
         return []
     blocks = blocks_of(layers)
-    dealt = deal_out(tuple(one.shape for one in blocks), processes, tuple(one.owners for one in blocks))
+    dealt = deal_out(
+        tuple(one.shape for one in blocks), processes, tuple(one.owners for one in blocks)
+    )
     sums, results, copies = [], [], []
     for dtype in dict.fromkeys(one.dtype for one in blocks):
         itemsize = (sent_as or dtype).itemsize
-        alike = [(one, bounds) for one, bounds in zip(blocks, dealt, strict=True) if one.dtype == dtype]
+        alike = [
+            (one, bounds) for one, bounds in zip(blocks, dealt, strict=True) if one.dtype == dtype
+        ]
         sums.append(_of_owners(SCATTER, alike, itemsize))
         if shared := [(one, bounds) for one, bounds in alike if one.owners is None]:
-            results.append(_of_owners(GATHER, shared, 2 * itemsize))  # factors and inverses, as in what follows
+            # factors and inverses, as in what follows
+            results.append(_of_owners(GATHER, shared, 2 * itemsize))
         if size := 2 * itemsize * sum(one.copied * packed_size(one.shape[1]) for one, _ in alike):
             copies.append(Collective("broadcast", max(one.copies for one, _ in alike), size, size))
     agreed, rows, traces, failures = (
@@ -147,7 +175,9 @@ def collectives_of_refresh(
     return [agreed, rows, traces, *sums, failures, *results, *copies]
 
 
-def _of_owners(name: str, blocks: Sequence[tuple[Blocks, Sequence[int]]], itemsize: int) -> Collective:
+def _of_owners(
+    name: str, blocks: Sequence[tuple[Blocks, Sequence[int]]], itemsize: int
+) -> Collective:
     """Return what sends the triangles of blocks to or from their owners."""
     packed = packed_sizes([one.shape for one, _ in blocks], [bounds for _, bounds in blocks])
     piece, every = itemsize * max(packed), itemsize * max(packed) * len(packed)
@@ -156,8 +186,13 @@ def _of_owners(name: str, blocks: Sequence[tuple[Blocks, Sequence[int]]], itemsi
     return Collective(name, len(packed), *((every, piece) if name == SCATTER else (piece, every)))
 
 
-def collectives_of_inverses(parameters: Iterable[Tensor], layers: Iterable[LayerCurvature]) -> list[Collective]:
-    """Return what collects the inverses in every step, if the curvature is divided and all layers are in one group."""
+def collectives_of_inverses(
+    parameters: Iterable[Tensor], layers: Iterable[LayerCurvature]
+) -> list[Collective]:
+    """Return what collects the inverses in every step.
+
+    It is for a curvature that is divided, with all layers in one group.
+    """
     needs: defaultdict[int, list[Factor]] = defaultdict(list)
     blocks: dict[Factor, list[Blocks]] = {}
     for layer in layers:
@@ -169,7 +204,11 @@ def collectives_of_inverses(parameters: Iterable[Tensor], layers: Iterable[Layer
     for _, factors in turns_of((id(p), needs[id(p)]) for p in parameters if id(p) in needs):
         of_turn = [(one, one.owners or ()) for factor in factors for one in blocks[factor]]
         for dtype in dict.fromkeys(one.dtype for one, _ in of_turn):
-            found.append(_of_owners(GATHER, [pair for pair in of_turn if pair[0].dtype == dtype], dtype.itemsize))
+            found.append(
+                _of_owners(
+                    GATHER, [pair for pair in of_turn if pair[0].dtype == dtype], dtype.itemsize
+                )
+            )
     return found
 
 
@@ -181,14 +220,16 @@ def collectives_of_training(model: nn.Module, processes: int, shards: int = 1) -
         size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         parts = [_BUCKET] * (size // _BUCKET) + [size % _BUCKET] * (size % _BUCKET > 0)
         return [Collective("all_reduce", processes, part, part) for part in parts]
-    # each block gathers its weights for the forward and again for the backward pass, and what is left of the network
-    # once; then gradients are summed to their owners, and over the copies of HSDP
+    # each block gathers its weights for the forward and again for the backward pass, and what is
+    # left of the network once; then gradients are summed to their owners, and over the copies of
+    # HSDP
     found = []
     inside = [list(block.parameters()) for block in blocks(model)]
     taken = {id(p) for part in inside for p in part}
     for number, part in enumerate([*inside, [p for p in model.parameters() if id(p) not in taken]]):
         own, trained = (
-            sum(own_bytes(p, shards) for p in some) for some in (part, [p for p in part if p.requires_grad])
+            sum(own_bytes(p, shards) for p in some)
+            for some in (part, [p for p in part if p.requires_grad])
         )
         times = 2 if number < len(inside) and trained else 1
         found += [Collective(GATHER, shards, own, own * shards)] * times * (own > 0)
@@ -201,7 +242,10 @@ def collectives_of_training(model: nn.Module, processes: int, shards: int = 1) -
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes of the process that keeps most, without activations and what communication needs for a while."""
+    """The bytes of the process that keeps most, without activations.
+
+    What communication needs for a while is not counted either.
+    """
 
     whole: int  # weights, buffers, gradients, moments of the optimizer, and curvature
     curvature: int  # factors and inverses
@@ -211,19 +255,27 @@ class Memory:
 def memory_of(
     optimizer: CurvatureOptimizer, layers: Iterable[LayerCurvature], processes: int, shards: int = 1
 ) -> Memory:
-    """Compute what a process keeps, with the layers that `laid_out` yields. The parameters may be on `meta`."""
+    """Compute what a process keeps, with the layers that `laid_out` yields."""
+    # The parameters may be on `meta`.
     layers, held = list(layers), list(optimizer.model.parameters())
-    missing = [layer for layer in optimizer.curvature.values() if layer not in layers and "G" not in optimizer.sides]
+    missing = [
+        layer
+        for layer in optimizer.curvature.values()
+        if layer not in layers and "G" not in optimizer.sides
+    ]
     plain = {id(view.parameter) for layer in missing for view in (layer.weight_view, *layer.biases)}
     for group in optimizer.param_groups:
         for parameter in (p for p in group["params"] if p.requires_grad):
             state: dict[str, Any] = {}
             optimizer._make_parameter_state(parameter, state, group)
             moments = [state[key] for key in MOMENTS if key in state]
-            # ThorMuon gives AdamW, which has two moments, the layers that it leaves out where rows are divided
+            # ThorMuon gives AdamW, which has two moments, the layers that it leaves out where rows
+            # are divided
             held += [parameter, *moments * (1 + (id(parameter) in plain))]  # with its gradient
     curvature = kept_bytes(layers, processes)
-    whole = sum(own_bytes(one, shards) for one in held) + sum(one.nbytes for one in optimizer.model.buffers())
+    whole = sum(own_bytes(one, shards) for one in held) + sum(
+        one.nbytes for one in optimizer.model.buffers()
+    )
     sums = sum(factor_dtype(layer.weight.dtype).itemsize * factor.cut.rows * factor.cut.width
                for layer in layers for factor in layer.stored)  # fmt: skip
     return Memory(whole + curvature, curvature, sums)
@@ -240,7 +292,8 @@ def kept_bytes(layers: Iterable[LayerCurvature], processes: int) -> int:
             if factor.by_rows:
                 shards = layer.weight_view.shards
                 rows = layer.weight.shape[0] if shards is None else shards.own.stop
-                of_all += row * rows * ((id(layer.weight), factor.side) not in seen)  # layers of one weight share it
+                # layers of one weight share it
+                of_all += row * rows * ((id(layer.weight), factor.side) not in seen)
                 seen.add((id(layer.weight), factor.side))
             elif factor.owners is None:
                 of_all += row * factor.cut.rows
@@ -252,6 +305,6 @@ def kept_bytes(layers: Iterable[LayerCurvature], processes: int) -> int:
 
 
 def own_bytes(tensor: Tensor, shards: int) -> int:
-    """Return the size of the rows of a tensor that the first process holds; all processes send as many."""
+    """Return the bytes of a tensor's rows on the first process; all processes send as many."""
     rows = tensor.shape[0] if tensor.dim() else 1
     return -(-rows // shards) * (tensor.numel() // max(rows, 1)) * tensor.element_size()

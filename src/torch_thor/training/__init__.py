@@ -1,16 +1,27 @@
-"""The training application: recipes, data, models, the loop, checkpoints, evaluation and reports."""
+"""The training application: recipes, data, models, loop, checkpoints, evaluation and reports."""
 
 from typing import TYPE_CHECKING
 
 from torch_thor.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from torch_thor.training.errors import DamagedCheckpointError, DivergedError, StoppedError, UserError
+    from torch_thor.training.errors import (
+        DamagedCheckpointError,
+        DivergedError,
+        StoppedError,
+        UserError,
+    )
     from torch_thor.training.evaluation import evaluate
     from torch_thor.training.loop import Observer, Point, Record, Run, Score, train
     from torch_thor.training.parallel import Ranks, device_of
     from torch_thor.training.recipe import Recipe
-    from torch_thor.training.recipes import load_recipe, override, recipe_list, recipe_names, to_yaml
+    from torch_thor.training.recipes import (
+        load_recipe,
+        override,
+        recipe_list,
+        recipe_names,
+        to_yaml,
+    )
     from torch_thor.training.run import SavedScore, build, evaluate_saved, export, run_recipe
     from torch_thor.training.tasks import open_task
     from torch_thor.training.tasks.task import Batch, Loss, Metric, Task, Terms, primary

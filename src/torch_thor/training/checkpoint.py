@@ -1,15 +1,19 @@
-"""Checkpoints, in one format for one process, DDP, FSDP2 and HSDP; any number of processes loads any of them.
+"""Checkpoints, in one format for one process, DDP, FSDP2 and HSDP.
+
+Any number of processes loads any of them.
 
 A checkpoint is a folder `step-00000123`, which is complete or absent, with
 
     model.safetensors      the weights, whole and by name; of a weight with several names, the first
     averaged.safetensors   the averaged weights, if the run has any
-    state.pt               the state of the optimizer by parameter name, of the loss scale and of random generators
-    recipe.yaml            the recipe of the run
-    manifest.json          step, optimizer, tokenizer, length of `metrics.jsonl`, and SHA-256 of each file above
+    state.pt               the state of the optimizer by parameter name, of the loss scale and of
+    random generators recipe.yaml            the recipe of the run
+    manifest.json          step, optimizer, tokenizer, length of `metrics.jsonl`, and SHA-256 of
+    each file above
 
-Nothing in it is executed. It is written under a temporary name, flushed to the disk and renamed; opening it verifies
-the checksums. Beside the newest ones that of the best evaluation is kept, to which the symbolic link `best` leads.
+Nothing in it is executed. It is written under a temporary name, flushed to the disk and renamed;
+opening it verifies the checksums. Beside the newest ones that of the best evaluation is kept, to
+which the symbolic link `best` leads.
 """
 
 import hashlib
@@ -58,7 +62,10 @@ class Checkpoint:
         return (self.path / AVERAGED).exists()
 
     def load_weights(self, model: nn.Module, *, averaged: bool = False) -> None:
-        """Load the weights, or the averaged ones, into a network, which may be divided. It does not communicate."""
+        """Load the weights, or the averaged ones, into a network, which may be divided.
+
+        It does not communicate.
+        """
         own = by_first_name(model, model.state_dict())
         given = load_file(self.path / (AVERAGED if averaged else WEIGHTS))
         faults = misfits(given, own)
@@ -68,33 +75,40 @@ class Checkpoint:
                 tensor.copy_(_like(given[name], tensor))
 
     def check_tokenizer(self, task: Task) -> None:
-        """Refuse a task whose data were encoded by another tokenizer, whose numbers stand for other word pieces."""
+        """Refuse a task whose data another tokenizer encoded: its numbers are other word pieces."""
         found = getattr(task, "tokenizer_checksum", None)
         require(
             found is None or self.tokenizer in (None, found),
-            f"{getattr(task, 'tokenizer_file', None)} is not the tokenizer that {self.path} was trained with (SHA-256 "
-            f"{str(found)[:12]}, not {str(self.tokenizer)[:12]}): the corpus was prepared again or is another one; use "
-            "the corpus of the training, or prepare one with --tokenizer and its tokenizer.json",
+            f"{getattr(task, 'tokenizer_file', None)} is not the tokenizer that {self.path} was "
+            f"trained with (SHA-256 {str(found)[:12]}, not {str(self.tokenizer)[:12]}): the corpus "
+            "was prepared again or is another one; use the corpus of the training, or prepare one "
+            "with --tokenizer and its tokenizer.json",
         )
 
     def restore(self, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
-        """Load it into a run before its first step, bit for bit as if it had not stopped. Every process calls it."""
-        # with another number of processes or threads, or on another machine, only the batches are the same
+        """Load it into a run before its first step, bit for bit as if it had not stopped."""
+        # Every process calls it.
+        # with another number of processes or threads, or on another machine, only the batches are
+        # the same
         with agreed(run.ranks):
             require(
                 self.optimizer == run.name,
-                f"checkpoint {self.path} belongs to optimizer {self.optimizer}, not {run.name}: move it to the folder "
-                "of its optimizer",
+                f"checkpoint {self.path} belongs to optimizer {self.optimizer}, not {run.name}: "
+                "move it to the folder of its optimizer",
             )
             try:
-                state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
+                state: dict[str, Any] = torch.load(
+                    self.path / STATE, map_location="cpu", weights_only=True
+                )
             except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-                raise DamagedCheckpointError(f"{self.path / STATE} cannot be loaded ({first_line(error)})") from error
+                raise DamagedCheckpointError(
+                    f"{self.path / STATE} cannot be loaded ({first_line(error)})"
+                ) from error
             self.check_tokenizer(run.task)
             require(
                 state["samples"] == run.task.samples,
-                f"the run of {self.path} began with {state['samples']} training samples, and the data have "
-                f"{run.task.samples} now: give the data of the training",
+                f"the run of {self.path} began with {state['samples']} training samples, and the "
+                f"data have {run.task.samples} now: give the data of the training",
             )
             self.load_weights(run.model)
         _load_optimizer(run, state["optimizer"], self.path)
@@ -108,8 +122,9 @@ class Checkpoint:
         run.score, run.best = (one and Score(**one) for one in (state["score"], state["best"]))
         if len(state["random"]) != run.ranks.world:
             say(
-                f"the checkpoint was saved by {len(state['random'])} processes, and this run has {run.ranks.world}: it "
-                "continues with the same batches, but with other random numbers in layers such as dropout"
+                f"the checkpoint was saved by {len(state['random'])} processes, and this run has "
+                f"{run.ranks.world}: it continues with the same batches, but with other random "
+                "numbers in layers such as dropout"
             )
             return
         random = state["random"][run.ranks.rank]
@@ -120,7 +135,10 @@ class Checkpoint:
 
 def by_first_name(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Name the tensors of a network by the first of the names that each has in it."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(tensor), name) for name, tensor in named}
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
@@ -128,7 +146,9 @@ def by_first_name(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 def misfits(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
     """Name the given tensors that are not those of a network; empty if all are."""
-    have, need = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (given, own))
+    have, need = (
+        {name: tuple(tensor.shape) for name, tensor in one.items()} for one in (given, own)
+    )
     faults = [
         f"{name}: {have.get(name, 'missing')}, the network has {need.get(name, 'none')}"
         for name in sorted(have.keys() | need.keys())
@@ -143,7 +163,9 @@ def _like(whole: Any, own: Any) -> Any:
         return whole
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return distribute_tensor(
+        whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+    )
 
 
 def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
@@ -151,7 +173,8 @@ def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
     if any(is_sharded(parameter) for parameter in run.model.parameters()):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        # only the optimizer knows which of its tensors are divided; torch makes them in a step whose lr is 0
+        # only the optimizer knows which of its tensors are divided; torch makes them in a step
+        # whose lr is 0
         known: Any = get_optimizer_state_dict(run.model, run.optimizer)
         own = known["state"]
     names = {parameter: name for name, parameter in run.model.named_parameters()}
@@ -159,15 +182,20 @@ def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
     number = {name: index for index, name in enumerate(order)}
     try:
         state = {
-            number[name]: {key: _like(value, own.get(name, {}).get(key)) for key, value in values.items()}
+            number[name]: {
+                key: _like(value, own.get(name, {}).get(key)) for key, value in values.items()
+            }
             for name, values in saved["state"].items()
         }
-        groups = [{**one, "params": [number[name] for name in one["params"]]} for one in saved["param_groups"]]
+        groups = [
+            {**one, "params": [number[name] for name in one["params"]]}
+            for one in saved["param_groups"]
+        ]
         run.optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (ValueError, KeyError) as error:
         raise UserError(
-            f"{path}: the state of {run.name} does not fit ({first_line(error)}): continue with the recipe that it was "
-            "saved with, or start another run with weights="
+            f"{path}: the state of {run.name} does not fit ({first_line(error)}): continue with "
+            "the recipe that it was saved with, or start another run with weights="
         ) from error
 
 
@@ -183,14 +211,18 @@ def digest(values: Any) -> str:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint; a file that is missing, truncated or altered is a `DamagedCheckpointError`."""
+    """Open a checkpoint; a missing, truncated or altered file is a `DamagedCheckpointError`."""
     fault = f"{MANIFEST} is truncated or altered"
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest.pop(CHECKSUM) == digest(manifest):
             known = manifest.pop("sha256")
             saved = Checkpoint(path, **manifest)
-            wrong = [f"{name} does not match its checksum" for name in known if sha256(path / name) != known[name]]
+            wrong = [
+                f"{name} does not match its checksum"
+                for name in known
+                if sha256(path / name) != known[name]
+            ]
             if path.name.startswith(PREFIX) and path.name != f"{PREFIX}{saved.step:08d}":
                 wrong.append(f"it contains step {saved.step}")
             if not wrong:
@@ -204,7 +236,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint in a folder, and say which are damaged; None if there is none at all."""
+    """Return the newest undamaged checkpoint in a folder, and say which are damaged."""
+    # It is None if there is no checkpoint at all.
     candidates = newest_first(folder)
     for path in candidates:
         try:
@@ -212,7 +245,9 @@ def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
         except DamagedCheckpointError as error:
             say(f"{error}; falling back to the previous one")
     if candidates:
-        raise DamagedCheckpointError(f"every checkpoint in {folder} is damaged: start again with --overwrite or --out")
+        raise DamagedCheckpointError(
+            f"every checkpoint in {folder} is damaged: start again with --overwrite or --out"
+        )
     return None
 
 

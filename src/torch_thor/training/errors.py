@@ -1,7 +1,7 @@
 """The errors that the training application raises for its user.
 
-The message of a `UserError` names the value, the rule and the remedy, in one line for each fault. The command line
-prints it and exits with code 2.
+The message of a `UserError` names the value, the rule and the remedy, in one line for each fault.
+The command line prints it and exits with code 2.
 """
 
 USER_ERROR, INTERRUPTED = 2, 130  # exit codes
@@ -17,7 +17,7 @@ class DivergedError(UserError):
 
 
 class ElsewhereError(UserError):
-    """A `UserError` of another process, which reports it to the user. In this process it only ends the work."""
+    """A `UserError` of another process, which reports it to the user; here it only ends work."""
 
 
 class DamagedCheckpointError(UserError):
@@ -39,12 +39,12 @@ class StoppedError(Exception):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise a `UserError` with a message, which has the value, the rule and the remedy, unless a rule holds."""
+    """Raise a `UserError` with a message (value, rule and remedy) unless a rule holds."""
     if not condition:
         raise UserError(message)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a message without a colon at its end, or the type of an error without a message."""
+    """Return the first line of an error without a final colon, or its type if it has no message."""
     lines = (line.strip().removesuffix(":") for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)

@@ -1,7 +1,8 @@
 """The folder of a run: its files, and the conditions under which a training may write to it.
 
-    recipe.yaml       the recipe of the run             curves.png     loss and primary metric of all optimizers
-    .lock             the process that writes to it     summary.json   the results as JSON
+    recipe.yaml       the recipe of the run             curves.png     loss and primary metric of
+    all optimizers .lock             the process that writes to it     summary.json   the results as
+    JSON
 
 and for each optimizer, in a folder with its name
 
@@ -36,14 +37,21 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.recipe, self.curves, self.summary = path / "recipe.yaml", path / "curves.png", path / "summary.json"
-        # filelock releases the lock in forked children, so a worker that outlives its parent does not hold it
+        self.recipe, self.curves, self.summary = (
+            path / "recipe.yaml",
+            path / "curves.png",
+            path / "summary.json",
+        )
+        # filelock releases the lock in forked children, so a worker that outlives its parent does
+        # not hold it
         self._lock = FileLock(path / _LOCK, blocking=False)
 
     @classmethod
     def named(cls, path: Path, *, resume: bool = False, overwrite: bool = False) -> "RunFolder":
-        """The folder of a run whose user has named none: PATH, or PATH-2, PATH-3 if there are runs already."""
-        every = itertools.chain([path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2)))
+        """Return the folder when the user names none: PATH, or PATH-2, PATH-3 if runs exist."""
+        every = itertools.chain(
+            [path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+        )
         taken = [cls(one) for one in itertools.takewhile(lambda one: cls(one)._is_used(), every)]
         if taken and (resume or overwrite or taken[-1]._is_restarted()):
             return taken[-1]
@@ -72,18 +80,21 @@ class RunFolder:
     def stored(self) -> Recipe | None:
         """The recipe of the run in this folder; None if there is no run yet."""
         if not self.is_run():
-            require(not self._is_used(), f"{self.path} is not a run folder and not empty: choose another with --out")
+            require(
+                not self._is_used(),
+                f"{self.path} is not a run folder and not empty: choose another with --out",
+            )
             return None
         try:
             return load_recipe(str(self.recipe))
         except (UserError, UnicodeDecodeError) as error:
             raise UserError(
-                f"{self.recipe} is damaged ({error}): copy that of a checkpoint over it, or choose another folder with "
-                "--out"
+                f"{self.recipe} is damaged ({error}): copy that of a checkpoint over it, or choose "
+                "another folder with --out"
             ) from error
 
     def _begun(self) -> Recipe | None:
-        """The recipe of the newest checkpoint, whose checksum has been verified; without any, that of the run."""
+        """Return the recipe of the newest checkpoint of verified checksum, or else the run's."""
         for name in OPTIMIZERS:
             with suppress(DamagedCheckpointError):
                 if saved := newest(self.checkpoints(name), lambda _: None):
@@ -94,35 +105,53 @@ class RunFolder:
         if not self.path.is_dir():
             return self.path.exists()
         own = (_LOCK, _JOB)
-        return any(one.name not in own and not one.name.startswith(REMAINS) for one in self.path.iterdir())
+        return any(
+            one.name not in own and not one.name.startswith(REMAINS) for one in self.path.iterdir()
+        )
 
-    def admit(self, recipe: Recipe, resume: bool, overwrite: bool, say: Callable[[str], None] = lambda _: None) -> bool:
-        """Whether the run in the folder continues; refuses one that may not write here, and changes nothing."""
+    def admit(
+        self,
+        recipe: Recipe,
+        resume: bool,
+        overwrite: bool,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> bool:
+        """Return whether the run in the folder continues, and change nothing.
+
+        It refuses a run that may not write here.
+        """
         begun = self._begun()
         check_place(self.path)
-        require(not (resume and overwrite), "--resume and --overwrite exclude each other: choose one")
+        require(
+            not (resume and overwrite), "--resume and --overwrite exclude each other: choose one"
+        )
         if begun is None:
-            require(not resume, f"there is no run in {self.path} to resume: leave --resume out to start one")
+            require(
+                not resume,
+                f"there is no run in {self.path} to resume: leave --resume out to start one",
+            )
             return False
         require(
             begun.name == recipe.name,
-            f"{self.path} belongs to recipe {begun.name}, not {recipe.name}: choose another folder with --out",
+            f"{self.path} belongs to recipe {begun.name}, not {recipe.name}: choose another folder "
+            "with --out",
         )
         if self._is_restarted():
             resume, overwrite = True, False
             say(f"torchrun has started the processes again: the run in {self.path} continues")
         require(
             resume or overwrite,
-            f"{self.path} contains a run already: continue it with --resume, choose another folder with --out, "
-            "or delete it with --overwrite",
+            f"{self.path} contains a run already: continue it with --resume, choose another folder "
+            "with --out, or delete it with --overwrite",
         )
         if resume:
             _check_epochs(begun, recipe)
             changed = differences(begun, recipe, FREE_ON_RESUME)
             require(
                 not changed,
-                f"the run in {self.path} has other settings ({'; '.join(changed)}): resume without changing them (if "
-                f"{self.recipe.name} was, copy that of a checkpoint over it), or choose another folder with --out",
+                f"the run in {self.path} has other settings ({'; '.join(changed)}): resume without "
+                f"changing them (if {self.recipe.name} was, copy that of a checkpoint over it), or "
+                "choose another folder with --out",
             )
         return resume
 
@@ -145,15 +174,17 @@ class RunFolder:
             try:
                 self._lock.acquire()
             except Timeout as error:  # a subclass of OSError
-                owner = lock.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+                owner = (
+                    lock.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+                )
                 raise UserError(
-                    f"the run in {self.path} is in use by {owner}: wait for it, end it, or choose another folder with "
-                    "--out"
+                    f"the run in {self.path} is in use by {owner}: wait for it, end it, or choose "
+                    "another folder with --out"
                 ) from error
             lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def claim(self, recipe: Recipe, resume: bool, overwrite: bool) -> None:
-        """Create or take over the folder, inside `locked`: delete the run in it unless it continues."""
+        """Create or take over the folder, inside `locked`; delete its run unless it continues."""
         with writing(self.path, "choose another folder with --out"):
             self.path.mkdir(parents=True, exist_ok=True)
             self.take()
@@ -161,21 +192,26 @@ class RunFolder:
             if not resume:
                 for name in OPTIMIZERS:
                     shutil.rmtree(self.path / name, ignore_errors=True)
-                for file in (self.curves, self.summary, self.recipe):  # the recipe last: it marks the folder as a run
+                # the recipe last: it marks the folder as a run
+                for file in (self.curves, self.summary, self.recipe):
                     file.unlink(missing_ok=True)
-            write_text(self.path / _JOB, _job())  # before the recipe: a run in the folder is that of this job
+            # before the recipe: a run in the folder is that of this job
+            write_text(self.path / _JOB, _job())
             write_text(self.recipe, to_yaml(recipe))
 
     def _is_restarted(self) -> bool:
         job = self.path / _JOB
         again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        return again and self.is_run() and job.is_file() and job.read_text(encoding="utf-8") == _job()
+        return (
+            again and self.is_run() and job.is_file() and job.read_text(encoding="utf-8") == _job()
+        )
 
 
 def _job() -> str:
     """The name of the `torchrun` that has started this process; the same after a restart."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return name if name != "none" else f"{socket.gethostname()}, process {os.getppid()}"  # of jobs without a name
+    # of jobs without a name
+    return name if name != "none" else f"{socket.gethostname()}, process {os.getppid()}"
 
 
 def _check_epochs(begun: Recipe, recipe: Recipe) -> None:
@@ -183,17 +219,21 @@ def _check_epochs(begun: Recipe, recipe: Recipe) -> None:
     if recipe.epochs == begun.epochs:
         return
     said, other = f"epochs={recipe.epochs}", "start another run with --out"
-    require(recipe.steps is None, f"{said}: the length is set by steps={recipe.steps}; leave epochs out, or {other}")
+    require(
+        recipe.steps is None,
+        f"{said}: the length is set by steps={recipe.steps}; leave epochs out, or {other}",
+    )
     require(
         recipe.epochs > begun.epochs,
-        f"{said} is less than the run's {begun.epochs}: --resume only lengthens a run; leave epochs out, or {other}",
+        f"{said} is less than the run's {begun.epochs}: --resume only lengthens a run; leave "
+        f"epochs out, or {other}",
     )
     damped = any("damping" in settings_of(name) for name in recipe.optimizer)
     for key in ("schedule", *(["damping_schedule"] if damped else [])):
         schedule = getattr(recipe, key)
         require(
             not schedule.ends_with_training,
-            f"{said}: {key}.kind={schedule.kind} ends with the training, so the steps so far used the schedule of "
-            f"{begun.epochs} epochs; {other}, and set {key}.horizon_epochs if you may lengthen it later, or "
-            "weights=CHECKPOINT to start from the weights of this run",
+            f"{said}: {key}.kind={schedule.kind} ends with the training, so the steps so far used "
+            f"the schedule of {begun.epochs} epochs; {other}, and set {key}.horizon_epochs if you "
+            "may lengthen it later, or weights=CHECKPOINT to start from the weights of this run",
         )

@@ -1,4 +1,4 @@
-"""What the mappings of a recipe have in common: types, rules between keys, lines of errors, tables of keys."""
+"""What a recipe's mappings share: types, rules between keys, lines of errors, tables of keys."""
 
 import json
 import re
@@ -19,7 +19,8 @@ Share = Annotated[Number, Field(ge=0, lt=1)]
 
 _FAULTS = "faults"
 _WORDS = {
-    int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null", dict: "mapping",
+    int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null",
+    dict: "mapping",
     Any: "any",
 }  # fmt: skip
 
@@ -30,43 +31,59 @@ class Keys(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
     def faults(self) -> Iterator[str]:
-        """Yield a line for each rule between several keys that does not hold; it begins with a key of this mapping."""
+        """Yield a line for each broken rule between keys; it begins with a key of this mapping."""
         yield from ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if found := list(self.faults()):  # pydantic keeps one error of a mapping, so all rules are checked here
+        # pydantic keeps one error of a mapping, so all rules are checked here
+        if found := list(self.faults()):
             raise PydanticCustomError(_FAULTS, "{lines}", {"lines": found})
         return self
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return " (did you mean X?)" for the most similar of some names, or nothing if none is similar."""
+    """Return " (did you mean X?)" for the most similar name, or nothing if none is similar."""
     found = get_close_matches(name, list(names), 1)
     return f" (did you mean {found[0]}?)" if found else ""
 
 
 def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
-    """Describe each fault that pydantic has found in one line: the full key, its value, the rule and the meaning."""
+    """Describe each fault found by pydantic in one line: full key, value, rule and meaning."""
     found = []
     for fault in error.errors(include_url=False):
-        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).removeprefix(".")
-        meaning = meanings.get(re.sub(r"\[\d+\]", "[]", key)) or meanings.get(re.sub(r"\[\d+\]$", "", key))
+        key = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]
+        ).removeprefix(".")
+        meaning = meanings.get(re.sub(r"\[\d+\]", "[]", key)) or meanings.get(
+            re.sub(r"\[\d+\]$", "", key)
+        )
         about = "" if meaning is None else f" ({meaning})"
         shown = _yaml(fault["input"])[:80]
         if fault["type"] == _FAULTS:
             found += [f"{key}.{line}".removeprefix(".") for line in fault["ctx"]["lines"]]
         elif fault["type"] == "extra_forbidden" and key in meanings:
-            found.append(f"{key} is a setting of some optimizers: name one in optimizer, or give optimizers.NAME.{key}")
+            found.append(
+                f"{key} is a setting of some optimizers: name one in optimizer, or give "
+                f"optimizers.NAME.{key}"
+            )
         elif fault["type"] == "extra_forbidden":
-            found.append(f"there is no key {key}{nearest(key, meanings)}: `torch-thor keys` lists them")
+            found.append(
+                f"there is no key {key}{nearest(key, meanings)}: `torch-thor keys` lists them"
+            )
         elif fault["type"] == "missing":
             found.append(f"{key} is missing: give it{about}")
         elif fault["type"] == "value_error":
             found.append(f"{key}={shown}: {fault['ctx']['error']}")
         else:
-            rule = fault["msg"].removeprefix("Input ").replace("dictionary or instance of", "mapping of")
-            rule = rule.replace("tuple", "list").replace("boolean, unable to interpret input", "true or false")
+            rule = (
+                fault["msg"]
+                .removeprefix("Input ")
+                .replace("dictionary or instance of", "mapping of")
+            )
+            rule = rule.replace("tuple", "list").replace(
+                "boolean, unable to interpret input", "true or false"
+            )
             found.append(f"{key}={shown} {rule}{about}")
     return found
 
@@ -74,13 +91,18 @@ def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
 def rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
     """Return key, type, default and meaning of each key of a mapping, in words and in YAML."""
     return [
-        (name, _type(one.annotation), "to be given" if one.is_required() else _yaml(one.default), str(one.description))
+        (
+            name,
+            _type(one.annotation),
+            "to be given" if one.is_required() else _yaml(one.default),
+            str(one.description),
+        )
         for name, one in model.model_fields.items()
     ]
 
 
 def meanings_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    """Return the meaning of every key inside a mapping, by its full name, such as `phases[].steps` for items."""
+    """Return each key's meaning in a mapping by full name, such as `phases[].steps` for items."""
     found = {}
     for name, field in model.model_fields.items():
         found[f"{prefix}{name}"] = str(field.description)

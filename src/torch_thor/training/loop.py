@@ -1,4 +1,7 @@
-"""The training loop. Files, bars and plots are observers; a checkpoint is saved after a step, or not at all."""
+"""The training loop, whose files, bars and plots are observers.
+
+A checkpoint is saved after a step, or not at all.
+"""
 
 import math
 import time
@@ -30,14 +33,16 @@ class Point:
 
     Args:
         step: The number of the step, from 1.
-        loss: The mean of the training loss over its terms; only in a skipped step it may be inf or NaN.
+        loss: The mean of the training loss over its terms; only in a skipped step it may be inf or
+            NaN.
         lr: The learning rate.
         damping: The damping; None for optimizers without.
         seconds: Time of all steps so far, without evaluations, checkpoints and reports.
         duration: Time of this step, with the time of waiting for data.
         waited: Time of waiting for data.
         terms: The number of loss terms.
-        skipped: Whether a gradient was not finite (an overflow of float16), so that the weights were not changed.
+        skipped: Whether a gradient was not finite (an overflow of float16), so that the weights
+            were not changed.
         refresh: Whether the step gathered statistics of the curvature.
         events: The decisions of the trace rule in this step.
     """
@@ -77,7 +82,10 @@ class Score:
 
 
 class Observer(Protocol):
-    """Sees a run; by default does nothing. Those of the first process write files and print; one saves and stops."""
+    """An observer of a run, which by default does nothing.
+
+    Those of the first process write files and print; one saves and stops.
+    """
 
     def step(self, run: "Run", point: Point) -> None:
         """Called after each step."""
@@ -97,7 +105,10 @@ class Observer(Protocol):
 
 
 class Record(Observer):
-    """Keeps what a short training measures, for scripts: an observer whose memory grows with the steps."""
+    """An observer that keeps what a short training measures, for scripts.
+
+    Its memory grows with the steps.
+    """
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -121,7 +132,8 @@ class Run:
         name: The name of the optimizer.
         task: The task.
         model: The network, on its device.
-        net: The network whose gradients are those of all processes: wrapped, compiled or just `model`.
+        net: The network whose gradients are those of all processes: wrapped, compiled or just
+            `model`.
         optimizer: Its optimizer.
         precision: Autocast and loss scale.
         ranks: The process among those that train together.
@@ -163,9 +175,13 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether the last step is taken, or the latest evaluation has reached the target at which training ends."""
+        """Whether training ends: the last step is taken, or the last evaluation met the target."""
         goal, metric = self.recipe.stop_at, primary(self.task.metrics)
-        if goal is not None and self.score is not None and not metric.better(goal, self.score.value(metric.name)):
+        if (
+            goal is not None
+            and self.score is not None
+            and not metric.better(goal, self.score.value(metric.name))
+        ):
             return True
         return self.step >= self.total_steps
 
@@ -211,8 +227,8 @@ def _evaluate(run: Run) -> None:
 class Feed:
     """The micro-batches of each step with their loss terms, read one step ahead.
 
-    So one all-reduce a step is enough: it sums the loss of the step, and the terms of the next one, whose gradients
-    are weighted by them.
+    So one all-reduce a step is enough: it sums the loss of the step, and the terms of the next one,
+    whose gradients are weighted by them.
     """
 
     def __init__(self, run: Run, stops: Sequence[int]) -> None:
@@ -223,17 +239,23 @@ class Feed:
 
     def _read(self, step: int) -> None:
         parts = split(next(self._batches), self._run.recipe.accumulation_at(step))
-        self.parts: list[tuple[Batch, Terms]] = [(part, self._run.task.terms(part)) for part in parts]
+        self.parts: list[tuple[Batch, Terms]] = [
+            (part, self._run.task.terms(part)) for part in parts
+        ]
         self.terms = sum(terms.number for _, terms in self.parts)
         require(
             self.terms > 0,
-            f"the batch of step {step + 1} has no loss term on a process: each process needs one; let the task leave "
-            "such samples out, or raise batch_size",
+            f"the batch of step {step + 1} has no loss term on a process: each process needs one; "
+            "let the task leave such samples out, or raise batch_size",
         )
 
     def exchange(self, loss: float) -> tuple[float, int]:
-        """Read the batch of the next step; return the mean loss of this one over all processes, and its terms."""
-        terms, everywhere, last = self.terms, self.everywhere, self._run.step + 1 >= self._run.total_steps
+        """Read the next step's batch; return this one's mean loss over all processes, and terms."""
+        terms, everywhere, last = (
+            self.terms,
+            self.everywhere,
+            self._run.step + 1 >= self._run.total_steps,
+        )
         started = time.perf_counter()
         if not last:
             self._read(self._run.step + 1)
@@ -244,13 +266,14 @@ class Feed:
 
 
 def take_step(run: Run, feed: Feed) -> Point:
-    """Take one step of the optimizer on the batch that the feed holds, which then reads the next one."""
+    """Take one step of the optimizer on the batch in the feed, which then reads the next one."""
     optimizer, task, recipe = run.optimizer, run.task, run.recipe
     thor = optimizer if isinstance(optimizer, CurvatureOptimizer) else None
     refresh = thor is not None and any(layer.due for layer in thor.curvature.values())
     started = time.perf_counter()
     run.weight.value = run.ranks.world * feed.terms / feed.everywhere
-    if thor is not None and "G" in thor.sides:  # the factor A does not depend on the number of loss terms
+    # the factor A does not depend on the number of loss terms
+    if thor is not None and "G" in thor.sides:
         thor.loss_terms = feed.terms
     loss: torch.Tensor | float = 0.0
     for number, (part, terms) in enumerate(feed.parts, 1):
@@ -260,8 +283,14 @@ def take_step(run: Run, feed: Feed) -> Point:
             with run.precision.autocast():
                 found = task.loss(run.net, part)
                 if isinstance(thor, THOR) and thor.fisher == "sampled":
-                    thor.sample_fisher(found.output, found.distribution, dim=found.dim, seed=recipe.seed)
-                share = found.mean if terms.number == feed.terms else found.mean * (terms.number / feed.terms)
+                    thor.sample_fisher(
+                        found.output, found.distribution, dim=found.dim, seed=recipe.seed
+                    )
+                share = (
+                    found.mean
+                    if terms.number == feed.terms
+                    else found.mean * (terms.number / feed.terms)
+                )
             run.precision.backward(share)
         loss = loss + share.detach()
     if recipe.clip_norm is not None:
@@ -273,7 +302,8 @@ def take_step(run: Run, feed: Feed) -> Point:
         raise DivergedError(f"step {run.step + 1}: {error}") from error
     taken = taken and getattr(optimizer, "skipped_steps", 0) == skips
     optimizer.zero_grad()
-    value = float(loss)  # a host-device synchronisation, because the step is timed and its loss recorded
+    # a host-device synchronisation, because the step is timed and its loss recorded
+    value = float(loss)
     mean, count = feed.exchange(value)
     lr = float(optimizer.param_groups[0]["lr"])
     if not math.isfinite(mean) and taken:
@@ -287,7 +317,8 @@ def take_step(run: Run, feed: Feed) -> Point:
     run.step, run.seconds = run.step + 1, run.seconds + duration
     damping: Any = optimizer.param_groups[0].get("damping")
     return Point(
-        run.step, mean, lr, None if damping is None else float(damping), run.seconds, duration, feed.waited, count,
+        run.step, mean, lr, None if damping is None else float(damping), run.seconds, duration,
+        feed.waited, count,
         not taken, refresh, () if thor is None else thor.last_refresh,
     )  # fmt: skip
 
@@ -297,4 +328,7 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     if parts == 1:
         return [batch]
     leaves, form = tree_flatten(batch)
-    return [tree_unflatten(list(piece), form) for piece in zip(*(leaf.chunk(parts) for leaf in leaves), strict=True)]
+    return [
+        tree_unflatten(list(piece), form)
+        for piece in zip(*(leaf.chunk(parts) for leaf in leaves), strict=True)
+    ]

@@ -1,10 +1,10 @@
 """Muon for matrices and AdamW for all other parameters, as one optimizer.
 
-`torch.optim.Muon` accepts matrices only. Here the weight of a convolution is passed to it as the matrix
-`weight.flatten(1)` (output channels x all other dimensions). Parameters with fewer than two dimensions (biases,
-parameters of normalisation layers) are passed to `torch.optim.AdamW`. This class only distributes parameters and state:
-torch's optimizers compute the steps. Torch's Muon multiplies in bfloat16, which is slow on processors without bfloat16
-instructions.
+`torch.optim.Muon` accepts matrices only. Here the weight of a convolution is passed to it as the
+matrix `weight.flatten(1)` (output channels x all other dimensions). Parameters with fewer than two
+dimensions (biases, parameters of normalisation layers) are passed to `torch.optim.AdamW`. This
+class only distributes parameters and state: torch's optimizers compute the steps. Torch's Muon
+multiplies in bfloat16, which is slow on processors without bfloat16 instructions.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,16 +18,18 @@ class MuonAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` and `torch.optim.AdamW` with common `param_groups` and a common `state`.
 
     Args:
-        params: A module, parameters, or parameter groups. Muon trains those of two or more dimensions, AdamW the
-            others.
+        params: A module, parameters, or parameter groups. Muon trains those of two or more
+            dimensions, AdamW the others.
         lr: Learning rate of Muon.
         momentum: Momentum factor of Muon.
         nesterov: Whether Muon uses Nesterov momentum.
-        weight_decay: Decoupled weight decay of the parameters that Muon trains. The others have no weight decay.
-        adjust_lr_fn: Muon's rule that scales the learning rate by the shape of a matrix. With `match_rms_adamw`,
-            learning rates of AdamW can be used.
+        weight_decay: Decoupled weight decay of the parameters that Muon trains. The others have no
+            weight decay.
+        adjust_lr_fn: Muon's rule that scales the learning rate by the shape of a matrix. With
+            `match_rms_adamw`, learning rates of AdamW can be used.
         adamw_lr: Learning rate of AdamW; `None` stands for `lr`.
-        adamw_embeddings: Whether AdamW also trains the weights of `nn.Embedding`, as Muon's author recommends.
+        adamw_embeddings: Whether AdamW also trains the weights of `nn.Embedding`, as Muon's author
+            recommends.
         model: The module, where `params` are parameters and `adamw_embeddings` is True.
 
     Raises:
@@ -51,10 +53,19 @@ class MuonAdamW(torch.optim.Optimizer):
         embeddings: set[Tensor] = set()
         if adamw_embeddings:
             if model is None:
-                raise ValueError("adamw_embeddings=True needs the module: pass it instead of its parameters")
-            embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+                raise ValueError(
+                    "adamw_embeddings=True needs the module: pass it instead of its parameters"
+                )
+            embeddings = {
+                module.weight for module in model.modules() if isinstance(module, nn.Embedding)
+            }
         given: list[Any] = list(params.parameters() if isinstance(params, nn.Module) else params)
-        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        options: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+        }
         self._inner: dict[str, torch.optim.Optimizer] = {}
         groups: list[dict[str, Any]] = []
         for own in given if given and isinstance(given[0], dict) else [{"params": given}]:
@@ -65,7 +76,9 @@ class MuonAdamW(torch.optim.Optimizer):
             if matrices := halves["muon"]:
                 flat = [p.detach().flatten(1) for p in matrices]
                 self._inner["muon"] = torch.optim.Muon(flat, **its, adjust_lr_fn=adjust_lr_fn)
-                groups.append({**self._inner["muon"].param_groups[0], "params": matrices, "algorithm": "muon"})
+                groups.append(
+                    {**self._inner["muon"].param_groups[0], "params": matrices, "algorithm": "muon"}
+                )
             if rest := halves["adamw"]:
                 self._inner["adamw"] = torch.optim.AdamW(
                     rest, lr=its["lr"] if adamw_lr is None else adamw_lr, weight_decay=0.0
@@ -74,12 +87,13 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's method returns only its own attributes, and a deep copy needs the inner optimizers too
+        # torch's method returns only its own attributes, and a deep copy needs the inner optimizers
+        # too
         return {**super().__getstate__(), "_inner": self._inner}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; a closure is called first, with gradients enabled, and what it returns is returned."""
+        """Take one step; first call a closure, with gradients enabled, and return its result."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             inner = self._inner[group["algorithm"]]
@@ -88,12 +102,15 @@ class MuonAdamW(torch.optim.Optimizer):
                 inner.step()
                 continue
             params = [p for p in group["params"] if p.grad is not None]
-            matrices = [p.detach().flatten(1) for p in params]  # copies, not views, for channels_last weights
+            # copies, not views, for channels_last weights
+            matrices = [p.detach().flatten(1) for p in params]
             for p, matrix in zip(params, matrices, strict=True):
                 matrix.grad = p.grad.flatten(1)
             inner.param_groups = [{**group, "params": matrices}]
             inner.state.clear()
-            inner.state.update({matrix: self.state[p] for p, matrix in zip(params, matrices, strict=True)})
+            inner.state.update(
+                {matrix: self.state[p] for p, matrix in zip(params, matrices, strict=True)}
+            )
             inner.step()
             for p, matrix in zip(params, matrices, strict=True):
                 if matrix.data_ptr() != p.data_ptr():

@@ -1,4 +1,7 @@
-"""The observers of the first process: metrics, scalars for TensorBoard, progress, a profile; and what is said first."""
+"""The observers of the first process: metrics, scalars for TensorBoard, progress and a profile.
+
+What is said first is here too.
+"""
 
 import json
 import math
@@ -22,31 +25,39 @@ from torch_thor.training.profiling import Profiler
 from torch_thor.training.progress import Bar, Lines, summarised
 from torch_thor.training.tasks.task import primary
 
-# TensorBoard draws 1000 random points of a curve, and a point for each of very many steps would need hundreds of
-# megabytes. A point therefore summarises `log_interval` steps, or fewer where a curve would have less than this many.
+# TensorBoard draws 1000 random points of a curve, and a point for each of very many steps would
+# need hundreds of megabytes. A point therefore summarises `log_interval` steps, or fewer where a
+# curve would have less than this many.
 FULL_CURVE = 100
 _encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for each line
 
 
-def observers_of(run: Run, folder: RunFolder, console: Console, profile: bool, offset: int) -> list[Any]:
-    """Say what runs; make the observers, that of the metrics first, and last one that profiles what others do not."""
+def observers_of(
+    run: Run, folder: RunFolder, console: Console, profile: bool, offset: int
+) -> list[Any]:
+    """Say what runs, and make the observers, that of the metrics first."""
+    # Last comes one that profiles what the others do not.
     for line in facts(run):
         printer(console)(line)
-    found = [Metrics(folder.metrics(run.name), offset), TensorBoard(folder.tensorboard(run.name), run)]
+    found = [
+        Metrics(folder.metrics(run.name), offset),
+        TensorBoard(folder.tensorboard(run.name), run),
+    ]
     found.append(Bar(run, console) if console.is_interactive else Lines(run, console))
     return [*found, Profiler(folder.profile(run.name), console)] if profile else found
 
 
 def facts(run: Run) -> list[str]:
-    """Say what runs where, once for all optimizers; and which part of the network the curvature is used for."""
+    """Say what runs where, once for all optimizers, and which network part the curvature is for."""
     recipe, optimizer, device, found = run.recipe, run.optimizer, run.ranks.device, []
     if run.name == recipe.optimizer[0]:
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         several = f"{run.ranks.world} processes on " if run.ranks.world > 1 else ""
         found.append(
-            f"{recipe.name}: {recipe.model} ({parameters:,} parameters), {run.total_steps:,} steps with each of "
-            f"{', '.join(recipe.optimizer)}, on {several}{where}, threads={torch.get_num_threads()}"
+            f"{recipe.name}: {recipe.model} ({parameters:,} parameters), {run.total_steps:,} steps "
+            f"with each of {', '.join(recipe.optimizer)}, on {several}{where}, "
+            f"threads={torch.get_num_threads()}"
         )
     if isinstance(optimizer, CurvatureOptimizer):
         entries = optimizer.coverage()
@@ -54,9 +65,14 @@ def facts(run: Run) -> list[str]:
         plain = [one for one in entries if one.trained and not one.preconditioned]
         modules = {(one.kind, one.name.rpartition(".")[0]) for one in plain}
         # with ThorMuon the bias of a preconditioned layer is not
-        kinds = Counter(f"biases of {kind}" if name in optimizer.curvature else kind for kind, name in modules)
+        kinds = Counter(
+            f"biases of {kind}" if name in optimizer.curvature else kind for kind, name in modules
+        )
         others = ", ".join(f"{kind} ({number})" for kind, number in sorted(kinds.items()))
-        line = f"preconditions {len(optimizer.curvature)} layers with {covered / max(1, total):.2%} of the parameters"
+        line = (
+            f"preconditions {len(optimizer.curvature)} layers with {covered / max(1, total):.2%} "
+            "of the parameters"
+        )
         rest = " and ".join(sorted({one.rest for one in plain}))
         found.append(f"{run.name}: {line}" + (f"; {rest} for the rest: {others}" if others else ""))
     if recipe.optimizers.get(run.name, {}).get("split_dim") == "auto":
@@ -66,10 +82,13 @@ def facts(run: Run) -> list[str]:
 
 
 class Metrics(Observer):
-    """Writes `metrics.jsonl`, a line for each step, refresh of a layer and evaluation, after the first `offset` bytes.
+    """A writer of `metrics.jsonl`: a line for each step, refresh of a layer and evaluation.
+
+    It writes after the first `offset` bytes.
 
     Raises:
-        UserError: If the file cannot be written (as in every method), or is not that of the checkpoint.
+        UserError: If the file cannot be written (as in every method), or is not that of the
+            checkpoint.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -80,27 +99,35 @@ class Metrics(Observer):
             size = self._file.tell()
             require(
                 size >= offset,
-                f"{path} has {size} bytes, but it had {offset} when the checkpoint was saved: put the whole file back, "
-                "or start another run with weights=CHECKPOINT and --out",
+                f"{path} has {size} bytes, but it had {offset} when the checkpoint was saved: put "
+                "the whole file back, or start another run with weights=CHECKPOINT and --out",
             )
             self._file.truncate(offset)
 
     def step(self, run: Run, point: Point) -> None:
         """Write the line of a step, and one for each layer that was due."""
-        self._write("step", {name: value for name, value in vars(point).items() if name != "events"})
+        self._write(
+            "step", {name: value for name, value in vars(point).items() if name != "events"}
+        )
         for event in point.events:
             decided = {"step": point.step, "layer": event.layer, "decision": event.decision.value}
-            self._write("refresh", {**decided, "trace_change": event.trace_change, "trace": event.trace})
+            self._write(
+                "refresh", {**decided, "trace_change": event.trace_change, "trace": event.trace}
+            )
 
     def evaluation(self, run: Run, score: Score) -> None:
         """Write the line of an evaluation."""
         averages = {f"averaged_{name}": (score.averaged or {}).get(name) for name in score.metrics}
         metric = primary(run.task.metrics)
         decides = {"primary": metric.name, "higher_is_better": metric.higher_is_better}
-        self._write("eval", {"step": score.step, "seconds": score.seconds, **score.metrics, **averages, **decides})
+        self._write(
+            "eval",
+            {"step": score.step, "seconds": score.seconds, **score.metrics, **averages, **decides},
+        )
 
     def offset(self) -> int:
-        """Flush the file to the disk, so that no checkpoint has more steps than it; return its length in bytes."""
+        """Flush the file to the disk and return its length in bytes."""
+        # So no checkpoint has more steps than the file.
         with writing(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -113,18 +140,23 @@ class Metrics(Observer):
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         # JSON has no infinity and no NaN
-        plain = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+        plain = {
+            key: None if isinstance(v, float) and not math.isfinite(v) else v
+            for key, v in values.items()
+        }
         with writing(self.path):
             self._file.write(_encode({"kind": kind, **plain}).encode() + b"\n")
 
 
 class TensorBoard(Observer):
-    """Writes scalars for TensorBoard; those of a resumed run replace those that are newer than its checkpoint."""
+    """A writer of TensorBoard scalars; a resumed run's replace those newer than its checkpoint."""
 
     def __init__(self, folder: Path, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second
 
-        self._every = max(1, min(run.recipe.log_interval or run.total_steps, run.total_steps // FULL_CURVE))
+        self._every = max(
+            1, min(run.recipe.log_interval or run.total_steps, run.total_steps // FULL_CURVE)
+        )
         self._points: list[Point] = []
         self.folder = folder
         with writing(folder):
@@ -145,7 +177,9 @@ class TensorBoard(Observer):
             events = [event for point in self._points for event in point.events]
             self._add("train", run.step, summarised(run, self._points))
             self._add("thor", run.step, Counter(event.decision.value for event in events))
-            self._add("trace_change", run.step, {event.layer: event.trace_change for event in events})
+            self._add(
+                "trace_change", run.step, {event.layer: event.trace_change for event in events}
+            )
             self._points.clear()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The optimizers that a recipe can name: their keys are arguments of their classes, with the same defaults."""
+"""The optimizers a recipe can name: keys are arguments of their classes, with equal defaults."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +21,12 @@ from torch_thor.training.keys import Keys, NotNegative, Number, Positive, Share
 from torch_thor.training.muon import MuonAdamW
 
 AUTO = "auto"
-_THRESHOLDS = {name: preset["trace_thresholds"] for name, preset in PRESETS.items() if len(preset) == 1}
+_THRESHOLDS = {
+    name: preset["trace_thresholds"] for name, preset in PRESETS.items() if len(preset) == 1
+}
 _INTERVALS: dict[str, Any] = {
-    "constant": intervals.Constant, "piecewise": intervals.Piecewise, "geometric": intervals.Geometric,
+    "constant": intervals.Constant, "piecewise": intervals.Piecewise,
+    "geometric": intervals.Geometric,
 }  # fmt: skip
 _EXAMPLE = "{kind: geometric, first: 5, last: 100, factor: 1.5}"
 
@@ -32,7 +35,9 @@ def _interval(value: Any) -> Any:
     """Build the argument `update_interval`."""
     if not isinstance(value, dict):
         if type(value) is not int or value < 1:
-            raise ValueError(f"must be a whole number of steps ≥ 1, or a schedule such as {_EXAMPLE}")
+            raise ValueError(
+                f"must be a whole number of steps ≥ 1, or a schedule such as {_EXAMPLE}"
+            )
         return value
     arguments = {str(key): one for key, one in value.items() if key != "kind"}
     if (kind := value.get("kind")) not in _INTERVALS:
@@ -41,7 +46,9 @@ def _interval(value: Any) -> Any:
         return _INTERVALS[kind](**arguments)
     except TypeError as error:  # unknown or missing arguments
         known = ", ".join(item.name for item in fields(_INTERVALS[kind]))
-        raise ValueError(f"{kind} takes {known}, not {', '.join(arguments) or 'nothing'}") from error
+        raise ValueError(
+            f"{kind} takes {known}, not {', '.join(arguments) or 'nothing'}"
+        ) from error
 
 
 def _checked_interval(value: Any) -> Any:
@@ -64,7 +71,9 @@ def _checked_patterns(value: Any) -> Any:
     if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
         return tuple(value)
     if value is not None and not isinstance(value, str):
-        raise ValueError("must be a name, a pattern, or a list of them, such as ['*.weight', -head]")
+        raise ValueError(
+            "must be a name, a pattern, or a list of them, such as ['*.weight', -head]"
+        )
     return value
 
 
@@ -78,7 +87,8 @@ KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of t
     "nesterov": (bool, "Nesterov's momentum"),
     "update_interval": (
         Annotated[int | dict[str, Any], PlainValidator(_checked_interval)],
-        "steps between refreshes, or {kind: constant, piecewise or geometric, ...} of torch_thor.intervals",
+        "steps between refreshes, or {kind: constant, piecewise or geometric, ...} of "
+        "torch_thor.intervals",
     ),
     "trace_thresholds": (
         Annotated[tuple[Number, Number] | str, _option("trace_thresholds", *_THRESHOLDS)],
@@ -89,10 +99,22 @@ KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of t
         "block size of the factors; null: whole ones; auto measures it at the start",
     ),
     "factor_decay": (Share, _AVERAGE + "the factors; 0: the latest only"),
-    "max_update_ratio": (Positive | None, "largest step of a parameter relative to its norm; null: no bound"),
-    "kl_clip": (Positive | None, "bound κ on the squared step in the Fisher norm, in the place of max_update_ratio"),
-    "layers": (_Patterns, "layers whose curvature is used, by name or pattern; a leading minus leaves out"),
-    "fisher": (Literal["empirical", "sampled"], "labels of the statistics: those of the loss, or drawn ones"),
+    "max_update_ratio": (
+        Positive | None,
+        "largest step of a parameter relative to its norm; null: no bound",
+    ),
+    "kl_clip": (
+        Positive | None,
+        "bound κ on the squared step in the Fisher norm, in the place of max_update_ratio",
+    ),
+    "layers": (
+        _Patterns,
+        "layers whose curvature is used, by name or pattern; a leading minus leaves out",
+    ),
+    "fisher": (
+        Literal["empirical", "sampled"],
+        "labels of the statistics: those of the loss, or drawn ones",
+    ),
     "dampening": (Share, "τ in v ← μ v + (1 − τ) d"),
     "dampen_first": (bool, "dampen the first step too"),
     "clip_factor": (Positive, "largest ratio of gradient to weight of a unit"),
@@ -105,7 +127,10 @@ KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of t
     "eps": (NotNegative, "term that keeps a denominator away from 0"),
     "centered": (bool, "normalise by the variance of the gradient"),
     "amsgrad": (bool, "the AMSGrad variant"),
-    "adjust_lr_fn": (Literal["original", "match_rms_adamw"], "how lr depends on the shape of a matrix"),
+    "adjust_lr_fn": (
+        Literal["original", "match_rms_adamw"],
+        "how lr depends on the shape of a matrix",
+    ),
     "adamw_lr": (Positive | None, "learning rate of what is no matrix; null: lr"),
     "adamw_embeddings": (bool, "train embeddings with AdamW"),
     "exclude": (_Patterns, "parameters that are treated as biases are; null: biases and norms"),
@@ -141,14 +166,22 @@ class OptimizerKeys(Keys):
         own = self.model_dump(include={"nesterov", "momentum", "dampening", "dampen_first"})
         if "dampening" in own and own["nesterov"]:
             if not own["momentum"]:
-                yield f"momentum={own['momentum']} must be above 0 for nesterov=true: raise it, or set nesterov=false"
+                yield (
+                    f"momentum={own['momentum']} must be above 0 for nesterov=true: raise it, or "
+                    "set nesterov=false"
+                )
             if own["dampening"] and not own.get("dampen_first"):
-                yield f"dampening={own['dampening']} must be 0 for nesterov=true: leave it out, or set nesterov=false"
+                yield (
+                    f"dampening={own['dampening']} must be 0 for nesterov=true: leave it out, or "
+                    "set nesterov=false"
+                )
 
 
 def _keys_of(name: str) -> type[OptimizerKeys]:
     kind, own = OPTIMIZERS[name]
-    given = {key: argument.default for key, argument in inspect.signature(kind).parameters.items()} | dict(own)
+    given = {
+        key: argument.default for key, argument in inspect.signature(kind).parameters.items()
+    } | dict(own)
     given["decay_filter"] = None
     if "betas" in given:
         given["beta1"], given["beta2"] = given["betas"]
@@ -157,13 +190,17 @@ def _keys_of(name: str) -> type[OptimizerKeys]:
     if is_dataclass(interval := given.get("update_interval")):
         given["update_interval"] = {"kind": type(interval).__name__.lower(), **vars(interval)}
     known: Any = {
-        key: (hint, Field(given[key], description=about)) for key, (hint, about) in KEYS.items() if key in given
+        key: (hint, Field(given[key], description=about))
+        for key, (hint, about) in KEYS.items()
+        if key in given
     }
     return create_model(name, __base__=OptimizerKeys, **known)
 
 
 KEYS_OF = {name: _keys_of(name) for name in OPTIMIZERS}
-_all: dict[str, Any] = {name: (own, Field(own(), description=f"settings of {name}")) for name, own in KEYS_OF.items()}
+_all: dict[str, Any] = {
+    name: (own, Field(own(), description=f"settings of {name}")) for name, own in KEYS_OF.items()
+}
 Settings = create_model("Settings", __base__=Keys, **_all)
 
 
@@ -173,12 +210,20 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def build_optimizer(
-    name: str, model: nn.Module, given: Mapping[str, Any], *, sample: Callable[[], int] | None = None
+    name: str,
+    model: nn.Module,
+    given: Mapping[str, Any],
+    *,
+    sample: Callable[[], int] | None = None,
 ) -> torch.optim.Optimizer:
     """Build an optimizer for all parameters of a model, with settings as a recipe gives them."""
-    # `sample` measures the number for `split_dim=auto`, the same on all processes, as `measured_split_dim` does on one.
-    # Without it the number is the default: a checkpoint will bring its own.
-    require(name in OPTIMIZERS, f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}")
+    # `sample` measures the number for `split_dim=auto`, the same on all processes, as
+    # `measured_split_dim` does on one. Without it the number is the default: a checkpoint will
+    # bring its own.
+    require(
+        name in OPTIMIZERS,
+        f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}",
+    )
     kind, options = OPTIMIZERS[name][0], {**settings_of(name), **given}
     if "beta1" in options:
         options["betas"] = (options.pop("beta1"), options.pop("beta2"))
@@ -197,11 +242,18 @@ def build_optimizer(
         if decayed is not None:
             named = dict(model.named_parameters())
             chosen = selected("decay_filter", decayed, named, "parameter")
-            rest = {"params": [p for key, p in named.items() if key not in chosen], "weight_decay": 0.0}
-            groups: list[dict[str, Any]] = [{"params": [p for key, p in named.items() if key in chosen]}, rest]
+            rest = {
+                "params": [p for key, p in named.items() if key not in chosen],
+                "weight_decay": 0.0,
+            }
+            groups: list[dict[str, Any]] = [
+                {"params": [p for key, p in named.items() if key in chosen]},
+                rest,
+            ]
             params = [group for group in groups if group["params"]]
         return kind(params, **options)
-    except (TypeError, ValueError) as error:  # such as a pattern that matches no layer of this network
+    # such as a pattern that matches no layer of this network
+    except (TypeError, ValueError) as error:
         raise UserError(f"optimizer {name}: {error}") from error
 
 
@@ -217,8 +269,11 @@ class _Itself(nn.Module):
 
 
 def measured_split_dim(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
-    """Choose a block size by `choose_split_dim`, with the loss of a network on the first batch of the training."""
+    """Choose a block size by `choose_split_dim`."""
+    # The loss is that of a network on the first batch of the training.
     try:
         return choose_split_dim(_Itself(model), (), loss_fn=loss).split_dim
     except (ValueError, RuntimeError) as error:  # nothing to split, or memory was too small
-        raise UserError(f"split_dim=auto: {first_line(error)}; give a number, such as 128") from error
+        raise UserError(
+            f"split_dim=auto: {first_line(error)}; give a number, such as 128"
+        ) from error

@@ -1,9 +1,10 @@
-"""Training on several processes that `torchrun` has started: their ranks, their communication, and what they divide.
+"""Training on several processes started by `torchrun`: ranks, communication, and what they divide.
 
-With `parallel=ddp` each process holds the whole network. With `fsdp` each holds a part of every parameter, of its
-gradient and of its optimizer state (torch's `fully_shard`); with `hsdp` groups of processes each divide one copy.
-Without `torchrun` there is one process, and nothing here communicates. If a process ends, `torchrun` ends the others,
-names it in its table, and starts all again with `--max-restarts`.
+With `parallel=ddp` each process holds the whole network. With `fsdp` each holds a part of every
+parameter, of its gradient and of its optimizer state (torch's `fully_shard`); with `hsdp` groups of
+processes each divide one copy. Without `torchrun` there is one process, and nothing here
+communicates. If a process ends, `torchrun` ends the others, names it in its table, and starts all
+again with `--max-restarts`.
 """
 
 import gc
@@ -48,7 +49,8 @@ class Ranks:
         return self.rank == 0
 
     def total(self, values: list[float]) -> list[float]:
-        """Sum numbers over all processes, bit for bit the same on all. Every process must call it."""
+        """Sum numbers over all processes, bit for bit the same on all."""
+        # Every process must call it.
         if self.world == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -57,7 +59,7 @@ class Ranks:
         return sums
 
     def gathered(self, value: Any) -> list[Any]:
-        """Collect a picklable object from every process, in the order of the ranks. Every process must call it."""
+        """Collect a picklable object from every process, in rank order; all must call it."""
         values: list[Any] = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value)
@@ -69,7 +71,7 @@ class Ranks:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device that a recipe names; under `torchrun`, `auto` and `cuda` stand for the GPU of this process."""
+    """Return a recipe's device; under `torchrun`, `auto` and `cuda` are the GPU of this process."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:
@@ -78,13 +80,15 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
-        raise UserError(f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto") from error
+        raise UserError(
+            f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto"
+        ) from error
     return device
 
 
 @contextmanager
 def processes(recipe: Recipe) -> Iterator[Ranks]:
-    """Join the other processes of `torchrun`, if it has started this one, and set the recipe's number of threads."""
+    """Join `torchrun`'s other processes, if it started this one; set the recipe's thread count."""
     device, before = device_of(recipe.device), torch.get_num_threads()
     joins = dist.is_torchelastic_launched() and not dist.is_initialized()
     if joins:
@@ -98,24 +102,32 @@ def processes(recipe: Recipe) -> Iterator[Ranks]:
         dist.init_process_group(store=store, rank=rank, world_size=world, **backend)
     torch.set_num_threads(recipe.threads or before)
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else Ranks(device=device)
+        yield (
+            Ranks(dist.get_rank(), dist.get_world_size(), device)
+            if dist.is_initialized()
+            else Ranks(device=device)
+        )
     finally:
         torch.set_num_threads(before)
         if joins:
-            gc.collect()  # frees DDP wrappers in reference cycles before the group that they use is destroyed
+            # frees DDP wrappers in reference cycles before the group that they use is destroyed
+            gc.collect()
             dist.destroy_process_group()
 
 
 @contextmanager
 def agreed(ranks: Ranks) -> Iterator[None]:
-    """Raise the first `UserError` of any process on all, which must enter the block, and communicate in such only."""
+    """Raise the first `UserError` of any process on all of them."""
+    # All must enter the block, and communicate in such blocks only.
     error = None
     try:
         yield
     except UserError as raised:
         error = raised
     # a process that has only heard of an error, in an inner block, does not report it
-    messages = ranks.gathered(None if error is None or isinstance(error, ElsewhereError) else str(error))
+    messages = ranks.gathered(
+        None if error is None or isinstance(error, ElsewhereError) else str(error)
+    )
     failed = [rank for rank, message in enumerate(messages) if message is not None]
     if failed and failed[0] != ranks.rank:
         raise ElsewhereError(messages[failed[0]]) from error
@@ -125,16 +137,20 @@ def agreed(ranks: Ranks) -> Iterator[None]:
 
 @dataclass
 class RankWeight:
-    """The weight of a process's gradients in the mean over all: larger if its batch has more loss terms.
+    """The weight of a process's gradients in the mean over all: larger with more loss terms.
 
-    Not the loss is scaled but the gradients, where they are averaged: THOR's statistics need those of the outputs.
+    Not the loss is scaled but the gradients, where they are averaged: THOR's statistics need those
+    of the outputs.
     """
 
     value: float = 1.0
 
 
 def connect(model: nn.Module, ranks: Ranks, weight: RankWeight) -> nn.Module:
-    """Return the network whose gradients are those of all processes; the weight may be changed before each step."""
+    """Return the network whose gradients are those of all processes.
+
+    The weight may be changed before each step.
+    """
     if ranks.world == 1:
         return model
     if is_fully_sharded(model):
@@ -149,14 +165,19 @@ def connect(model: nn.Module, ranks: Ranks, weight: RankWeight) -> nn.Module:
 
 def _average(
     weight: RankWeight,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # defined where torch has distributed training
+    # defined where torch has distributed training
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
     buffer = bucket.buffer().mul_(weight.value / dist.get_world_size())
     if buffer.is_cuda:
-        return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
-    # one by one, so that a resumed run is bit for bit that of an uninterrupted one: the order in which gloo sums over
-    # the processes depends on the place of an element in its tensor, and DDP fills its buckets in another order after
-    # its first step, which a resumed run takes later
+        return (
+            dist.all_reduce(buffer, async_op=True)
+            .get_future()
+            .then(lambda future: future.value()[0])
+        )
+    # one by one, so that a resumed run is bit for bit that of an uninterrupted one: the order in
+    # which gloo sums over the processes depends on the place of an element in its tensor, and DDP
+    # fills its buckets in another order after its first step, which a resumed run takes later
     gradients = buffer.split([gradient.numel() for gradient in bucket.gradients()])
     sums = [dist.all_reduce(gradient, async_op=True).get_future() for gradient in gradients]
     return torch.futures.collect_all(sums).then(lambda _: buffer)
@@ -173,14 +194,20 @@ class _WeightedReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
+        op: dist.ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:  # fmt: skip
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor.mul_(self.weight.value), op, group, async_op)
+        return dist.reduce_scatter_tensor(
+            output_tensor, input_tensor.mul_(self.weight.value), op, group, async_op
+        )
 
 
 def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
-    """Divide networks in place, which replaces their parameters, and move them to the device block by block."""
+    """Divide networks in place, and move them to the device block by block.
+
+    This replaces their parameters.
+    """
     from torch.distributed.device_mesh import init_device_mesh  # takes a second, as the next one
     from torch.distributed.fsdp import fully_shard
 
@@ -189,21 +216,26 @@ def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
         shards = recipe.shards or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     require(
         shards > 1 and ranks.world % shards == 0,
-        f"parallel={recipe.parallel} cannot divide {ranks.world} processes into groups of shards={shards}: shards must "
-        "be 2 or more and divide the number of processes; or use parallel=ddp",
+        f"parallel={recipe.parallel} cannot divide {ranks.world} processes into groups of "
+        f"shards={shards}: shards must be 2 or more and divide the number of processes; or use "
+        "parallel=ddp",
     )
     shape = (ranks.world // shards, shards) if hybrid else (shards,)
-    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    mesh = init_device_mesh(
+        ranks.device.type, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :]
+    )
     for model in models:
         for parameter in model.parameters():
-            parameter.data = parameter.data.contiguous()  # not channels_last, which fully_shard refuses
+            # not channels_last, which fully_shard refuses
+            parameter.data = parameter.data.contiguous()
         for block in blocks(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the parts whose parameters are collected together, such as transformer layers: the elements of lists."""
+    """Find the parts whose parameters are collected together, such as transformer layers."""
+    # They are the elements of lists.
     # parameters outside of them, and those that a block shares with the rest, belong to the network
 
     def elements(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
@@ -215,7 +247,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
                 yield from elements(child, is_list)
 
     def owners(module: nn.Module) -> Counter[int]:
-        return Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
+        return Counter(
+            id(parameter)
+            for part in module.modules()
+            for parameter in part.parameters(recurse=False)
+        )
 
     every = owners(model)
     found = {block: owners(block) for block in elements(model, False)}
@@ -223,7 +259,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def release(model: nn.Module) -> None:
-    """Free the collected parameters of a divided network, which a forward pass without a backward pass keeps."""
+    """Free a divided network's collected parameters, kept after a forward pass without backward."""
     for module in _divided(model):
         module.reshard()
 
@@ -233,16 +269,20 @@ def _divided(model: nn.Module) -> list[Any]:
 
 
 def share_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Copy the buffers of the first process, which a checkpoint contains, to every process. Every process calls it."""
+    """Copy the first process's buffers, which a checkpoint contains, to every process.
+
+    Every process calls it.
+    """
     if ranks.world > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
 
 
 def without_averaging(net: nn.Module) -> AbstractContextManager[None]:
-    """Return the context of a micro-batch that is not the last of its step: gradients are not averaged yet.
+    """Return the context of a step's micro-batch before the last: gradients are not averaged yet.
 
-    Divided networks average those of each micro-batch, because otherwise every process would hold whole ones.
+    Divided networks average those of each micro-batch, because otherwise every process would hold
+    whole ones.
     """
     inner = getattr(net, "_orig_mod", net)  # torch.compile's wrapper
     context: AbstractContextManager[None] = getattr(inner, "no_sync", nullcontext)()

@@ -1,7 +1,7 @@
 """Mixed precision, and the average of the weights.
 
-Weights, optimizer state and curvature stay float32 (Micikevicius et al. 2018); for float16, a loss scale prevents
-underflow of small gradients.
+Weights, optimizer state and curvature stay float32 (Micikevicius et al. 2018); for float16, a loss
+scale prevents underflow of small gradients.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,12 @@ MOST_SKIPPED = 50  # consecutive skipped steps that are an error
 
 
 class Precision:
-    """The precision of a step: with fp16, of a fixed loss scale, or of one that an overflow halves (torch's own)."""
+    """The precision of a step: fp16 has a fixed loss scale, or torch's own, halved by overflows."""
 
     def __init__(self, name: str, loss_scale: float | None, device: torch.device) -> None:
         self.dtype, self.device = PRECISIONS[name], device
-        self.fixed = None if loss_scale is None else float(loss_scale)  # torch does not accept an int
+        # torch does not accept an int
+        self.fixed = None if loss_scale is None else float(loss_scale)
         scaling = self.dtype == torch.float16
         options = {} if self.fixed is None else {"init_scale": self.fixed, "growth_interval": NEVER}
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaling, **options)  # type: ignore[arg-type]
@@ -33,20 +34,27 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass, which has no effect for fp32."""
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+        return (
+            nullcontext()
+            if self.dtype == torch.float32
+            else torch.autocast(self.device.type, self.dtype)
+        )
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of the loss, multiplied by the loss scale if there is one."""
         self.scaler.scale(loss).backward()
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float) -> None:
-        """Scale the gradient of all parameters together down to a norm, after dividing it by the loss scale."""
+        """Scale all parameters' joint gradient down to a norm, after dividing by the loss scale."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)
+        torch.nn.utils.clip_grad_norm_(
+            [p for group in optimizer.param_groups for p in group["params"]], norm
+        )
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the optimizer's step unless a gradient overflowed: whether it was taken. Many overflows are an error."""
+        """Take the optimizer's step unless a gradient overflowed; return whether it was taken."""
+        # Many overflows are an error.
         if not self.scaler.is_enabled():
             optimizer.step()
             return True
@@ -66,7 +74,8 @@ class Precision:
 
 
 def averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:
-    """Average weights and buffers (Polyak and Juditsky 1992); before the optimizer adds hooks, which are not copied."""
+    """Average weights and buffers (Polyak and Juditsky 1992)."""
+    # It is called before the optimizer adds hooks, which are not copied.
     if decay is None:
         return None
     update = get_ema_multi_avg_fn(decay)

@@ -1,4 +1,7 @@
-"""Printing text of others, such as file names and recipe values: their markup and control sequences do nothing."""
+"""Printing text of others, such as file names and recipe values.
+
+Their markup and control sequences do nothing.
+"""
 
 import os
 import sys
@@ -11,8 +14,11 @@ if TYPE_CHECKING:
 
 
 def visible(text: str) -> str:
-    r"""Replace unprintable characters by Python's escape sequences, such as `\x1b`, `\n`, `\u202e`."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+    r"""Replace unprintable characters by Python's escapes, such as `\x1b`, `\n`, `\u202e`."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
 
 
 def cell(text: str) -> "Text":
@@ -23,7 +29,7 @@ def cell(text: str) -> "Text":
 
 
 def printer(console: "Console") -> Callable[[str], None]:
-    """Make a function that prints one line of plain text on a console, above its live display if it has one."""
+    """Make a function that prints one line of plain text on a console, above any live display."""
     return lambda line: console.print(cell(line), soft_wrap=True)
 
 
@@ -33,7 +39,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def is_first_rank() -> bool:
-    """Return whether this is the only process, or the first of those that `torchrun` has started."""
+    """Return whether this is the only process, or the first of those that `torchrun` started."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -8,7 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch has no __all__ there
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function, schedule, supported_activities
+from torch.profiler import (
+    ProfilerActivity,
+    profile,
+    record_function,
+    schedule,
+    supported_activities,
+)
 
 from torch_thor.files import MAKE_ROOM, whole_file, writing
 from torch_thor.optim.base import CurvatureOptimizer
@@ -16,15 +22,19 @@ from torch_thor.training.errors import require
 from torch_thor.training.loop import Observer, Point, Run
 from torch_thor.training.printing import cell, milliseconds, printer
 
-FIRST = 5  # steps of the process that are never profiled: they compile, select kernels and fill caches
-WARM_UP = 1  # first steps of the profile, which are discarded: they contain the start of the profiler
+# steps of the process that are never profiled: they compile, select kernels and fill caches
+FIRST = 5
+# first steps of the profile, which are discarded: they contain the start of the profiler
+WARM_UP = 1
 ACTIVE = 6  # recorded steps: one refresh and five ordinary steps, where refreshes are far apart
 ROWS = 15  # operations in the table
 BETWEEN = "between steps"  # the name of evaluations and checkpoints in the trace
 
 
 class Profiler(Observer):
-    """Profiles a few steps from the next refresh on, writes a Chrome trace, and prints the slowest operations.
+    """An observer that profiles a few steps from the next refresh on.
+
+    It writes a Chrome trace, and prints the slowest operations.
 
     What other observers do before it between the steps is in the trace, but not in the table.
     """
@@ -57,7 +67,9 @@ class Profiler(Observer):
         else:
             running.step()
         if run.done and len(self._points) <= WARM_UP:
-            printer(self.console)(f"nothing was profiled: the training had only {self._seen} more steps")
+            printer(self.console)(
+                f"nothing was profiled: the training had only {self._seen} more steps"
+            )
 
     def close(self) -> None:
         """Stop without writing an incomplete profile."""
@@ -69,7 +81,9 @@ class Profiler(Observer):
         left, optimizer = run.total_steps - run.step, run.optimizer
         if left <= WARM_UP + ACTIVE or self._seen < FIRST:
             return WARM_UP < left <= WARM_UP + ACTIVE
-        if not isinstance(optimizer, CurvatureOptimizer) or all(one.stopped for one in optimizer.curvature.values()):
+        if not isinstance(optimizer, CurvatureOptimizer) or all(
+            one.stopped for one in optimizer.curvature.values()
+        ):
             return True
         ahead = min(group["next_refresh"] - group["step"] for group in optimizer.param_groups)
         return ahead == WARM_UP or (ahead == 0 and self._refreshed)  # or every step is a refresh
@@ -85,20 +99,32 @@ class Profiler(Observer):
                 # C++ code writes the file; it logs errors instead of raising them
                 require(temporary.exists(), f"{path} cannot be written: {MAKE_ROOM}")
         self.console.print(slowest(finished, points))
-        printer(self.console)(f"The trace is {path}: open it in ui.perfetto.dev or chrome://tracing")
+        printer(self.console)(
+            f"The trace is {path}: open it in ui.perfetto.dev or chrome://tracing"
+        )
 
 
 def slowest(finished: profile, points: list[Point]) -> Table:
-    """Make a table of the operations by their own time, without that of the operations that they call."""
-    device = "self_device_time_total" if ProfilerActivity.CUDA in supported_activities() else "self_cpu_time_total"
+    """Make a table of operations by their own time, without that of operations that they call."""
+    device = (
+        "self_device_time_total"
+        if ProfilerActivity.CUDA in supported_activities()
+        else "self_cpu_time_total"
+    )
     calls, times = Counter[str](), Counter[str]()
     for event in finished.events() or []:
         # a kernel's time is already counted for the operation that has launched it
-        if event.device_type == DeviceType.CPU and not event.key.startswith("ProfilerStep") and _in_step(event):
+        if (
+            event.device_type == DeviceType.CPU
+            and not event.key.startswith("ProfilerStep")
+            and _in_step(event)
+        ):
             calls[event.key] += 1
             times[event.key] += getattr(event, device)
     total, refreshes = sum(times.values()) or 1, sum(point.refresh for point in points)
-    title = f"Steps {points[0].step} to {points[-1].step}, {refreshes} of {len(points)} with a refresh"
+    title = (
+        f"Steps {points[0].step} to {points[-1].step}, {refreshes} of {len(points)} with a refresh"
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("operation", overflow="ellipsis", no_wrap=True, max_width=48)
     for heading in ("calls", "GPU time" if "device" in device else "CPU time", "share"):

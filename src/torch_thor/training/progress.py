@@ -8,7 +8,14 @@ from statistics import fmean, median
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from torch_thor.optim.base import CurvatureOptimizer
@@ -20,11 +27,17 @@ WINDOW = 100  # the bar describes this many latest steps
 
 
 def summarised(run: Run, points: Sequence[Point]) -> dict[str, float]:
-    """Summarise consecutive steps of a run by name: means over all, medians of durations, and settings of the last."""
-    seconds, terms, waited = (sum(getattr(point, name) for point in points) for name in ("duration", "terms", "waited"))
+    """Summarise consecutive steps by name: means, median durations, and settings of the last."""
+    seconds, terms, waited = (
+        sum(getattr(point, name) for point in points) for name in ("duration", "terms", "waited")
+    )
     losses = [point.loss for point in points if math.isfinite(point.loss)]
-    ordinary, refresh = ([1000 * one.duration for one in points if one.refresh == kind] for kind in (False, True))
-    layers = run.optimizer.curvature.values() if isinstance(run.optimizer, CurvatureOptimizer) else ()
+    ordinary, refresh = (
+        [1000 * one.duration for one in points if one.refresh == kind] for kind in (False, True)
+    )
+    layers = (
+        run.optimizer.curvature.values() if isinstance(run.optimizer, CurvatureOptimizer) else ()
+    )
     found = {
         "loss": fmean(losses) if losses else None,
         "lr": points[-1].lr,
@@ -41,7 +54,9 @@ def summarised(run: Run, points: Sequence[Point]) -> dict[str, float]:
 
 def in_words(run: Run, points: Sequence[Point]) -> str:
     """Say what `summarised` finds."""
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in summarised(run, points).items())
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:.4g}" for name, value in summarised(run, points).items()
+    )
 
 
 class Bar(Observer):
@@ -49,9 +64,16 @@ class Bar(Observer):
 
     def __init__(self, run: Run, console: Console) -> None:
         self._points: deque[Point] = deque(maxlen=WINDOW)
-        columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description:>9}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         self._bar = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[metric]}"))
-        self._task = self._bar.add_task(run.name, total=run.total_steps, completed=run.step, metric="")
+        self._task = self._bar.add_task(
+            run.name, total=run.total_steps, completed=run.step, metric=""
+        )
         self._line = Text()
         self._live = Live(Group(self._bar, self._line), console=console)
         self._live.start()
@@ -65,7 +87,9 @@ class Bar(Observer):
     def evaluation(self, run: Run, score: Score) -> None:
         """Show the primary metric; a target that is reached ends the bar before the last step."""
         metric, end = primary(run.task.metrics), run.step if run.done else run.total_steps
-        self._bar.update(self._task, total=end, metric=f"{metric.word} {metric.text(score.value(metric.name))}")
+        self._bar.update(
+            self._task, total=end, metric=f"{metric.word} {metric.text(score.value(metric.name))}"
+        )
 
     def close(self) -> None:
         """Leave the bar as it is, without the figures."""
@@ -74,7 +98,7 @@ class Bar(Observer):
 
 
 class Lines(Observer):
-    """Prints a line every `log_interval` steps and after each evaluation, for outputs that are no terminal."""
+    """Lines printed every `log_interval` steps and after evaluations, if output is no terminal."""
 
     def __init__(self, run: Run, console: Console) -> None:
         self._points: deque[Point] = deque(maxlen=run.recipe.log_interval or 1)
@@ -89,7 +113,10 @@ class Lines(Observer):
     def evaluation(self, run: Run, score: Score) -> None:
         """Print the primary metric and the loss."""
         metric = primary(run.task.metrics)
-        said = [f"{score.seconds:.1f} s", f"{metric.word} {metric.text(score.metrics[metric.name])}"]
+        said = [
+            f"{score.seconds:.1f} s",
+            f"{metric.word} {metric.text(score.metrics[metric.name])}",
+        ]
         if score.averaged is not None:
             said.append(f"of the averaged weights {metric.text(score.averaged[metric.name])}")
         if metric.name != "loss":

@@ -14,13 +14,17 @@ from torch_thor.training.optimizers import OPTIMIZERS, Settings
 
 IN_MEMORY = {"digits": (1, 8, 8), "fashion-mnist": (1, 28, 28)}  # shapes of their images
 FOLDER, CIFAR_SETS, TEXTS = "image-folder", ("cifar10", "cifar100"), ("python-text", "corpus")
-CACHE = "~/.cache/torch-thor"  # for data sets that are downloaded or prepared, if a recipe names no folder
-# The keys that a resumed run may change: where the data are, when the run ends, what is written and when. A key with a
-# dot at its end stands for all keys inside it. None of them changes what a step computes, except that THOR's blocks end
-# where the parameters of `parallel` are divided, as with another number of processes.
+# for data sets that are downloaded or prepared, if a recipe names no folder
+CACHE = "~/.cache/torch-thor"
+# The keys that a resumed run may change: where the data are, when the run ends, what is written and
+# when. A key with a dot at its end stands for all keys inside it. None of them changes what a step
+# computes, except that THOR's blocks end where the parameters of `parallel` are divided, as with
+# another number of processes.
 FREE_ON_RESUME = (
-    "about", "reaches", "epochs", "weights", "parallel", "shards", "data.root", "data.download", "data.workers.",
-    "data.max_broken", "targets", "stop_at", "checkpoint_interval", "keep_checkpoints", "keep_best", "log_interval",
+    "about", "reaches", "epochs", "weights", "parallel", "shards", "data.root", "data.download",
+    "data.workers.",
+    "data.max_broken", "targets", "stop_at", "checkpoint_interval", "keep_checkpoints", "keep_best",
+    "log_interval",
 )  # fmt: skip
 
 Factor = Annotated[Number, Field(gt=0, le=1)]
@@ -30,10 +34,13 @@ Pair = tuple[Positive, Positive]
 
 
 def path_of(key: str, text: str) -> Path:
-    """Return the path that a recipe names, with `~` and the environment variables in it replaced."""
+    """Return the path that a recipe names, with `~` and environment variables in it replaced."""
     path = os.path.expandvars(text)
     unset = re.search(r"\$(\w+|\{\w+\})", path)
-    require(unset is None, f"{key}={text}: {unset and unset[0]} is not set: set this environment variable")
+    require(
+        unset is None,
+        f"{key}={text}: {unset and unset[0]} is not set: set this environment variable",
+    )
     return Path(path).expanduser()
 
 
@@ -42,21 +49,35 @@ class Transform(Keys):
 
     size: Count = Field(224, description="height and width of the network's input")
     resize: Count = Field(256, description="shorter side before the centre crop of evaluation")
-    scale: Pair = Field((0.08, 1.0), description="share of the area in a random crop: smallest, largest")
-    ratio: Pair = Field((3 / 4, 4 / 3), description="width / height of a random crop: smallest, largest")
-    flip: Annotated[Number, Field(ge=0, le=1)] = Field(0.5, description="probability of a horizontal flip")
+    scale: Pair = Field(
+        (0.08, 1.0), description="share of the area in a random crop: smallest, largest"
+    )
+    ratio: Pair = Field(
+        (3 / 4, 4 / 3), description="width / height of a random crop: smallest, largest"
+    )
+    flip: Annotated[Number, Field(ge=0, le=1)] = Field(
+        0.5, description="probability of a horizontal flip"
+    )
     padding: Annotated[Whole, Field(ge=0)] | None = Field(
         None, description="pixels around a random crop of fixed size; null crops at random sizes"
     )
     mean: Channels = Field((0.485, 0.456, 0.406), description="mean of each channel, in [0, 1]")
-    std: tuple[Positive, Positive, Positive] = Field((0.229, 0.224, 0.225), description="deviation of each channel")
+    std: tuple[Positive, Positive, Positive] = Field(
+        (0.229, 0.224, 0.225), description="deviation of each channel"
+    )
 
     def faults(self) -> Iterator[str]:
         """Compare the sizes, and the ends of the ranges."""
         if self.resize < self.size:
-            yield f"resize={self.resize} must be size={self.size} or more: the centre is cropped from it"
+            yield (
+                f"resize={self.resize} must be size={self.size} or more: the centre is cropped "
+                "from it"
+            )
         if not self.scale[0] <= self.scale[1] <= 1:
-            yield f"scale={list(self.scale)} must be two shares of the area, 0 < smallest <= largest <= 1"
+            yield (
+                f"scale={list(self.scale)} must be two shares of the area, 0 < smallest <= largest "
+                "<= 1"
+            )
         if self.ratio[0] > self.ratio[1]:
             yield f"ratio={list(self.ratio)} must be two ratios, 0 < smallest <= largest"
 
@@ -67,33 +88,47 @@ CIFAR = Transform(size=32, resize=32, mean=(0.4914, 0.4822, 0.4465), std=(0.2470
 class Workers(Keys):
     """The processes that make batches. The batches are the same for any number."""
 
-    count: Annotated[Whole, Field(ge=0)] = Field(4, description="processes that make batches; 0: the training itself")
+    count: Annotated[Whole, Field(ge=0)] = Field(
+        4, description="processes that make batches; 0: the training itself"
+    )
     prefetch: Count = Field(2, description="batches that each of them makes ahead")
 
 
 class Text(Keys):
     """The examples of a masked language model."""
 
-    length: Tokens = Field(128, description="tokens of an example; evaluations always have this length")
-    masked: Annotated[Number, Field(gt=0, lt=1)] = Field(0.15, description="share of tokens that are predicted")
+    length: Tokens = Field(
+        128, description="tokens of an example; evaluations always have this length"
+    )
+    masked: Annotated[Number, Field(gt=0, lt=1)] = Field(
+        0.15, description="share of tokens that are predicted"
+    )
     whole_words: bool = Field(False, description="mask all pieces of a word together")
     next_sentence: bool = Field(
         True, description="train on pairs of segments, and whether the second follows the first"
     )
-    vocab_size: Annotated[Whole, Field(ge=100)] = Field(4096, description="word pieces made for python-text")
+    vocab_size: Annotated[Whole, Field(ge=100)] = Field(
+        4096, description="word pieces made for python-text"
+    )
 
 
 class Data(Keys):
     """The data set, its folder, and how it is read."""
 
-    name: Literal["digits", "fashion-mnist", "cifar10", "cifar100", "image-folder", "python-text", "corpus"] = Field(
-        "digits", description="the data set; a corpus is written by `torch-thor prepare`"
+    name: Literal[
+        "digits", "fashion-mnist", "cifar10", "cifar100", "image-folder", "python-text", "corpus"
+    ] = Field("digits", description="the data set; a corpus is written by `torch-thor prepare`")
+    root: str | None = Field(
+        None, description=f"its folder, in which $NAME is replaced; null: {CACHE}"
     )
-    root: str | None = Field(None, description=f"its folder, in which $NAME is replaced; null: {CACHE}")
     download: bool = Field(True, description="download missing files, of sets that can be")
-    transform: Transform | None = Field(None, description="crops of images; null: the usual ones of the data set")
+    transform: Transform | None = Field(
+        None, description="crops of images; null: the usual ones of the data set"
+    )
     workers: Workers = Field(Workers(), description="processes that make batches")
-    max_broken: Share = Field(0.01, description="largest share of images in an epoch that may be unreadable")
+    max_broken: Share = Field(
+        0.01, description="largest share of images in an epoch that may be unreadable"
+    )
     text: Text = Field(Text(), description="examples of a masked language model")
 
     def faults(self) -> Iterator[str]:
@@ -120,37 +155,66 @@ class Schedule(Keys):
     """A schedule of the learning rate or of the damping; `schedules` has its formulas."""
 
     kind: Literal[
-        "constant", "linear", "cosine", "polynomial", "exponential", "step", "thor-lr", "thor-damping"
-    ] = Field("constant", description="the formula; it ignores the keys of other formulas")  # fmt: skip
+        "constant",
+        "linear",
+        "cosine",
+        "polynomial",
+        "exponential",
+        "step",
+        "thor-lr",
+        "thor-damping",
+    ] = Field("constant", description="the formula; it ignores the keys of other formulas")
     warmup_epochs: NotNegative = Field(0.0, description="length of a linear warm-up in epochs")
-    warmup_steps: Annotated[Whole, Field(ge=0)] | None = Field(None, description="the same in steps")
+    warmup_steps: Annotated[Whole, Field(ge=0)] | None = Field(
+        None, description="the same in steps"
+    )
     final: Annotated[Number, Field(ge=0, le=1)] = Field(
         0.0, description="factor at the horizon of linear, cosine, polynomial"
     )
-    rate: Factor = Field(1.0, description="factor per epoch (exponential) or per ten epochs (thor-damping)")
-    end: NotNegative | None = Field(None, description="value at the horizon, in the place of `final`")
+    rate: Factor = Field(
+        1.0, description="factor per epoch (exponential) or per ten epochs (thor-damping)"
+    )
+    end: NotNegative | None = Field(
+        None, description="value at the horizon, in the place of `final`"
+    )
     power: Positive = Field(1.0, description="exponent of polynomial")
-    milestones: tuple[Positive, ...] = Field((), description="epochs after which step multiplies by `gamma`")
+    milestones: tuple[Positive, ...] = Field(
+        (), description="epochs after which step multiplies by `gamma`"
+    )
     gamma: Factor = Field(0.1, description="factor at each milestone")
     decay: Positive = Field(1.0, description="exponent of thor-lr")
     decay_epochs: NotNegative | None = Field(
         None, description="epoch from which thor-lr is halved, and again one later; null: never"
     )
-    horizon_epochs: Positive | None = Field(None, description="where it ends, in epochs; null: with the training")
+    horizon_epochs: Positive | None = Field(
+        None, description="where it ends, in epochs; null: with the training"
+    )
     horizon_steps: Count | None = Field(None, description="the same in steps")
 
     def faults(self) -> Iterator[str]:
         """Refuse what is said twice, and milestones that are missing or do not increase."""
         if self.warmup_steps is not None and self.warmup_epochs:
-            yield f"warmup_epochs={self.warmup_epochs} and warmup_steps={self.warmup_steps} say the same: give one"
+            yield (
+                f"warmup_epochs={self.warmup_epochs} and warmup_steps={self.warmup_steps} say the "
+                "same: give one"
+            )
         if self.end is not None and self.final:
             yield f"end={self.end} and final={self.final} both set the last value: give one"
         if self.horizon_epochs is not None and self.horizon_steps is not None:
-            yield f"horizon_epochs={self.horizon_epochs} and horizon_steps={self.horizon_steps} say the same: give one"
+            yield (
+                f"horizon_epochs={self.horizon_epochs} and horizon_steps={self.horizon_steps} say "
+                "the same: give one"
+            )
         if list(self.milestones) != sorted(set(self.milestones)):
-            yield f"milestones={list(self.milestones)} must increase: they are epochs, such as [30, 60, 80]"
+            yield (
+                f"milestones={list(self.milestones)} must increase: they are epochs, such as [30, "
+                "60, 80]"
+            )
         if self.kind == "step" and not self.milestones:
-            yield "kind=step needs milestones: give the epochs after which to multiply, such as [30, 60, 80]"
+            yield (
+                "kind=step needs milestones: give the epochs after which to multiply, such as [30, "
+                "60, 80]"
+            )
 
     @property
     def ends_with_training(self) -> bool:
@@ -168,7 +232,10 @@ class Phase(Keys):
     accumulation: Count | None = Field(None, description="parts of a batch; null: the recipe's")
     lr_factor: Positive = Field(1.0, description="factor on the learning rate")
     schedule: Schedule | None = Field(
-        None, description="the phase's own, for which it is one epoch; null continues that of the training"
+        None,
+        description=(
+            "the phase's own, for which it is one epoch; null continues that of the training"
+        ),
     )
 
 
@@ -177,55 +244,96 @@ class Training(Keys):
 
     epochs: Count = Field(1, description="passes over the training set")
     steps: Count | None = Field(None, description="length in steps; null: epochs")
-    phases: tuple[Phase, ...] = Field((), description="parts with batches or examples of their own, for masked-lm")
+    phases: tuple[Phase, ...] = Field(
+        (), description="parts with batches or examples of their own, for masked-lm"
+    )
     batch_size: Count = Field(128, description="samples of a step, on all processes together")
-    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = Field(0, description="of weights, order of data and dropout")
-    label_smoothing: Share = Field(0.0, description="probability that is moved from the label to the other outputs")
-    smoothing_form: Literal["torch", "reference"] = Field("torch", description="to all outputs, or all but the label")
-    eval_interval: Count | None = Field(None, description="steps between evaluations; null: eval_epochs")
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = Field(
+        0, description="of weights, order of data and dropout"
+    )
+    label_smoothing: Share = Field(
+        0.0, description="probability that is moved from the label to the other outputs"
+    )
+    smoothing_form: Literal["torch", "reference"] = Field(
+        "torch", description="to all outputs, or all but the label"
+    )
+    eval_interval: Count | None = Field(
+        None, description="steps between evaluations; null: eval_epochs"
+    )
     eval_epochs: Count = Field(1, description="epochs between evaluations")
     schedule: Schedule = Field(Schedule(), description="schedule of the learning rate")
-    damping_schedule: Schedule = Field(Schedule(), description="schedule of the damping; keys as in schedule")
+    damping_schedule: Schedule = Field(
+        Schedule(), description="schedule of the damping; keys as in schedule"
+    )
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
     parallel: Literal["ddp", "fsdp", "hsdp"] = Field(
-        "ddp", description="each process has the whole network, a part, or groups of `shards` have parts"
+        "ddp",
+        description="each process has the whole network, a part, or groups of `shards` have parts",
     )
     shards: Annotated[Whole, Field(ge=2)] | None = Field(
         None, description="processes of an hsdp group; null: of a machine"
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of forward and backward pass")
-    loss_scale: Positive | None = Field(None, description="factor on the loss with fp16; null adapts it")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="of forward and backward pass"
+    )
+    loss_scale: Positive | None = Field(
+        None, description="factor on the loss with fp16; null adapts it"
+    )
     accumulation: Count = Field(1, description="parts in which a batch is computed, to save memory")
     clip_norm: Positive | None = Field(None, description="largest norm of the whole gradient")
     compile: bool = Field(False, description="compile the network by torch.compile")
-    ema_decay: Share | None = Field(None, description="decay per step of an average of the weights, such as 0.9999")
-    stop_at: Positive | None = Field(None, description="value of the primary metric at which the training ends")
+    ema_decay: Share | None = Field(
+        None, description="decay per step of an average of the weights, such as 0.9999"
+    )
+    stop_at: Positive | None = Field(
+        None, description="value of the primary metric at which the training ends"
+    )
 
     def faults(self) -> Iterator[str]:
         """Compare the lengths and sizes."""
         lengths = [phase.steps for phase in self.phases]
         if self.phases and self.epochs != 1:
-            yield f"epochs={self.epochs}: with phases a training ends after {sum(lengths)} steps; leave epochs out"
+            yield (
+                f"epochs={self.epochs}: with phases a training ends after {sum(lengths)} steps; "
+                "leave epochs out"
+            )
         if self.phases and self.steps not in (None, sum(lengths)):
             terms = " + ".join(map(str, lengths))
-            yield f"steps={self.steps} is not the sum of the phases' steps ({terms} = {sum(lengths)}): leave steps out"
+            yield (
+                f"steps={self.steps} is not the sum of the phases' steps ({terms} = "
+                f"{sum(lengths)}): leave steps out"
+            )
         for number, phase in enumerate(self.phases):
-            size, parts = phase.batch_size or self.batch_size, phase.accumulation or self.accumulation
+            size, parts = (
+                phase.batch_size or self.batch_size,
+                phase.accumulation or self.accumulation,
+            )
             if parts > size:
-                yield f"phases[{number}].accumulation={parts} is more than batch_size={size}: it is parts of a batch"
+                yield (
+                    f"phases[{number}].accumulation={parts} is more than batch_size={size}: it is "
+                    "parts of a batch"
+                )
         if self.accumulation > self.batch_size:
-            yield f"accumulation={self.accumulation} is more than batch_size={self.batch_size}: it is parts of a batch"
+            yield (
+                f"accumulation={self.accumulation} is more than batch_size={self.batch_size}: it "
+                "is parts of a batch"
+            )
         if self.shards is not None and self.parallel != "hsdp":
             yield f"shards={self.shards} needs parallel=hsdp: set it, or leave shards out"
         if self.loss_scale is not None and self.precision != "fp16":
-            yield f"loss_scale={self.loss_scale} needs precision=fp16: set it, or leave loss_scale out"
+            yield (
+                f"loss_scale={self.loss_scale} needs precision=fp16: set it, or leave loss_scale "
+                "out"
+            )
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Return the number of steps of the whole training."""
-        return self.steps or sum(phase.steps for phase in self.phases) or self.epochs * steps_per_epoch
+        return (
+            self.steps or sum(phase.steps for phase in self.phases) or self.epochs * steps_per_epoch
+        )
 
     def phase_at(self, step: int) -> tuple[Phase | None, int]:
-        """Return the phase of a step (0 for the first), None without phases, and the steps before the phase."""
+        """Return the phase of a step (from 0), None without phases, and the steps before it."""
         first = 0
         for phase in self.phases[:-1]:
             if step < first + phase.steps:
@@ -236,7 +344,9 @@ class Training(Keys):
     def accumulation_at(self, step: int) -> int:
         """Return the number of parts in which the batch of a step (0 for the first) is computed."""
         phase, _ = self.phase_at(step)
-        return self.accumulation if phase is None or phase.accumulation is None else phase.accumulation
+        return (
+            self.accumulation if phase is None or phase.accumulation is None else phase.accumulation
+        )
 
 
 class Recipe(Training):
@@ -249,21 +359,42 @@ class Recipe(Training):
         "image-classification", description="what is learned"
     )
     data: Data = Field(Data(), description="the data set")
-    model: str = Field("small-cnn", description="the network: a name of torch-thor, torchvision:NAME, timm:NAME, ...")
-    activation_checkpointing: bool = Field(False, description="compute activations twice to save memory, for masked-lm")
-    weights: str | None = Field(None, description="file, checkpoint or run folder to start from; null: at random")
-    weights_except: tuple[str, ...] = Field((), description="names or patterns of weights that stay random")
-    weights_sha256: str | None = Field(None, description="SHA-256 of the file of weights, which must then match")
+    model: str = Field(
+        "small-cnn",
+        description="the network: a name of torch-thor, torchvision:NAME, timm:NAME, ...",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="compute activations twice to save memory, for masked-lm"
+    )
+    weights: str | None = Field(
+        None, description="file, checkpoint or run folder to start from; null: at random"
+    )
+    weights_except: tuple[str, ...] = Field(
+        (), description="names or patterns of weights that stay random"
+    )
+    weights_sha256: str | None = Field(
+        None, description="SHA-256 of the file of weights, which must then match"
+    )
     classes: Annotated[Whole, Field(ge=1, le=10_000_000)] | None = Field(
         None, description="outputs of a classifier; null: the classes of the data"
     )
-    optimizer: tuple[str, ...] = Field(("thor", "sgd"), description="optimizers to train with, one after the other")
-    optimizers: dict[str, dict[str, Any]] = Field({}, description="settings of those in use, where given")
-    targets: tuple[Positive, ...] = Field((), description="values of the primary metric; the table says when reached")
-    checkpoint_interval: Count | None = Field(None, description="steps between checkpoints; null: an epoch")
+    optimizer: tuple[str, ...] = Field(
+        ("thor", "sgd"), description="optimizers to train with, one after the other"
+    )
+    optimizers: dict[str, dict[str, Any]] = Field(
+        {}, description="settings of those in use, where given"
+    )
+    targets: tuple[Positive, ...] = Field(
+        (), description="values of the primary metric; the table says when reached"
+    )
+    checkpoint_interval: Count | None = Field(
+        None, description="steps between checkpoints; null: an epoch"
+    )
     keep_checkpoints: Count = Field(2, description="newest checkpoints that are kept")
     keep_best: bool = Field(True, description="keep the checkpoint of the best evaluation too")
-    log_interval: Count | None = Field(100, description="steps between printed lines; null: evaluations only")
+    log_interval: Count | None = Field(
+        100, description="steps between printed lines; null: evaluations only"
+    )
     threads: Annotated[Whole, Field(ge=1, le=4096)] | None = Field(
         None, description="CPU threads; null: torch's choice"
     )
@@ -282,15 +413,26 @@ class Recipe(Training):
     def _of_those_in_use(cls, given: Any, info: ValidationInfo) -> Any:
         checked, used = Settings.model_validate(given), info.data.get("optimizer", ())
         own = {name: getattr(checked, name) for name in used if name in given}
-        return {name: {key: getattr(found, key) for key in given[name]} for name, found in own.items()}
+        return {
+            name: {key: getattr(found, key) for key in given[name]} for name, found in own.items()
+        }
 
     def faults(self) -> Iterator[str]:
-        """Refuse settings of weights without weights, and what cannot be divided among processes."""
+        """Refuse weights settings without weights, and what cannot be divided among processes."""
         yield from super().faults()
         if self.weights is None and (self.weights_sha256 is not None or self.weights_except):
-            yield "weights is not set, but weights_except or weights_sha256 is: give weights=FILE, or leave them out"
+            yield (
+                "weights is not set, but weights_except or weights_sha256 is: give weights=FILE, "
+                "or leave them out"
+            )
         for name in self.optimizer if self.parallel != "ddp" else ():
             if name == "muon":
-                yield f"parallel={self.parallel}: muon orthogonalises whole matrices; use parallel=ddp or thor-muon"
+                yield (
+                    f"parallel={self.parallel}: muon orthogonalises whole matrices; use "
+                    "parallel=ddp or thor-muon"
+                )
             if self.optimizers.get(name, {}).get("split_dim") == "auto":
-                yield f"parallel={self.parallel}: split_dim=auto measures whole factors; give {name} a number"
+                yield (
+                    f"parallel={self.parallel}: split_dim=auto measures whole factors; give {name} "
+                    "a number"
+                )

@@ -1,4 +1,4 @@
-"""Reading recipes: those of the package and a user's files, with `key=value` words on top, and writing them."""
+"""Reading and writing recipes, the package's and users' files, with `key=value` words on top."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,19 +13,30 @@ from pydantic import BaseModel, ValidationError
 from torch_thor.training.errors import UserError, first_line
 from torch_thor.training.keys import lines_of, meanings_of, nearest, rows
 from torch_thor.training.optimizers import KEYS_OF, Settings
-from torch_thor.training.recipe import Data, Phase, Recipe, Schedule, Text, Training, Transform, Workers
+from torch_thor.training.recipe import (
+    Data,
+    Phase,
+    Recipe,
+    Schedule,
+    Text,
+    Training,
+    Transform,
+    Workers,
+)
 from torch_thor.training.tasks import check_task
 
 _MOST, _DEEPEST = 1_000_000, 20  # characters of a recipe, levels of its mappings and lists
 # the tables of `torch-thor keys PART`; without a part, the keys that are of no other
 PARTS: dict[str, type[BaseModel]] = {
-    "training": Training, "data": Data, "data.transform": Transform, "data.workers": Workers, "data.text": Text,
-    "phases": Phase, "schedule": Schedule, **{f"optimizers.{name}": keys for name, keys in KEYS_OF.items()},
+    "training": Training, "data": Data, "data.transform": Transform, "data.workers": Workers,
+    "data.text": Text,
+    "phases": Phase, "schedule": Schedule,
+    **{f"optimizers.{name}": keys for name, keys in KEYS_OF.items()},
 }  # fmt: skip
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as in its version 1.2: 1e-4 is a number, not text; a key that is given twice is an error."""
+    """YAML as in its version 1.2: 1e-4 is a number, not text; a key given twice is an error."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         found: dict[Any, Any] = super().construct_mapping(node, deep)
@@ -35,7 +46,9 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
 )
 
 
@@ -49,13 +62,18 @@ def recipe_folder() -> Traversable:
 
 def recipe_names() -> list[str]:
     """List the names of the package's recipes, sorted."""
-    return sorted([item.name[:-5] for item in recipe_folder().iterdir() if item.name.endswith(".yaml")])
+    return sorted(
+        [item.name[:-5] for item in recipe_folder().iterdir() if item.name.endswith(".yaml")]
+    )
 
 
 def recipe_list() -> list[tuple[str, str]]:
     """List name and description of the package's recipes, without checking them."""
     folder = recipe_folder()
-    return [(name, _yaml((folder / f"{name}.yaml").read_text("utf-8"), name)["about"]) for name in recipe_names()]
+    return [
+        (name, _yaml((folder / f"{name}.yaml").read_text("utf-8"), name)["about"])
+        for name in recipe_names()
+    ]
 
 
 def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
@@ -63,9 +81,9 @@ def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
 
     Args:
         name: The name of one of the package's recipes, or the path of a YAML file.
-        words: `key=value`. A key is one of the recipe's, with dots between the levels (`schedule.kind`), or a setting
-            of the chosen optimizers (`lr`, `damping`, ...), for all that have it. The value is YAML, and replaces the
-            old one as a whole.
+        words: `key=value`. A key is one of the recipe's, with dots between the levels
+            (`schedule.kind`), or a setting of the chosen optimizers (`lr`, `damping`, ...), for all
+            that have it. The value is YAML, and replaces the old one as a whole.
 
     Returns:
         The checked recipe.
@@ -79,18 +97,23 @@ def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
             return parse(path.read_text("utf-8"), path.stem, words)
         except OSError as error:
             raise UserError(
-                f"{path} cannot be read ({error.strerror}): name a YAML file or a recipe: {', '.join(recipe_names())}"
+                f"{path} cannot be read ({error.strerror}): name a YAML file or a recipe: "
+                f"{', '.join(recipe_names())}"
             ) from error
         except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8 text") from error
+            raise UserError(
+                f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8 text"
+            ) from error
     names = recipe_names()
     if name not in names:
-        raise UserError(f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}")
+        raise UserError(
+            f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}"
+        )
     return parse((recipe_folder() / f"{name}.yaml").read_text("utf-8"), name, words)
 
 
 def parse(text: str, name: str, words: Sequence[str] = ()) -> Recipe:
-    """Make a recipe of YAML, and of words as for `load_recipe`; `name` is its name if the text gives none."""
+    """Make a recipe of YAML, and of words as for `load_recipe`; `name` is its default name."""
     content = _yaml(text, f"recipe {name}")
     if not isinstance(content, dict):
         raise UserError(f"recipe {name} has no keys: write it as `key: value` lines")
@@ -98,21 +121,30 @@ def parse(text: str, name: str, words: Sequence[str] = ()) -> Recipe:
 
 
 def override(recipe: Recipe, words: Sequence[str]) -> Recipe:
-    """Return a recipe with words on top, as for `load_recipe`; optimizers that it did not use have their defaults."""
+    """Return a recipe with words on top, as for `load_recipe`.
+
+    Optimizers that it did not use have their defaults.
+    """
     return _recipe(_tree(recipe), words)
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Write the values that differ from the defaults, as text that `parse` makes an equal recipe of."""
-    return yaml.safe_dump(_tree(recipe), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    """Write the non-default values, as text that `parse` makes an equal recipe of."""
+    return yaml.safe_dump(
+        _tree(recipe), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True
+    )
 
 
 def differences(old: Recipe, new: Recipe, but: Sequence[str] = ()) -> list[str]:
-    """Return `key: old -> new` for each key in which recipes differ, but for some keys (see `FREE_ON_RESUME`)."""
+    """Return `key: old -> new` where recipes differ, but for some keys (see `FREE_ON_RESUME`)."""
     before, after = (dict(_flat(recipe.model_dump())) for recipe in (old, new))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     free = tuple(key for key in but if key.endswith("."))
-    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys if not (key in but or key.startswith(free))]
+    return [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in keys
+        if not (key in but or key.startswith(free))
+    ]
 
 
 def keys(part: str | None = None) -> list[tuple[str, str, str, str]]:
@@ -125,21 +157,33 @@ def keys(part: str | None = None) -> list[tuple[str, str, str, str]]:
         return [row for row in rows(Recipe) if row[0] not in Training.model_fields]
     known = {name.rpartition(".")[2]: name for name in PARTS} | {name: name for name in PARTS}
     if part not in known:
-        raise UserError(f"there is no part {part}{nearest(part, known)}: the parts are {', '.join(PARTS)}")
+        raise UserError(
+            f"there is no part {part}{nearest(part, known)}: the parts are {', '.join(PARTS)}"
+        )
     return rows(PARTS[known[part]])
 
 
 def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
-    for word in sorted(words, key=lambda word: not word.startswith("optimizer=")):  # it says who takes the settings
+    # it says who takes the settings
+    for word in sorted(words, key=lambda word: not word.startswith("optimizer=")):
         key, equals, text = word.partition("=")
         if not (key and equals):
             raise UserError(f"'{word}' is not key=value: write it as in lr=0.1")
         value = _yaml(text, f"{word}: the value")
-        path, chosen = key.split("."), tree.get("optimizer", Recipe.model_fields["optimizer"].default)
+        path, chosen = (
+            key.split("."),
+            tree.get("optimizer", Recipe.model_fields["optimizer"].default),
+        )
         chosen = chosen if isinstance(chosen, list | tuple) else ()
-        takers = [name for name in KEYS_OF if name in chosen and path[0] in KEYS_OF[name].model_fields]
+        takers = [
+            name for name in KEYS_OF if name in chosen and path[0] in KEYS_OF[name].model_fields
+        ]
         if path[0] in Recipe.model_fields or not takers:
-            tree = _put(tree, path, value.split(",") if key == "optimizer" and isinstance(value, str) else value)
+            tree = _put(
+                tree,
+                path,
+                value.split(",") if key == "optimizer" and isinstance(value, str) else value,
+            )
         else:
             for name in takers:
                 tree = _put(tree, ["optimizers", name, *path], value)
@@ -148,7 +192,9 @@ def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
     except ValidationError as error:
         settings = meanings_of(Settings, "optimizers.")
         short = {key.rpartition(".")[2]: meaning for key, meaning in settings.items()}
-        raise UserError("\n".join(lines_of(error, short | settings | meanings_of(Recipe)))) from None
+        raise UserError(
+            "\n".join(lines_of(error, short | settings | meanings_of(Recipe)))
+        ) from None
     if faults := check_task(recipe):
         raise UserError("\n".join(faults))
     return recipe
@@ -161,7 +207,8 @@ def _put(tree: Any, path: Sequence[str], value: Any) -> dict[str, Any]:
 
 def _tree(recipe: Recipe) -> dict[str, Any]:
     tree = recipe.model_dump(mode="json", exclude_defaults=True)
-    first = ("name", "about", "reaches", "task", "data", "model", "optimizer", "optimizers")  # as a person would begin
+    # as a person would begin
+    first = ("name", "about", "reaches", "task", "data", "model", "optimizer", "optimizers")
     return {key: tree[key] for key in (*first, *tree) if key in tree}
 
 
@@ -179,7 +226,9 @@ def _yaml(text: str, what: str) -> Any:
     depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             if depth > _DEEPEST:  # a few thousand levels take minutes
                 raise yaml.YAMLError(f"nested in more than {_DEEPEST} levels")
             if isinstance(event, yaml.AliasEvent):  # a few of them can stand for billions of values
@@ -187,4 +236,6 @@ def _yaml(text: str, what: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(first_line(error).split())
-        raise UserError(f"{what} is not YAML ({reason}): quote text that begins with * or contains brackets") from error
+        raise UserError(
+            f"{what} is not YAML ({reason}): quote text that begins with * or contains brackets"
+        ) from error

@@ -1,4 +1,7 @@
-"""Running a recipe: training with each of its optimizers in turn, in one run folder. Then what is trained is used."""
+"""Running a recipe: training with each of its optimizers in turn, in one run folder.
+
+Then what is trained is used.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +33,8 @@ from torch_thor.training.tasks import open_task
 from torch_thor.training.tasks.images import as_trained
 from torch_thor.training.tasks.task import Metric, Task
 
-CHANGEABLE = ("data", "device", "batch_size", "threads")  # in an evaluation; the other keys shaped the weights
+# in an evaluation; the other keys shaped the weights
+CHANGEABLE = ("data", "device", "batch_size", "threads")
 
 
 def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool = False) -> Run:
@@ -52,7 +56,8 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
         if recipe.weights is not None and not resumed:
             weights.load(model, recipe, task)
     divided = recipe.parallel != "ddp" and ranks.world > 1
-    model = model if divided else model.to(ranks.device)  # the whole of a divided one may be too large for a device
+    # the whole of a divided one may be too large for a device
+    model = model if divided else model.to(ranks.device)
     average = averaged(model, recipe.ema_decay)  # before the optimizer: a copy would keep its hooks
     if divided:
         divide([model] if average is None else [model, average.module], recipe, ranks)
@@ -60,7 +65,11 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
     def split_dim() -> int:
         with agreed(ranks), torch.random.fork_rng([]):
             batch = split(next(task.batches(ranks, 0)), recipe.accumulation_at(0))[0]
-            number = measured_split_dim(model, lambda net: task.loss(net, batch).mean) if ranks.first else 0
+            number = (
+                measured_split_dim(model, lambda net: task.loss(net, batch).mean)
+                if ranks.first
+                else 0
+            )
         return int(ranks.broadcast(number))
 
     given = recipe.optimizers.get(name, {})
@@ -107,15 +116,23 @@ def run_recipe(
         folder = folder if ranks.first else RunFolder(path)
         with agreed(ranks):
             task = open_task(recipe, ranks.device, say)
-        # the first run is built before the folder is changed: a recipe that cannot start must leave it as it was
-        pending = {recipe.optimizer[0]: _begin(recipe, recipe.optimizer[0], task, ranks, folder, resume, say)}
+        # the first run is built before the folder is changed: a recipe that cannot start must leave
+        # it as it was
+        pending = {
+            recipe.optimizer[0]: _begin(
+                recipe, recipe.optimizer[0], task, ranks, folder, resume, say
+            )
+        }
         with agreed(ranks):
             if ranks.first:
                 folder.claim(recipe, resume, overwrite)
         with listening() as stops:
             for name in recipe.optimizer:
-                # no other reference is kept, so that a finished run is freed before the next one is built
-                begun = pending.pop(name, None) or _begin(recipe, name, task, ranks, folder, resume, say)
+                # no other reference is kept, so that a finished run is freed before the next one is
+                # built
+                begun = pending.pop(name, None) or _begin(
+                    recipe, name, task, ranks, folder, resume, say
+                )
                 _train(*begun, folder, console, profile, stops)
                 del begun
         if ranks.first:
@@ -123,7 +140,13 @@ def run_recipe(
 
 
 def _begin(
-    recipe: Recipe, name: str, task: Task, ranks: Ranks, folder: RunFolder, resume: bool, say: Callable[[str], None]
+    recipe: Recipe,
+    name: str,
+    task: Task,
+    ranks: Ranks,
+    folder: RunFolder,
+    resume: bool,
+    say: Callable[[str], None],
 ) -> tuple[Run, int]:
     """Build or continue a run; return it, and the length of its metrics file."""
     with agreed(ranks):
@@ -138,20 +161,24 @@ def _begin(
     return run, saved.offset
 
 
-def _train(run: Run, offset: int, folder: RunFolder, console: Console, profile: bool, stops: Sequence[int]) -> None:
+def _train(
+    run: Run, offset: int, folder: RunFolder, console: Console, profile: bool, stops: Sequence[int]
+) -> None:
     own: list[Any] = []  # the first is that of the metrics
     with agreed(run.ranks):
         if run.ranks.first:
             own = observers_of(run, folder, console, profile, offset)
             with suppress(OSError):  # of which the next checkpoint tells
-                settle(folder.checkpoints(run.name), run)  # after its last checkpoint a process may have been killed
+                # after its last checkpoint a process may have been killed
+                settle(folder.checkpoints(run.name), run)
     saver = Saver(folder.checkpoints(run.name), lambda: own[0].offset())
-    train(run, [*own[:1], saver, *own[1:]], stops=stops)  # one that profiles is the last: others are not in its table
+    # one that profiles is the last: others are not in its table
+    train(run, [*own[:1], saver, *own[1:]], stops=stops)
 
 
 @dataclass(frozen=True)
 class SavedScore:
-    """The evaluation of the weights, or of the averaged weights, of one checkpoint: its metrics and their values."""
+    """The evaluation of a checkpoint's weights, or averaged weights: metrics and their values."""
 
     optimizer: str
     averaged: bool
@@ -161,10 +188,13 @@ class SavedScore:
     values: Mapping[str, float]
 
 
-def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None]) -> list[SavedScore]:
+def evaluate_saved(
+    path: Path, words: Sequence[str], say: Callable[[str], None]
+) -> list[SavedScore]:
     """Evaluate a checkpoint, or the newest undamaged one of every optimizer in a run folder.
 
-    Under `torchrun` the processes share the data. The scores are then bit for bit those of one process.
+    Under `torchrun` the processes share the data. The scores are then bit for bit those of one
+    process.
 
     Args:
         path: A run folder, a checkpoint, or a folder of checkpoints.
@@ -174,7 +204,9 @@ def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None])
     Returns:
         A score for each optimizer, and one for its averaged weights if it has any.
     """
-    found = weights.find_checkpoints(path, say if os.environ.get("RANK", "0") == "0" else lambda _: None)
+    found = weights.find_checkpoints(
+        path, say if os.environ.get("RANK", "0") == "0" else lambda _: None
+    )
     recipes = [_with_words(saved, words) for saved in found]
     scores = []
     with processes(recipes[0]) as ranks:
@@ -188,7 +220,11 @@ def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None])
                 with agreed(ranks):
                     saved.load_weights(model, averaged=averages)
                 values = evaluate(task, model, ranks)
-                scores.append(SavedScore(saved.optimizer, averages, saved.step, saved.path, task.metrics, values))
+                scores.append(
+                    SavedScore(
+                        saved.optimizer, averages, saved.step, saved.path, task.metrics, values
+                    )
+                )
     return scores
 
 
@@ -197,18 +233,22 @@ def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
     for key in (word.partition("=")[0] for word in words):
         require(
             key.split(".")[0] in CHANGEABLE,
-            f"{key} cannot be changed for an evaluation, only {', '.join(CHANGEABLE)} and the keys inside data can: "
-            f"leave {key} out",
+            f"{key} cannot be changed for an evaluation, only {', '.join(CHANGEABLE)} and the keys "
+            f"inside data can: leave {key} out",
         )
     trained = saved.recipe
     recipe = override(trained, words)
-    if trained.task != "image-classification" or any(word.startswith("data.transform") for word in words):
+    if trained.task != "image-classification" or any(
+        word.startswith("data.transform") for word in words
+    ):
         return recipe
     return as_trained(recipe, trained)
 
 
-def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, averaged: bool = False) -> None:
-    """Write a trained network and its tokenizer in the format that `from_pretrained` of transformers reads.
+def export(
+    path: Path, out: Path, form: str, say: Callable[[str], None], *, averaged: bool = False
+) -> None:
+    """Write a trained network and its tokenizer as transformers' `from_pretrained` reads them.
 
     Args:
         path: A checkpoint, or a folder with the checkpoints of one optimizer.
@@ -222,9 +262,12 @@ def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, aver
     recipe = saved.recipe
     require(
         recipe.task == "masked-lm",
-        f"{path} is of task={recipe.task}, which transformers has no form for: networks of masked-lm are exported",
+        f"{path} is of task={recipe.task}, which transformers has no form for: networks of "
+        "masked-lm are exported",
     )
-    require(not averaged or saved.has_average, f"{path} has no averaged weights: leave --averaged out")
+    require(
+        not averaged or saved.has_average, f"{path} has no averaged weights: leave --averaged out"
+    )
     require(not out.exists(), f"--out {out} exists: give another folder")
     check_place(out)
     task: Any = open_task(recipe, torch.device("cpu"), say, train=False)

@@ -1,4 +1,4 @@
-"""Saving checkpoints of a run: at intervals, at the end, of the best evaluation, and when a signal stops it."""
+"""Saving a run's checkpoints: at intervals, the end, the best evaluation, and a stopping signal."""
 
 import json
 import shutil
@@ -61,7 +61,10 @@ def listening() -> Iterator[list[int]]:
 
 
 class Saver(Observer):
-    """Saves checkpoints, and stops after a signal; `offset` flushes `metrics.jsonl` and returns its length."""
+    """A saver of checkpoints, which stops after a signal.
+
+    `offset` flushes `metrics.jsonl` and returns its length.
+    """
 
     def __init__(self, folder: Path, offset: Callable[[], int]) -> None:
         self.folder, self.offset = folder, offset
@@ -69,7 +72,11 @@ class Saver(Observer):
     def end_of_step(self, run: Run) -> None:
         """Save if it is time, and stop after a signal, with a `StoppedError`."""
         stops = run.stopping and not run.done
-        due = run.step % (run.recipe.checkpoint_interval or run.task.steps_per_epoch) == 0 or run.done or stops
+        due = (
+            run.step % (run.recipe.checkpoint_interval or run.task.steps_per_epoch) == 0
+            or run.done
+            or stops
+        )
         if due or (run.recipe.keep_best and run.best is not None and run.best.step == run.step):
             with agreed(run.ranks):
                 offset = self.offset() if run.ranks.first else 0
@@ -79,7 +86,8 @@ class Saver(Observer):
 
 
 def save(folder: Path, run: Run, offset: int) -> None:
-    """Write a checkpoint, then `settle` those that there are. Every process calls it, the first one writes."""
+    """Write a checkpoint, then `settle` those that there are."""
+    # Every process calls it, and the first one writes.
     weights, state = whole(run)
     final = folder / f"{PREFIX}{run.step:08d}"
     with agreed(run.ranks):
@@ -91,20 +99,27 @@ def save(folder: Path, run: Run, offset: int) -> None:
                 _write(temporary, run, weights, state, offset)
             settle(folder, run)
         except (OSError, RuntimeError, SafetensorError) as error:
-            # of a full disk safetensors tells in an error of its own, and torch gives a position in the archive
+            # of a full disk safetensors tells in an error of its own, and torch gives a position in
+            # the archive
             cause: BaseException | None = error
             while cause is not None and not getattr(cause, "strerror", None):
                 cause = cause.__context__
             kept = newest_first(folder)
-            left = f"the newest complete one is {kept[0].name}" if kept else "there is no earlier one"
+            left = (
+                f"the newest complete one is {kept[0].name}" if kept else "there is no earlier one"
+            )
             raise UserError(
-                f"checkpoint {final} cannot be written ({getattr(cause, 'strerror', None) or first_line(error)}); "
-                f"{left}: free some disk space, then continue with --resume"
+                f"checkpoint {final} cannot be written "
+                f"({getattr(cause, 'strerror', None) or first_line(error)}); {left}: free some "
+                "disk space, then continue with --resume"
             ) from error
 
 
 def settle(folder: Path, run: Run) -> None:
-    """Link the best checkpoint, and remove all but it and the newest ones: also what killed processes have left."""
+    """Link the best checkpoint, and remove all but it and the newest ones.
+
+    What killed processes have left is removed too.
+    """
     best = f"{PREFIX}{run.best.step:08d}" if run.best is not None and run.recipe.keep_best else ""
     if best and (folder / best).exists():
         temporary = folder / f"{REMAINS}{BEST}"
@@ -114,16 +129,28 @@ def settle(folder: Path, run: Run) -> None:
         flush(folder)
     # a run continues from an earlier step only if those of later steps are damaged
     earlier = [path for path in newest_first(folder) if path.name <= f"{PREFIX}{run.step:08d}"]
-    old = [path for path in earlier[run.recipe.keep_checkpoints :] if path.name != (folder / BEST).resolve().name]
+    old = [
+        path
+        for path in earlier[run.recipe.keep_checkpoints :]
+        if path.name != (folder / BEST).resolve().name
+    ]
     for path in (*folder.glob(f"{REMAINS}{PREFIX}*"), *old):
-        # under a name that is no checkpoint's; an error must not end the training, and the next one tries again
+        # under a name that is no checkpoint's; an error must not end the training, and the next one
+        # tries again
         with suppress(OSError):
-            path = path if path.name.startswith(REMAINS) else path.rename(folder / f"{REMAINS}{path.name}")
+            path = (
+                path
+                if path.name.startswith(REMAINS)
+                else path.rename(folder / f"{REMAINS}{path.name}")
+            )
             shutil.rmtree(path)
 
 
 def whole(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Return the weights by file, and everything else, whole on the first process. Every process must call it."""
+    """Return the weights by file, and everything else, whole on the first process.
+
+    Every process must call it.
+    """
     from torch.distributed.checkpoint.state_dict import (  # takes a second
         StateDictOptions,
         get_model_state_dict,
@@ -134,9 +161,14 @@ def whole(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     if isinstance(run.optimizer, CurvatureOptimizer):
         run.optimizer.consolidate_state_dict(to=None)  # of divide_curvature
     weights = {}
-    for file, model in [(WEIGHTS, run.model), *([] if run.average is None else [(AVERAGED, run.average.module)])]:
+    for file, model in [
+        (WEIGHTS, run.model),
+        *([] if run.average is None else [(AVERAGED, run.average.module)]),
+    ]:
         found: dict[str, Any] = get_model_state_dict(model, options=options)
-        weights[file] = {name: value.contiguous() for name, value in by_first_name(model, found).items()}
+        weights[file] = {
+            name: value.contiguous() for name, value in by_first_name(model, found).items()
+        }
     cuda = torch.cuda.get_rng_state(run.ranks.device) if run.ranks.device.type == "cuda" else None
     state = {
         "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=options),
@@ -151,8 +183,15 @@ def whole(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     return weights, state
 
 
-def _write(folder: Path, run: Run, weights: dict[str, dict[str, Tensor]], state: dict[str, Any], offset: int) -> None:
-    with (folder / STATE).open("wb") as stream:  # given a path, torch would not give the reason of a failure
+def _write(
+    folder: Path,
+    run: Run,
+    weights: dict[str, dict[str, Tensor]],
+    state: dict[str, Any],
+    offset: int,
+) -> None:
+    # given a path, torch would not give the reason of a failure
+    with (folder / STATE).open("wb") as stream:
         torch.save(state, stream)
     for name, tensors in weights.items():
         save_file(tensors, folder / name)

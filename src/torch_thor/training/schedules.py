@@ -1,22 +1,25 @@
-"""Schedules of the learning rate and of the damping: factors on their starting values, as functions of the step.
+"""Schedules of learning rate and damping: factors on starting values, as functions of the step.
 
-No state is stored, so a resumed run has the schedule of an uninterrupted one. `step` is the number of steps already
-taken, n the number of steps in an epoch, w the length of the warm-up and H the horizon in steps; without a horizon, H
-is the length of the run. The usual kinds count from 0. With t = `step`, p = max(0, t - w) / (H - w), and f the factor
-at the end:
+No state is stored, so a resumed run has the schedule of an uninterrupted one. `step` is the number
+of steps already taken, n the number of steps in an epoch, w the length of the warm-up and H the
+horizon in steps; without a horizon, H is the length of the run. The usual kinds count from 0. With
+t = `step`, p = max(0, t - w) / (H - w), and f the factor at the end:
 
     constant     1
     linear       1 - p (1 - f)
     cosine       f + (1 - f) (1 + cos πp) / 2
-    polynomial   f + (1 - f) (1 - p)^power        BERT's lr and damping with THOR: `end`, `horizon_steps`
-    exponential  rate^(max(0, t - w) / n)         the rate is a factor for each epoch
-    step         gamma^(milestones m ≤ t / n)     epochs of the training: the first step after m whole epochs
+    polynomial   f + (1 - f) (1 - p)^power        BERT's lr and damping with THOR: `end`,
+    `horizon_steps` exponential  rate^(max(0, t - w) / n)         the rate is a factor for each
+    epoch step         gamma^(milestones m ≤ t / n)     epochs of the training: the first step after
+    m whole epochs
 
-The two schedules of ResNet-50 with THOR count from 1, as the reference implementation does: the first step has
-e = 1 / n. With t = `step` + 1, e = t / n and E = H / n, both from the beginning of the training:
+The two schedules of ResNet-50 with THOR count from 1, as the reference implementation does: the
+first step has e = 1 / n. With t = `step` + 1, e = t / n and E = H / n, both from the beginning of
+the training:
 
-    thor-lr      (1 - e / E)^decay, · 1/2 where e ≥ decay_epochs, · 1/2 again where e ≥ decay_epochs + 1
-    thor-damping rate^(e / 10)                    the rate is a factor for ten epochs
+    thor-lr      (1 - e / E)^decay, · 1/2 where e ≥ decay_epochs, · 1/2 again where e ≥
+    decay_epochs + 1 thor-damping rate^(e / 10)                    the rate is a factor for ten
+    epochs
 
 The last step of epoch number `decay_epochs` is therefore the first one with a halved learning rate.
 
@@ -36,7 +39,7 @@ FALLS = ("linear", "cosine", "polynomial")  # from 1 to `final`; like thor-lr, t
 
 
 class _Span(NamedTuple):
-    """A schedule in force: which option it sets, its key in the recipe, and the steps that it counts."""
+    """A schedule in force: the option it sets, its key in the recipe, and the steps it counts."""
 
     option: str
     key: str
@@ -54,28 +57,55 @@ def _spans(
     scale = 1.0 if phase is None else phase.lr_factor
     lr = _Span("lr", "schedule", recipe.schedule, 0, steps_per_epoch, total, scale)
     if phase is not None and phase.schedule is not None:
-        lr = _Span("lr", f"phases[{number}].schedule", phase.schedule, first, phase.steps, phase.steps, scale)
-    return lr, _Span("damping", "damping_schedule", recipe.damping_schedule, 0, steps_per_epoch, total)
+        lr = _Span(
+            "lr",
+            f"phases[{number}].schedule",
+            phase.schedule,
+            first,
+            phase.steps,
+            phase.steps,
+            scale,
+        )
+    return lr, _Span(
+        "damping", "damping_schedule", recipe.damping_schedule, 0, steps_per_epoch, total
+    )
 
 
-def apply(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int, steps_per_epoch: int) -> None:
-    """Set the learning rate and the damping of all parameter groups for the next step, after `step` steps."""
+def apply(
+    optimizer: torch.optim.Optimizer, recipe: Recipe, step: int, steps_per_epoch: int
+) -> None:
+    """Set all parameter groups' learning rate and damping for the next step, after `step` steps."""
     for span in _spans(recipe, steps_per_epoch, *recipe.phase_at(step)):
         for group in optimizer.param_groups:
             if span.option in group:
                 initial, final = _start(group, span)
-                group[span.option] = initial * factor(span.schedule, step - span.first, span.epoch, span.total, final)
+                group[span.option] = initial * factor(
+                    span.schedule, step - span.first, span.epoch, span.total, final
+                )
 
 
 def _start(group: dict[str, Any], span: _Span) -> tuple[float, float | None]:
-    """Return the starting value of a group, and the factor at the end if the schedule names the last value."""
+    """Return a group's starting value, and the end factor if the schedule names the last value."""
     initial = group.setdefault(f"initial_{span.option}", group[span.option]) * span.scale
     return initial, None if span.schedule.end is None else span.schedule.end / initial
 
 
-def factor(schedule: Schedule, step: int, steps_per_epoch: int, total_steps: int, final: float | None = None) -> float:
-    """Return the factor on the starting value for a step, which ends at `final`, or by default at the schedule's."""
-    warmup = round(schedule.warmup_epochs * steps_per_epoch) if schedule.warmup_steps is None else schedule.warmup_steps
+def factor(
+    schedule: Schedule,
+    step: int,
+    steps_per_epoch: int,
+    total_steps: int,
+    final: float | None = None,
+) -> float:
+    """Return the factor on the starting value for a step.
+
+    It ends at `final`, or by default at that of the schedule.
+    """
+    warmup = (
+        round(schedule.warmup_epochs * steps_per_epoch)
+        if schedule.warmup_steps is None
+        else schedule.warmup_steps
+    )
     horizon, past = _horizon(schedule, steps_per_epoch, total_steps), max(0, step - warmup)
     progress = past / max(1, horizon - warmup)
     match schedule.kind:
@@ -88,9 +118,12 @@ def factor(schedule: Schedule, step: int, steps_per_epoch: int, total_steps: int
         case "exponential":
             value = schedule.rate ** (past / steps_per_epoch)
         case "step":
-            value = schedule.gamma ** sum(milestone <= step / steps_per_epoch for milestone in schedule.milestones)
+            value = schedule.gamma ** sum(
+                milestone <= step / steps_per_epoch for milestone in schedule.milestones
+            )
         case "thor-lr":
-            value = resnet50_lr(step, steps_per_epoch, lr=1.0, decay=schedule.decay, epochs=horizon / steps_per_epoch,
+            value = resnet50_lr(step, steps_per_epoch, lr=1.0, decay=schedule.decay,
+            epochs=horizon / steps_per_epoch,
                                 decay_epochs=schedule.decay_epochs)  # fmt: skip
         case "thor-damping":
             value = resnet50_damping(step, steps_per_epoch, damping=1.0, rate=schedule.rate)
@@ -105,11 +138,15 @@ def factor(schedule: Schedule, step: int, steps_per_epoch: int, total_steps: int
 def _horizon(schedule: Schedule, steps_per_epoch: int, total_steps: int) -> float:
     if schedule.horizon_steps is not None:
         return schedule.horizon_steps
-    return total_steps if schedule.horizon_epochs is None else schedule.horizon_epochs * steps_per_epoch
+    return (
+        total_steps
+        if schedule.horizon_epochs is None
+        else schedule.horizon_epochs * steps_per_epoch
+    )
 
 
 def check(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> None:
-    """Refuse schedules that do not fit the length of the training, that would rise, or reach a damping of 0."""
+    """Refuse schedules that would misfit the training's length, rise, or reach a damping of 0."""
     for number, phase in enumerate(recipe.phases or (None,)):
         for span in _spans(recipe, steps_per_epoch, phase, 0, number):
             _check(optimizer, span)
@@ -117,7 +154,11 @@ def check(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int
 
 def _check(optimizer: torch.optim.Optimizer, span: _Span) -> None:
     option, key, own, total = span.option, span.key, span.schedule, span.total
-    warmup = f"warmup_epochs={own.warmup_epochs}" if own.warmup_steps is None else f"warmup_steps={own.warmup_steps}"
+    warmup = (
+        f"warmup_epochs={own.warmup_epochs}"
+        if own.warmup_steps is None
+        else f"warmup_steps={own.warmup_steps}"
+    )
     by = "horizon_epochs" if own.horizon_steps is None else "horizon_steps"
     training = f"the training ({total / span.epoch:g} epochs, {total} steps)"
     require(
@@ -126,19 +167,20 @@ def _check(optimizer: torch.optim.Optimizer, span: _Span) -> None:
     )
     require(
         own.kind not in (*FALLS, "thor-lr") or _horizon(own, span.epoch, total) >= total,
-        f"{key}.{by}={getattr(own, by)} is shorter than {training}, and {option} would be 0 or undefined after it: "
-        "raise it, or lower epochs",
+        f"{key}.{by}={getattr(own, by)} is shorter than {training}, and {option} would be 0 or "
+        "undefined after it: raise it, or lower epochs",
     )
     for group in optimizer.param_groups:
         if option in group:
             initial, final = _start(group, span)
             require(
                 final is None or own.kind not in FALLS or final <= 1,
-                f"{key}.end={own.end} is above the initial {option}={initial:g}, and {own.kind} can only decrease: "
-                "lower it",
+                f"{key}.end={own.end} is above the initial {option}={initial:g}, and {own.kind} "
+                "can only decrease: lower it",
             )
             require(
                 option == "lr" or factor(own, total - 1, span.epoch, total, final) > 0,
-                f"{key}: {own.kind} sets {option} to 0 in the last step, but it must stay above 0: give "
-                f"{key}.horizon_epochs or {key}.horizon_steps above the length of the training",
+                f"{key}: {own.kind} sets {option} to 0 in the last step, but it must stay above 0: "
+                f"give {key}.horizon_epochs or {key}.horizon_steps above the length of the "
+                "training",
             )

@@ -1,4 +1,4 @@
-"""The report of a run: what each optimizer has reached, in a table, a sentence, `summary.json` and `curves.png`."""
+"""A run's report: each optimizer's results as table, sentence, `summary.json` and `curves.png`."""
 
 import json
 import math
@@ -27,11 +27,16 @@ SMOOTHING = 0.9  # decay of the running average of the training loss
 
 def report(folder: RunFolder, recipe: Recipe, task: Task, console: Console) -> None:
     """Print the results of a run, and write them to its folder."""
-    results = [Result(name, folder.metrics(name), primary(task.metrics)) for name in recipe.optimizer]
+    results = [
+        Result(name, folder.metrics(name), primary(task.metrics)) for name in recipe.optimizer
+    ]
     with writing(folder.curves):
         draw_curves(results, folder.curves)
     with writing(folder.summary):
-        write_text(folder.summary, json.dumps([as_json(one, recipe, task.unit) for one in results], indent=2) + "\n")
+        write_text(
+            folder.summary,
+            json.dumps([as_json(one, recipe, task.unit) for one in results], indent=2) + "\n",
+        )
     console.print(table(results, recipe))
     if sentence := compared(results):
         printer(console)(sentence)
@@ -39,7 +44,7 @@ def report(folder: RunFolder, recipe: Recipe, task: Task, console: Console) -> N
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a `metrics.jsonl`, without an incomplete last one that a killed run has left."""
+    """Yield the lines of a `metrics.jsonl`, without an incomplete last one left by a killed run."""
     try:
         with path.open(encoding="utf-8") as file:
             for line in file:
@@ -47,17 +52,23 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                     yield json.loads(line)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UserError(f"{path} cannot be read ({why}): start again with --overwrite or --out") from error
+        raise UserError(
+            f"{path} cannot be read ({why}): start again with --overwrite or --out"
+        ) from error
 
 
 class Result:
-    """What one optimizer has reached: of each step in its `metrics.jsonl`, whatever its length, one number is held."""
+    """What one optimizer has reached.
+
+    Of each step in its `metrics.jsonl`, whatever its length, one number is held.
+    """
 
     def __init__(self, name: str, path: Path, metric: Metric) -> None:
         self.name, self.metric = name, metric
         self.evaluations: list[dict[str, Any]] = []
         self.curve: list[tuple[int, float, float]] = []  # step, seconds, smoothed loss
-        self.decisions: defaultdict[str, Counter[str]] = defaultdict(Counter)  # of the trace rule, by layer
+        # of the trace rule, by layer
+        self.decisions: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.ordinary, self.refresh = array("d"), array("d")  # durations
         self.waited = self.seconds = 0.0
         self.terms = self.skipped = 0
@@ -69,10 +80,20 @@ class Result:
                 self.decisions[line["layer"]][line["decision"]] += 1
             else:
                 (self.refresh if line["refresh"] else self.ordinary).append(line["duration"])
-                self.waited, self.seconds = self.waited + line["waited"], self.seconds + line["duration"]
-                self.terms, self.skipped = self.terms + line["terms"], self.skipped + line["skipped"]
+                self.waited, self.seconds = (
+                    self.waited + line["waited"],
+                    self.seconds + line["duration"],
+                )
+                self.terms, self.skipped = (
+                    self.terms + line["terms"],
+                    self.skipped + line["skipped"],
+                )
                 if line["loss"] is not None:  # that of a skipped step may not be finite
-                    loss = line["loss"] if math.isnan(loss) else SMOOTHING * loss + (1 - SMOOTHING) * line["loss"]
+                    loss = (
+                        line["loss"]
+                        if math.isnan(loss)
+                        else SMOOTHING * loss + (1 - SMOOTHING) * line["loss"]
+                    )
                 if line["step"] % stride == 0:
                     self.curve.append((line["step"], line["seconds"], loss))
                 if len(self.curve) == 2 * CURVE:
@@ -99,7 +120,10 @@ class Result:
 
     def reaching(self, target: float) -> dict[str, Any] | None:
         """The first evaluation whose value is a target or better."""
-        return next((line for line in self.evaluations if not self.metric.better(target, self.value(line))), None)
+        return next(
+            (line for line in self.evaluations if not self.metric.better(target, self.value(line))),
+            None,
+        )
 
 
 def targets_of(recipe: Recipe) -> list[float]:
@@ -114,11 +138,18 @@ def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
     return {
         "optimizer": result.name,
         "steps": final["step"],
-        **{key: value for key, value in final.items() if key not in ("kind", "step", "primary", "higher_is_better")},
+        **{
+            key: value
+            for key, value in final.items()
+            if key not in ("kind", "step", "primary", "higher_is_better")
+        },
         "best": {"step": best["step"], result.metric.name: result.value(best)},
         "stop_at": recipe.stop_at,
         "ended_at_target": recipe.stop_at is not None and reached[str(recipe.stop_at)] is final,
-        "targets": {key: line and {"steps": line["step"], "seconds": line["seconds"]} for key, line in reached.items()},
+        "targets": {
+            key: line and {"steps": line["step"], "seconds": line["seconds"]}
+            for key, line in reached.items()
+        },
         f"{unit}_per_second": result.terms / result.seconds,
         "waiting_for_data": result.waited / result.seconds,
         "skipped_steps": result.skipped,
@@ -129,19 +160,27 @@ def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
 
 
 def table(results: Sequence[Result], recipe: Recipe) -> Table:
-    """Make the final table of at most six rows, with a column for each optimizer; `summary.json` has more."""
+    """Make the final table of at most six rows, a column per optimizer; `summary.json` has more."""
     metric, targets = results[0].metric, targets_of(recipe)
     found = Table(title="Result", title_justify="left")
     found.add_column("")
     for one in results:
         found.add_column(one.name, justify="right")
     for target in targets[-TARGETS:] if metric.higher_is_better else targets[TARGETS - 1 :: -1]:
-        exact = f"{100 * target:.6g}%" if metric.share else f"{target:.6g}"  # such as 75.97 %, which is not rounded
-        found.add_row(f"steps to {metric.word} {exact}", *(_when(one.reaching(target)) for one in results))
+        # such as 75.97 %, which is not rounded
+        exact = f"{100 * target:.6g}%" if metric.share else f"{target:.6g}"
+        found.add_row(
+            f"steps to {metric.word} {exact}", *(_when(one.reaching(target)) for one in results)
+        )
     averaged = " of averaged weights" if recipe.ema_decay is not None else ""
-    found.add_row(f"final {metric.word}{averaged}", *(metric.text(one.value(one.final)) for one in results))
+    found.add_row(
+        f"final {metric.word}{averaged}", *(metric.text(one.value(one.final)) for one in results)
+    )
     found.add_row("steps in total", *(_when(one.final) for one in results))
-    steps = [[milliseconds(median(kind)) for kind in (one.ordinary, one.refresh) if kind] for one in results]
+    steps = [
+        [milliseconds(median(kind)) for kind in (one.ordinary, one.refresh) if kind]
+        for one in results
+    ]
     found.add_row("median step / refresh step", *map(" / ".join, steps))
     return found
 
@@ -151,7 +190,7 @@ def _when(line: dict[str, Any] | None) -> str:
 
 
 def compared(results: Sequence[Result]) -> str:
-    """Say after which step and time each optimizer has reached what AdamW, or the last optimizer, ends with."""
+    """Say the step and time when each optimizer reached what AdamW, or the last one, ends with."""
     reference = next((one for one in results if one.name == "adamw"), results[-1])
     goal, metric = reference.value(reference.final), reference.metric
     if len(results) < 2 or math.isnan(goal):

@@ -1,4 +1,4 @@
-"""The weights that a training starts from, or that are evaluated: of a safetensors file or of a checkpoint."""
+"""Weights to start a training from, or to evaluate: of a safetensors file or of a checkpoint."""
 
 import os
 from collections.abc import Callable
@@ -27,15 +27,18 @@ from torch_thor.training.recipe import Recipe
 from torch_thor.training.tasks.task import Task
 
 ACCEPTED = "a run folder, a checkpoint or a folder of checkpoints"  # for error messages
-COUNTERS = "num_batches_tracked"  # buffers of BatchNorm that many files lack, and that are not needed
+# buffers of BatchNorm that many files lack, and that are not needed
+COUNTERS = "num_batches_tracked"
 
 
 def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoint]:
-    """Open the checkpoint that a path stands for, or the newest undamaged one of each optimizer in a run folder."""
+    """Open a path's checkpoint, or each optimizer's newest undamaged one in a run folder."""
     require(path.exists(), f"{path} does not exist: give {ACCEPTED}")
     if path.is_dir() and (path.name.startswith(PREFIX) or (path / MANIFEST).exists()):
         return [open_checkpoint(path)]
-    here = next((folder for folder in (path, path / "checkpoints") if any(folder.glob(f"{PREFIX}*"))), None)
+    here = next(
+        (folder for folder in (path, path / "checkpoints") if any(folder.glob(f"{PREFIX}*"))), None
+    )
     run = RunFolder(path)
     require(here is not None or run.is_run(), f"{path} is no checkpoint: give {ACCEPTED}")
     stored = run.stored() if here is None else None
@@ -49,31 +52,37 @@ def the_checkpoint(path: Path, said: str, say: Callable[[str], None]) -> Checkpo
     """Open the only checkpoint that a path stands for; a run with several optimizers is refused."""
     found = find_checkpoints(path, say)
     names = [saved.optimizer for saved in found]
-    require(len(found) == 1, f"{said} holds the networks of {', '.join(names)}: give one, such as {path / names[0]}")
+    require(
+        len(found) == 1,
+        f"{said} holds the networks of {', '.join(names)}: give one, such as {path / names[0]}",
+    )
     return found[0]
 
 
 def checksum(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
-    """Return the recipe with the checksum of the weights that it starts from, if it has any and no checksum yet."""
+    """Return the recipe with its starting weights' checksum, if it has any and no checksum yet."""
     if recipe.weights is None or recipe.weights_sha256 is not None:
         return recipe
     return recipe.model_copy(update={"weights_sha256": _find(recipe.weights, say)[2]})
 
 
 def load(model: nn.Module, recipe: Recipe, task: Task) -> None:
-    """Load the `weights` of a recipe, but for those of `weights_except`, into its network of random weights."""
+    """Load a recipe's `weights`, but for `weights_except`, into its network of random weights."""
     assert recipe.weights is not None
-    path, saved, found = _find(recipe.weights, lambda _: None)  # `checksum` has reported damaged ones
+    # `checksum` has reported damaged ones
+    path, saved, found = _find(recipe.weights, lambda _: None)
     require(
         found == (recipe.weights_sha256 or found),
-        f"weights={recipe.weights} is not the file that the recipe names: its SHA-256 is {found}, not "
-        f"weights_sha256={recipe.weights_sha256}; give the original file, or start another run with --out",
+        f"weights={recipe.weights} is not the file that the recipe names: its SHA-256 is {found}, "
+        f"not weights_sha256={recipe.weights_sha256}; give the original file, or start another run "
+        "with --out",
     )
     try:
         given = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"weights={recipe.weights} is not a safetensors file ({error}): write one with safetensors.torch.save_file"
+            f"weights={recipe.weights} is not a safetensors file ({error}): write one with "
+            "safetensors.torch.save_file"
         ) from error
     own, left_out = model.state_dict(), set()
     for pattern in recipe.weights_except:
@@ -89,23 +98,27 @@ def load(model: nn.Module, recipe: Recipe, task: Task) -> None:
         by_first_name(model, {name: tensor for name, tensor in one.items() if name not in left_out})
         for one in (given, own)
     )
-    needed = {name: tensor for name, tensor in own.items() if name in given or not name.endswith(COUNTERS)}
+    needed = {
+        name: tensor for name, tensor in own.items() if name in given or not name.endswith(COUNTERS)
+    }
     faults = misfits(given, needed)
     require(
         not faults,
-        f"weights={recipe.weights} do not fit model={recipe.model} ({faults}): choose the network that they "
-        "belong to, or exclude weights, such as those of the head, with weights_except=[NAME]",
+        f"weights={recipe.weights} do not fit model={recipe.model} ({faults}): choose the network "
+        "that they belong to, or exclude weights, such as those of the head, with "
+        "weights_except=[NAME]",
     )
     embedding = getattr(model, "get_input_embeddings", None)  # of transformers
     if saved is not None and (
-        embedding is None or any(own[name].data_ptr() == embedding().weight.data_ptr() for name in given)
+        embedding is None
+        or any(own[name].data_ptr() == embedding().weight.data_ptr() for name in given)
     ):
         saved.check_tokenizer(task)
     model.load_state_dict(given, strict=False)  # the names have been compared
 
 
 def _find(word: str, say: Callable[[str], None]) -> tuple[Path, Checkpoint | None, str]:
-    """The file of the weights, the checkpoint that it belongs to, if it does to one, and its checksum."""
+    """Find the weights file, the checkpoint that it belongs to, if any, and its checksum."""
     path, saved = Path(os.path.expandvars(word)).expanduser(), None
     require(path.exists(), f"weights={word} does not exist: give a safetensors file, {ACCEPTED}")
     if path.is_dir():
@@ -116,4 +129,6 @@ def _find(word: str, say: Callable[[str], None]) -> tuple[Path, Checkpoint | Non
     try:
         return path, saved, sha256(path)
     except OSError as error:
-        raise UserError(f"weights={word} cannot be read ({error.strerror}): choose another file") from error
+        raise UserError(
+            f"weights={word} cannot be read ({error.strerror}): choose another file"
+        ) from error

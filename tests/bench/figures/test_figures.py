@@ -3,7 +3,15 @@
 import pytest
 from PIL import Image
 
-from torch_thor.bench.figures import FIGURES, batch_sizes, bert, curves, fisher_norm, split_dim, training
+from torch_thor.bench.figures import (
+    FIGURES,
+    batch_sizes,
+    bert,
+    curves,
+    fisher_norm,
+    split_dim,
+    training,
+)
 
 RECIPE = """
 task: masked-lm
@@ -26,8 +34,18 @@ def build():
 
 def result(setting, seed, values, **own):
     """A run of eight steps, evaluated after each second one."""
-    found = [{"step": 2 * i + 2, "seconds": 0.5 * (i + 1), "value": value} for i, value in enumerate(values)]
-    same = {"steps": 8, "steps_per_epoch": 4, "seconds": 2.5, "step_ms": 3.0, "refresh_step_ms": None, "failure": None}
+    found = [
+        {"step": 2 * i + 2, "seconds": 0.5 * (i + 1), "value": value}
+        for i, value in enumerate(values)
+    ]
+    same = {
+        "steps": 8,
+        "steps_per_epoch": 4,
+        "seconds": 2.5,
+        "step_ms": 3.0,
+        "refresh_step_ms": None,
+        "failure": None,
+    }
     same |= {"metric": "accuracy", "higher": True, "refresh_steps": 0, "refreshed": 0, "due": 0}
     job = {"setting": setting, "seed": seed, "device": "cpu"}
     return {"job": job, "value": values[-1], "evaluations": found, **same, **own}
@@ -42,15 +60,22 @@ def test_settings_against_the_first_one():
     own = {"refresh_steps": 3, "refresh_step_ms": 10.0, "refreshed": 5, "due": 6}
     rows = [
         *(result("momentum", 0, [0.25, 0.5]), result("momentum", 1, [0.125, 0.25])),
-        *(result("thor", 0, [0.5, 0.75], **own), result("thor", 1, [0.125, 0.25], **own)),  # at once, at the end
-        *(result("unbounded", 0, [0.25, 0.375]), result("unbounded", 1, [0.25, 0.125])),  # never; at once, lost again
+        # at once, at the end
+        *(result("thor", 0, [0.5, 0.75], **own), result("thor", 1, [0.125, 0.25], **own)),
+        # never; at once, lost again
+        *(result("unbounded", 0, [0.25, 0.375]), result("unbounded", 1, [0.25, 0.125])),
         result("wild", 0, [0.5], failure="the loss became nan: lower lr", value=None),
         result("wild", 1, [0.25], step_ms=5.0),
     ]
     found = cells(curves.comparison(rows, {"thor": "66.7"}, "Theirs."))
     ours = ["0.3750 ± 0.1768 (0.5000, 0.2500)", "1.00 ± 0.00 (1.00, 1.00)", "1 ± 0 (1, 1)", "-"]
     assert found["momentum"] == [*ours, "2.5 ± 0 (2.5, 2.5)", "3, none", "0, 0", "0 of 0"]
-    ours = ["0.5000 ± 0.3536 (0.7500, 0.2500)", "0.75 ± 0.35 (0.50, 1.00)", "0.75 ± 0.354 (0.5, 1)", "66.7"]
+    ours = [
+        "0.5000 ± 0.3536 (0.7500, 0.2500)",
+        "0.75 ± 0.35 (0.50, 1.00)",
+        "0.75 ± 0.354 (0.5, 1)",
+        "66.7",
+    ]
     assert found["thor"] == [*ours, "2.5 ± 0 (2.5, 2.5)", "3, 10", "3, 3", "10 of 12"]
     assert found["unbounded"][1:3] == ["never, 0.50", "never, 0.5"]
     assert (found["wild"][0], found["wild"][5]) == ("diverged after 8 steps", "4, none")
@@ -58,7 +83,8 @@ def test_settings_against_the_first_one():
 
 def test_a_loss_reaches_its_target_from_above():
     row = result("lamb", 0, [3.0, 2.0, 2.5], higher=False)
-    hits = [training.reach(row, target) for target in (3.5, 2.25, 1.0, None)]  # None: that of a run that diverged
+    # None: that of a run that diverged
+    hits = [training.reach(row, target) for target in (3.5, 2.25, 1.0, None)]
     assert [hit and hit["step"] for hit in hits] == [2, 4, None, None]
 
 
@@ -73,8 +99,13 @@ def test_epochs_to_the_targets_at_each_batch_size():
 
 
 def test_the_rule_of_the_batch_sizes():
-    recipe = ("fashion-mnist", ["eval_interval=78"])  # batch_size=128, lr=0.2 and 0.05, update_interval=20
-    assert batch_sizes.scaled(recipe, "sgd", 512) == ["batch_size=512", "lr=0.4", "eval_interval=20"]
+    # batch_size=128, lr=0.2 and 0.05, update_interval=20
+    recipe = ("fashion-mnist", ["eval_interval=78"])
+    assert batch_sizes.scaled(recipe, "sgd", 512) == [
+        "batch_size=512",
+        "lr=0.4",
+        "eval_interval=20",
+    ]
     assert batch_sizes.scaled(recipe, "thor", 32) == [
         "batch_size=32", "lr=0.025", "eval_interval=312", "update_interval=80",
     ]  # fmt: skip
@@ -91,7 +122,11 @@ def test_times_of_steps(monkeypatch):
     assert clock.seconds == [1, 3]  # without what is no step
     own = training.step_times([0.5, 0.75, 1.25, 2.25], [True, False, False, True])
     assert own == {"refresh_steps": 2, "step_ms": 375.0, "refresh_step_ms": 750.0}
-    assert training.step_times([0.5], [False]) == {"refresh_steps": 0, "step_ms": 500.0, "refresh_step_ms": None}
+    assert training.step_times([0.5], [False]) == {
+        "refresh_steps": 0,
+        "step_ms": 500.0,
+        "refresh_step_ms": None,
+    }
 
 
 def test_other_options_are_other_jobs():
@@ -123,8 +158,15 @@ def test_each_figure_in_small(name, tmp_path, monkeypatch):
     monkeypatch.setattr(bert, "QUICK", ())
     monkeypatch.setenv("HOME", str(tmp_path))  # where prepared text is kept
     figure = FIGURES[name]
-    options = {"data": "digits", "epochs": 1, "batch_sizes": (512,), "model": f"{tmp_path}/network.py:build"}
-    taken = {key: value for key, value in options.items() if key in figure.TAKES and figure is not bert}
+    options = {
+        "data": "digits",
+        "epochs": 1,
+        "batch_sizes": (512,),
+        "model": f"{tmp_path}/network.py:build",
+    }
+    taken = {
+        key: value for key, value in options.items() if key in figure.TAKES and figure is not bert
+    }
     rows = [{"job": job, **figure.run(dict(job))} for job in figure.jobs(taken, "cpu")]
     text = figure.table(rows)
     figure.draw(rows, tmp_path / "picture.png")
@@ -135,11 +177,26 @@ def test_each_figure_in_small(name, tmp_path, monkeypatch):
         assert f"split_dim={rows[0]['split_dim']} (theirs" in text
         assert f"| **{rows[0]['split_dim']}** |" in text
     elif figure is fisher_norm:
-        assert rows[0]["norms"]["step"] == [1, 3, 5, 7, 9, 11, 14, 17, 20]  # 2 + 0.1 · step, rounded down
+        # 2 + 0.1 · step, rounded down
+        assert rows[0]["norms"]["step"] == [1, 3, 5, 7, 9, 11, 14, 17, 20]
         assert "9 refreshes, 2 steps at first, 3 at last" in text
     else:
-        assert all(f"| {row['job']['setting']} | " in text and f"{row['value']:.4f}" in text for row in rows)
+        assert all(
+            f"| {row['job']['setting']} | " in text and f"{row['value']:.4f}" in text
+            for row in rows
+        )
         assert "Theirs, not ours" in text
     if figure is bert:
-        assert [row["job"]["setting"] for row in rows] == ["lamb", "adamw", "thor", "thor, unbounded", "thor-muon"]
-        assert {row["job"]["recipe"]["optimizer"][0] for row in rows} == {"lamb", "adamw", "thor", "thor-muon"}
+        assert [row["job"]["setting"] for row in rows] == [
+            "lamb",
+            "adamw",
+            "thor",
+            "thor, unbounded",
+            "thor-muon",
+        ]
+        assert {row["job"]["recipe"]["optimizer"][0] for row in rows} == {
+            "lamb",
+            "adamw",
+            "thor",
+            "thor-muon",
+        }

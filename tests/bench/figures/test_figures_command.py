@@ -1,4 +1,6 @@
-"""`torch-thor figures` as typed: measured once, gone on with after a kill, drawn again, refused in one line."""
+"""`torch-thor figures` as typed: measured once, gone on with after a kill, drawn again, refused in
+one line.
+"""
 
 import functools
 import json
@@ -46,7 +48,9 @@ def test_measured_once_and_gone_on_with_after_a_kill(run, tmp_path):
     settings = {name: [values.get(key) for key in keys] for name, values in thor.items()}
     assert settings["thor, unbounded"] == [[0.01, 0.0], None, None, 0.02, 0.1]
     assert settings["thor_nt"] == ["thor_nt", 0.01, None, 0.02, 0.1]
-    assert [own[name]["refresh_steps"] for name in ("momentum", "thor_nt", "thor_nt, growing interval")] == [0, 2, 2]
+    assert [
+        own[name]["refresh_steps"] for name in ("momentum", "thor_nt", "thor_nt, growing interval")
+    ] == [0, 2, 2]
     assert [own["thor_nt"][key] for key in ("refreshed", "due")] == [8, 8]  # four layers
     assert "117 (8 devices)" in out
     assert "Theirs, not ours" in out
@@ -56,16 +60,37 @@ def test_measured_once_and_gone_on_with_after_a_kill(run, tmp_path):
     (folder / "curves.png").unlink()
     assert "0 of 6 results to measure" in run(*WORDS, "--redraw")[1]
     assert (folder / "curves.png").exists()
-    assert_refused(run(*WORDS, "--redraw", "--seeds", "0,1"), "lacks 6 of 12 results for these options")
+    assert_refused(
+        run(*WORDS, "--redraw", "--seeds", "0,1"), "lacks 6 of 12 results for these options"
+    )
     assert store.read_text().splitlines() == lines
 
 
 def test_a_job_that_fails_is_named_and_the_others_are_kept(figures, tmp_path):
-    words = ("batch-sizes", "--data", "digits", "--epochs", "1", "--device", "cpu", "--batch-sizes", "512,2048")
-    said = "setting thor, batch_size 2048, seed 0: UserError: batch_size=2048 is larger than the training set"
+    words = (
+        "batch-sizes",
+        "--data",
+        "digits",
+        "--epochs",
+        "1",
+        "--device",
+        "cpu",
+        "--batch-sizes",
+        "512,2048",
+    )
+    said = (
+        "setting thor, batch_size 2048, seed 0: UserError: batch_size=2048 is larger than the "
+        "training set"
+    )
     assert_refused(figures(*words), "2 jobs failed, which the same command runs again", said)
-    rows = [json.loads(line) for line in (tmp_path / "runs/figures/batch-sizes.jsonl").read_text().splitlines()]
-    assert [(row["job"]["setting"], row["job"]["batch_size"]) for row in rows] == [("momentum", 512), ("thor", 512)]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "runs/figures/batch-sizes.jsonl").read_text().splitlines()
+    ]
+    assert [(row["job"]["setting"], row["job"]["batch_size"]) for row in rows] == [
+        ("momentum", 512),
+        ("thor", 512),
+    ]
 
 
 def test_list_names_the_figures(figures):
@@ -81,19 +106,31 @@ def test_list_names_the_figures(figures):
         ((), "name a figure (curves, fisher-norm, split-dim, batch-sizes, bert) or all"),
         (("curve",), "there is no figure curve (did you mean curves?)"),
         (("curves", "--seeds", "one"), "--seeds one: must be whole numbers of at least 0"),
-        (("batch-sizes", "--batch-sizes", "0,8"), "--batch-sizes 0,8: must be whole numbers of at least 1"),
+        (
+            ("batch-sizes", "--batch-sizes", "0,8"),
+            "--batch-sizes 0,8: must be whole numbers of at least 1",
+        ),
         (("curves", "--epochs", "0"), "epochs=0 should be greater than or equal to 1"),
         (("curves", "--data", "mnist"), "there is no recipe mnist"),
         (("curves", "--device", "abacus"), "device=abacus cannot be used"),
-        (("curves", "--redraw"), "curves.jsonl lacks 6 of 6 results for these options: leave out --redraw"),
+        (
+            ("curves", "--redraw"),
+            "curves.jsonl lacks 6 of 6 results for these options: leave out --redraw",
+        ),
         (("all", "--pixels", "0"), "--pixels 0: give 1 or more"),
-        (("fisher-norm", "--model", "resnet18"), "--model means nothing to fisher-norm: it is for split-dim"),
+        (
+            ("fisher-norm", "--model", "resnet18"),
+            "--model means nothing to fisher-norm: it is for split-dim",
+        ),
         (
             ("batch-sizes", "--data", "growing.yaml"),
             "cannot be scaled with the batch: give the recipe a number",
         ),
         (("curves", "--out", "taken"), "is a file: choose another folder with --out"),
-        (("curves", "--out", "broken"), ": delete it to measure anew, or choose another folder with --out"),
+        (
+            ("curves", "--out", "broken"),
+            ": delete it to measure anew, or choose another folder with --out",
+        ),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
 )

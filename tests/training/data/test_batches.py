@@ -1,4 +1,6 @@
-"""Batches are the same for any number of workers and processes and from any start; what goes wrong is one line."""
+"""Batches are the same for any number of workers and processes and from any start; what goes wrong
+is one line.
+"""
 
 import errno
 import itertools
@@ -14,7 +16,13 @@ import torch
 from torch.utils.data import Dataset
 
 from tiny import assert_same
-from torch_thor.training.data.batches import batches_per_epoch, epoch_order, held_out_keys, loaded, training_keys
+from torch_thor.training.data.batches import (
+    batches_per_epoch,
+    epoch_order,
+    held_out_keys,
+    loaded,
+    training_keys,
+)
 from torch_thor.training.errors import UserError
 from torch_thor.training.parallel import Ranks
 
@@ -28,7 +36,10 @@ def first(keys, count):
 def test_processes_share_each_batch_in_the_order_of_the_epoch_from_any_start():
     for count, world, share in itertools.product((12, 13, 24, 50), (1, 2, 3), (1, 2, 4)):
         size, per_epoch = world * share, count // (world * share)
-        ranks = [first(training_keys(count, size, 5, Ranks(rank, world), 0), 3 * per_epoch) for rank in range(world)]
+        ranks = [
+            first(training_keys(count, size, 5, Ranks(rank, world), 0), 3 * per_epoch)
+            for rank in range(world)
+        ]
         for number, parts in enumerate(zip(*ranks, strict=True)):
             epoch, batch = divmod(number, per_epoch)
             expected = epoch_order(count, 5, epoch).tolist()[batch * size :][:size]
@@ -40,7 +51,12 @@ def test_processes_share_each_batch_in_the_order_of_the_epoch_from_any_start():
 
 def test_the_order_is_a_permutation_and_a_function_of_seed_and_epoch_alone():
     before = torch.get_rng_state()
-    orders = {tuple(epoch_order(100, seed, epoch).tolist()) for seed in (0, 1) for epoch in (0, 1) for _ in "ab"}
+    orders = {
+        tuple(epoch_order(100, seed, epoch).tolist())
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for _ in "ab"
+    }
     assert torch.equal(before, torch.get_rng_state())
     assert len(orders) == 4
     assert all(sorted(order) == list(range(100)) for order in orders)
@@ -53,21 +69,33 @@ def test_an_evaluation_counts_each_sample_once_in_the_batches_of_one_process():
         assert max(map(len, alone)) <= size
         assert max(map(len, alone)) - min(map(len, alone)) <= 1
         ranks = [list(held_out_keys(count, size, Ranks(rank, world))) for rank in range(world)]
-        assert len({len(batches) for batches in ranks}) == 1  # a forward pass that communicates would wait forever
-        assert sorted(indices for batches in ranks for indices, counts in batches if counts) == alone
-        assert all(indices in alone for batches in ranks for indices, counts in batches if not counts)
+        # a forward pass that communicates would wait forever
+        assert len({len(batches) for batches in ranks}) == 1
+        assert (
+            sorted(indices for batches in ranks for indices, counts in batches if counts) == alone
+        )
+        assert all(
+            indices in alone for batches in ranks for indices, counts in batches if not counts
+        )
 
 
 def test_batches_that_cannot_be():
-    with pytest.raises(UserError, match=r"batch_size=4 cannot be shared evenly by 3 processes: .* a multiple of 3"):
+    with pytest.raises(
+        UserError, match=r"batch_size=4 cannot be shared evenly by 3 processes: .* a multiple of 3"
+    ):
         training_keys(11, 4, 0, Ranks(0, 3), 0)
-    with pytest.raises(UserError, match=r"batch_size=12 is larger than the training set \(11 samples\)"):
+    with pytest.raises(
+        UserError, match=r"batch_size=12 is larger than the training set \(11 samples\)"
+    ):
         training_keys(11, 12, 0, Ranks(0, 3), 0)
-    assert batches_per_epoch(1_281_167, 256) * 256 == 1_281_024  # the reference's epoch on ImageNet leaves the rest out
+    # the reference's epoch on ImageNet leaves the rest out
+    assert batches_per_epoch(1_281_167, 256) * 256 == 1_281_024
 
 
 class Noise(Dataset):
-    """Random numbers by key; odd keys of the second ten are broken, and something `happens` at index 5."""
+    """Random numbers by key; odd keys of the second ten are broken, and something `happens` at
+    index 5.
+    """
 
     def __init__(self, happens=None):
         self.happens = happens
@@ -80,35 +108,58 @@ class Noise(Dataset):
         if index == 5 and self.happens is not None:
             return self.happens()
         torch.default_generator.manual_seed(1000 * epoch + index)
-        return f"noise/{index} cannot be read (odd)" if index > 9 and index % 2 else (torch.rand(3), index)
+        return (
+            f"noise/{index} cannot be read (odd)"
+            if index > 9 and index % 2
+            else (torch.rand(3), index)
+        )
 
 
 def read(happens=None, workers=0, batches=None, say=lambda _: None, max_broken=0.5, dataset=None):
     batches = batches or [[(0, index), (1, index + 1)] for index in range(0, 10, 2)]
     return loaded(
-        dataset or Noise(happens), batches, workers=workers, prefetch=2, device=CPU, max_broken=max_broken, say=say
+        dataset or Noise(happens),
+        batches,
+        workers=workers,
+        prefetch=2,
+        device=CPU,
+        max_broken=max_broken,
+        say=say,
     )
 
 
 def test_workers_change_no_batch_and_no_random_number_of_the_training():
-    keys = [[(epoch, index) for index in range(first, first + 5)] for epoch in range(3) for first in (0, 5, 10, 15)]
+    keys = [
+        [(epoch, index) for index in range(first, first + 5)]
+        for epoch in range(3)
+        for first in (0, 5, 10, 15)
+    ]
     said = []
     before = torch.get_rng_state()
-    alone, *others = [list(read(workers=workers, batches=keys, say=said.append)) for workers in (0, 1, 3)]
+    alone, *others = [
+        list(read(workers=workers, batches=keys, say=said.append)) for workers in (0, 1, 3)
+    ]
     assert torch.equal(torch.get_rng_state(), before)
     assert len(alone) == 12
     for batches in others:
         assert_same(batches, alone)
-    numbers = [torch.rand(3, generator=torch.Generator().manual_seed(2000 + index)) for index in (10, 12, 14)]
+    numbers = [
+        torch.rand(3, generator=torch.Generator().manual_seed(2000 + index))
+        for index in (10, 12, 14)
+    ]
     assert_same(alone[10], [torch.stack(numbers), torch.tensor([10, 12, 14])])
-    assert said == 3 * [f"noise/{index} cannot be read (odd) and is left out" for index in (11, 13, 15, 17, 19)]
+    assert said == 3 * [
+        f"noise/{index} cannot be read (odd) and is left out" for index in (11, 13, 15, 17, 19)
+    ]
 
 
 def test_too_much_damage_is_one_line():
     keys = [[(epoch, index) for index in range(20)] for epoch in range(2)]
-    assert len(list(read(batches=keys, max_broken=0.25))) == 2  # five of twenty, and the same five again
+    # five of twenty, and the same five again
+    assert len(list(read(batches=keys, max_broken=0.25))) == 2
     with pytest.raises(
-        UserError, match=r"5 of 20 samples cannot be read, more than data.max_broken=0.24 allows; .*/19"
+        UserError,
+        match=r"5 of 20 samples cannot be read, more than data.max_broken=0.24 allows; .*/19",
     ):
         list(read(batches=keys, max_broken=0.24))
     with pytest.raises(UserError, match=r"no sample of a batch can be read; .*noise/11"):
@@ -131,17 +182,34 @@ def raising(error):
 def test_a_machine_without_resources_is_one_line(monkeypatch):
     remedy = r"enlarge /dev/shm .* lower data.workers.count"
     for workers in (0, 1):
-        refused(rf"no memory for a batch \(MemoryError\): {remedy}", happens=raising(MemoryError()), workers=workers)
-        refused(r"^too many open files$", happens=raising(UserError("too many open files")), workers=workers)
+        refused(
+            rf"no memory for a batch \(MemoryError\): {remedy}",
+            happens=raising(MemoryError()),
+            workers=workers,
+        )
+        refused(
+            r"^too many open files$",
+            happens=raising(UserError("too many open files")),
+            workers=workers,
+        )
     for end in (lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(7)):
         refused(rf"a worker process of the data has died, .*: {remedy}", happens=end, workers=2)
-    full = RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)")
+    full = RuntimeError(
+        "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device "
+        "(28)"
+    )
     with monkeypatch.context() as patch:
         for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
             patch.setattr(torch.UntypedStorage, name, raising(full))
         refused(rf"no memory for a batch \(.*No space left on device \(28\)\): {remedy}", workers=1)
-    monkeypatch.setattr(os, "fork", raising(BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))))
-    refused(r"data.workers.count=3: .* cannot be started \(Resource temporarily unavailable\): use fewer", workers=3)
+    monkeypatch.setattr(
+        os, "fork", raising(BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
+    )
+    refused(
+        r"data.workers.count=3: .* cannot be started \(Resource temporarily unavailable\): use "
+        r"fewer",
+        workers=3,
+    )
 
 
 def test_an_error_of_the_program_is_no_death_of_a_worker():
@@ -152,13 +220,18 @@ def test_an_error_of_the_program_is_no_death_of_a_worker():
 
 def test_workers_obey_nobody_but_their_loader():
     others = multiprocessing.active_children()
-    handlers = [signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)]
+    handlers = [
+        signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+    ]
     batches = read(workers=1)
     next(batches)
     [worker] = [child for child in multiprocessing.active_children() if child not in others]
-    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun, schedulers and Ctrl-C signal every process
+    # torchrun, schedulers and Ctrl-C signal every process
+    for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(worker.pid, number)
-    assert handlers == [signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)]
+    assert handlers == [
+        signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+    ]
     assert len(list(batches)) == 4
     worker.join(timeout=600)
     assert worker.exitcode == 0
@@ -175,7 +248,8 @@ raise SystemExit(3)
 def test_a_program_ends_quietly_with_its_workers_alive():
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", ENDING], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+        [sys.executable, "-c", ENDING], env=os.environ | {"PYTHONPATH": path}, capture_output=True,
+        text=True,
         timeout=600, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")

@@ -1,4 +1,6 @@
-"""Every kind of file becomes the RGB of torchvision's decoder or Pillow's; damage is a reason, and ends no process."""
+"""Every kind of file becomes the RGB of torchvision's decoder or Pillow's; damage is a reason, and
+ends no process.
+"""
 
 import io
 import random
@@ -17,7 +19,8 @@ from command_line import command
 from torch_thor.training.data.decoding import BrokenImageError, decode_rgb
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The image decoding:DeprecationWarning", "ignore:Palette images with Transparency:UserWarning"
+    "ignore:The image decoding:DeprecationWarning",
+    "ignore:Palette images with Transparency:UserWarning",
 )
 
 
@@ -39,20 +42,26 @@ def samples():
     for name, image, options in [
         ("jpeg", picture, {}), ("progressive jpeg", picture, {"progressive": True}),
         ("turned jpeg", picture, {"exif": exif}),
-        ("cmyk jpeg", picture.convert("CMYK"), {}), ("grey jpeg", picture.convert("L"), {}), ("gif", palette, {}),
+        ("cmyk jpeg", picture.convert("CMYK"), {}), ("grey jpeg", picture.convert("L"), {}),
+        ("gif", palette, {}),
         ("animated gif", palette, {"save_all": True, "append_images": [turned.convert("P")]}),
         ("transparent gif", palette, {"transparency": 5}), ("webp", picture, {}),
         ("lossless webp", picture, {"lossless": True}),
-        ("transparent webp", Image.merge("RGBA", (*picture.split(), turned.convert("L"))), {}), ("bmp", picture, {}),
-        ("tiff", picture, {}), ("compressed tiff", picture, {"compression": "tiff_lzw"}), ("ppm", picture, {}),
-        ("photograph png", picture, {}), ("animated png", picture, {"save_all": True, "append_images": [turned]}),
+        ("transparent webp", Image.merge("RGBA", (*picture.split(), turned.convert("L"))), {}),
+        ("bmp", picture, {}),
+        ("tiff", picture, {}), ("compressed tiff", picture, {"compression": "tiff_lzw"}),
+        ("ppm", picture, {}),
+        ("photograph png", picture, {}),
+        ("animated png", picture, {"save_all": True, "append_images": [turned]}),
     ]:  # fmt: skip
         yield name, encoded(image, name.split()[-1], **options)
     for color, depths in damage.DEPTHS.items():
         for depth in depths:
             for interlaced in (False, True):
                 for transparent in (False, True) if color in damage.TRANSPARENT else (False,):
-                    content = damage.png(color, depth, interlaced=interlaced, transparent=transparent)
+                    content = damage.png(
+                        color, depth, interlaced=interlaced, transparent=transparent
+                    )
                     yield f"png {color, depth, interlaced, transparent}", content
 
 
@@ -64,14 +73,17 @@ def test_sound_files_give_the_pixels_and_the_layout_of_torchvisions_decoder():
         image = decode_rgb(content)
         assert image.dtype == torch.uint8
         if name.endswith(("tiff", "ppm", "bmp")):  # unknown to torchvision
-            truth = torch.from_numpy(np.array(Image.open(io.BytesIO(content)).convert("RGB"))).permute(2, 0, 1)
+            truth = torch.from_numpy(
+                np.array(Image.open(io.BytesIO(content)).convert("RGB"))
+            ).permute(2, 0, 1)
         else:  # safe with what is sound
             truth = decode_image(torch.frombuffer(bytearray(content), dtype=torch.uint8), "RGB")
         truth = truth[0] if truth.ndim == 4 else truth  # the first frame
         if truth.dtype == torch.uint16:
             truth = (truth.to(torch.int32) >> 8).to(torch.uint8)
         assert torch.equal(image, truth), name
-        assert image.stride() == truth.stride(), name  # resizing takes other paths for other layouts
+        # resizing takes other paths for other layouts
+        assert image.stride() == truth.stride(), name
 
 
 def test_cmyk_has_the_colours_of_the_photograph():
@@ -84,14 +96,22 @@ def test_sixteen_bits_are_scaled_in_every_format():
     values = torch.arange(0, 65536, 64, dtype=torch.int32).view(32, 32)
     for kind in ("PNG", "TIFF", "PPM"):
         content = encoded(Image.fromarray(values.to(torch.uint16).numpy()), kind)
-        assert torch.equal(decode_rgb(content), (values >> 8).to(torch.uint8).expand(3, -1, -1)), kind
+        assert torch.equal(decode_rgb(content), (values >> 8).to(torch.uint8).expand(3, -1, -1)), (
+            kind
+        )
 
 
 def test_what_is_cut_short_or_no_image_is_broken():
     unknown = "no image format"
-    wrong = [(b"", unknown), (b"no image" * 20, unknown), (encoded(photograph(), "EPS"), "PostScript")]
+    wrong = [
+        (b"", unknown),
+        (b"no image" * 20, unknown),
+        (encoded(photograph(), "EPS"), "PostScript"),
+    ]
     for name in ("jpeg", "photograph png", "webp", "bmp"):
-        wrong += [(SAMPLES[name][: int(share * len(SAMPLES[name]))], ".") for share in (0.01, 0.5, 0.97)]
+        wrong += [
+            (SAMPLES[name][: int(share * len(SAMPLES[name]))], ".") for share in (0.01, 0.5, 0.97)
+        ]
     for content, said in wrong:
         with pytest.raises(BrokenImageError, match=said) as caught:
             decode_rgb(content)
@@ -100,12 +120,15 @@ def test_what_is_cut_short_or_no_image_is_broken():
 
 
 def decode_damaged(seed, count):
-    """What happens in a process of its own; of a PNG nothing but the true pixels may come out of a damaged file."""
+    """What happens in a process of its own; of a PNG nothing but the true pixels may come out of a
+    damaged file.
+    """
     for name, content in SAMPLES.items():
         truth, chance = decode_rgb(content), random.Random(f"{name} {seed}")
         for number in range(count):
             spoiled = damage.damaged(content, chance)
-            print(f"{name}, damage {number} of seed {seed}", flush=True)  # the last line tells what has killed it
+            # the last line tells what has killed it
+            print(f"{name}, damage {number} of seed {seed}", flush=True)
             try:
                 image, reason = decode_rgb(spoiled), "none"
             except BrokenImageError as error:
@@ -133,10 +156,15 @@ def test_no_damage_ends_the_process(tmp_path, seed):
 
 @pytest.mark.slow
 def test_large_and_transparent_images_are_read_without_a_word(tmp_path):
-    # more than the 89 million pixels that Pillow warns of, and a palette with many shades of transparency
+    # more than the 89 million pixels that Pillow warns of, and a palette with many shades of
+    # transparency
     large = "here.decode_rgb(here.encoded(here.Image.new('L', (10_000, 9_000)), 'PNG'))"
     palette = "here.decode_rgb(here.damage.png(3, 8, transparent=True))"
-    assert in_a_process(tmp_path, f"print(*{large}.shape, *{palette}.shape)") == (0, "3 9000 10000 3 23 37\n", "")
+    assert in_a_process(tmp_path, f"print(*{large}.shape, *{palette}.shape)") == (
+        0,
+        "3 9000 10000 3 23 37\n",
+        "",
+    )
 
 
 def sized(name, marker, offset, layout, *size):
@@ -158,7 +186,9 @@ def test_a_header_that_claims_gigabytes_is_damage(monkeypatch):
         sized("gif", b"GIF8", 6, "<HH", 65_535, 65_535),
         sized("bmp", b"BM", 18, "<ii", 60_000, 60_000),
     ):
-        with pytest.raises(BrokenImageError, match=r"Image size \(\d+ pixels\) exceeds limit of 178956970 pixels"):
+        with pytest.raises(
+            BrokenImageError, match=r"Image size \(\d+ pixels\) exceeds limit of 178956970 pixels"
+        ):
             decode_rgb(bomb)
 
 

@@ -1,4 +1,6 @@
-"""Folders of images and CIFAR: what is listed, read and cropped; each way in which they can be wrong is one line."""
+"""Folders of images and CIFAR: what is listed, read and cropped; each way in which they can be
+wrong is one line.
+"""
 
 import errno
 import functools
@@ -56,7 +58,8 @@ def test_the_list_is_that_of_torchvision(tmp_path, names):
         truth = ImageFolder(str(tmp_path / name))
         assert found.classes == truth.classes == list(CLASSES)
         assert [
-            (str(found.source.where(index)), int(found.labels[index])) for index in range(len(found))
+            (str(found.source.where(index)), int(found.labels[index]))
+            for index in range(len(found))
         ] == truth.samples
         assert len(truth.samples) == count
 
@@ -68,20 +71,29 @@ def test_an_evaluation_needs_no_training_images(tree):
     training, held_out = opened(tree, train=False)
     assert training is None
     assert len(held_out) == 9
-    refused(tree, "must contain train and val or ilsvrc and ilsvrc_eval, each with a folder for each class")
+    refused(
+        tree,
+        "must contain train and val or ilsvrc and ilsvrc_eval, each with a folder for each class",
+    )
 
 
 def test_folders_that_are_wrong(tree):
     for index, (spoil, match) in enumerate([
         ("rm -r val", "data.root=.* must contain train and val or ilsvrc and ilsvrc_eval, each"),
-        ("rm val/*/*.JPEG", "val: no image in china, digit, flower: add images .*, or remove the class"),
-        ("rm -r train/*/", "only one of train and val has the class folders china, digit, flower: "),
-        ("rm -r */digit */flower", "must contain a folder for each of two or more classes: sort the images"),
+        ("rm val/*/*.JPEG",
+        "val: no image in china, digit, flower: add images .*, or remove the class"),
+        ("rm -r train/*/",
+        "only one of train and val has the class folders china, digit, flower: "),
+        ("rm -r */digit */flower",
+        "must contain a folder for each of two or more classes: sort the images"),
         ("rm train/digit/*; touch train/digit/a.txt", "train: no image in digit: add images"),
-        ("mv val/digit val/digits", "has the class folders digit, digits: .* both must have the same classes"),
+        ("mv val/digit val/digits",
+        "has the class folders digit, digits: .* both must have the same classes"),
         ("mkdir val/x0 val/x1 val/x2 val/x3", "the class folders x0, x1, x2 and 1 more: "),
-        ("ln -s . train/zebra; ln -s . val/zebra", "train/zebra is a link to a folder that contains it, .*: remove"),
-        ("ln -s .. train/digit/one; ln -s .. train/digit/two", "is a link to a folder that contains it"),
+        ("ln -s . train/zebra; ln -s . val/zebra",
+        "train/zebra is a link to a folder that contains it, .*: remove"),
+        ("ln -s .. train/digit/one; ln -s .. train/digit/two",
+        "is a link to a folder that contains it"),
         ("ln -s / train/digit/more", "train/digit/more is a link to a folder that contains it"),
     ]):  # fmt: skip
         root = tree.parent / str(index)
@@ -115,7 +127,9 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tree, monkeypatch):
         with monkeypatch.context() as patch:
             for name in ("scandir", "listdir"):
                 patch.setattr(os, name, functools.partial(closed, function=getattr(os, name)))
-            refused(tree, rf"{place} cannot be listed \(Permission denied\), .*: repair or remove it")
+            refused(
+                tree, rf"{place} cannot be listed \(Permission denied\), .*: repair or remove it"
+            )
 
 
 def test_what_is_no_image_is_named_and_never_opened(tree, monkeypatch):
@@ -126,7 +140,8 @@ def test_what_is_no_image_is_named_and_never_opened(tree, monkeypatch):
     expected = {"disk": "1099.5 GB are too much for an image", "pipe": "it is not a regular file"}
     for name, target, reason in [
         ("zero", "/dev/zero", expected["pipe"]), ("link", "pipe.bmp", expected["pipe"]),
-        ("circle", "circle.bmp", os.strerror(errno.ELOOP)), ("lost", "x", "No such file or directory"),
+        ("circle", "circle.bmp", os.strerror(errno.ELOOP)),
+        ("lost", "x", "No such file or directory"),
     ]:  # fmt: skip
         Path(f"{name}.bmp").symlink_to(target)
         expected[name] = reason
@@ -139,8 +154,12 @@ def test_what_is_no_image_is_named_and_never_opened(tree, monkeypatch):
 
 
 def test_too_many_open_files_are_no_fault_of_the_image(tree, monkeypatch):
-    monkeypatch.setattr(Path, "read_bytes", raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
-    with pytest.raises(UserError, match=r"china_0.JPEG cannot be opened \(Too many open files\): .* \(ulimit -n\)"):
+    monkeypatch.setattr(
+        Path, "read_bytes", raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    )
+    with pytest.raises(
+        UserError, match=r"china_0.JPEG cannot be opened \(Too many open files\): .* \(ulimit -n\)"
+    ):
         opened(tree)[0][0, 0]
 
 
@@ -192,7 +211,10 @@ def test_padded_crops(cropped):
     images, _ = cropped(Transform(size=32, resize=32, padding=4, flip=0.0), image)
     padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
     places = {(y, x): padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)}
-    found = [[key for key, value in places.items() if torch.equal(value, images[epoch, 0][0])] for epoch in range(200)]
+    found = [
+        [key for key, value in places.items() if torch.equal(value, images[epoch, 0][0])]
+        for epoch in range(200)
+    ]
     assert all(len(keys) == 1 for keys in found)
     assert {y for ((y, _),) in found} == {x for ((_, x),) in found} == set(range(9))
 
@@ -202,19 +224,30 @@ def test_evaluation_crops_by_hand(cropped):
     # 427 x 640: the shorter side becomes 256, the longer one int(640 * 256 / 427) = 383
     resized = resize(photograph(), [256, 383], antialias=True)
     assert torch.equal(images[0, 0][0], resized[:, 16:240, 80:304])
-    assert cropped(Transform(), torch.zeros(3, 1, 100, dtype=torch.uint8))[1][0, 0][0].shape == (3, 224, 224)
+    assert cropped(Transform(), torch.zeros(3, 1, 100, dtype=torch.uint8))[1][0, 0][0].shape == (
+        3,
+        224,
+        224,
+    )
     _, images = cropped(Transform(), torch.zeros(3, 1, 101, dtype=torch.uint8))
-    assert images[0, 0] == f"{images.source.where(0)} cannot be read (101 × 1 pixels are too narrow)"
+    assert (
+        images[0, 0] == f"{images.source.where(0)} cannot be read (101 × 1 pixels are too narrow)"
+    )
 
 
 def test_batches_are_normalised_and_channels_last():
-    samples = [(torch.randint(0, 256, (3, 5, 4), dtype=torch.uint8), torch.tensor(label)) for label in (4, 2)]
+    samples = [
+        (torch.randint(0, 256, (3, 5, 4), dtype=torch.uint8), torch.tensor(label))
+        for label in (4, 2)
+    ]
     images, labels = collate(samples)
     assert labels.tolist() == [4, 2]
     result = normalised(images, SMALL)
     assert result.dtype == torch.float32
     assert result.is_contiguous(memory_format=torch.channels_last)
-    mean, std = (torch.tensor(one, dtype=torch.float64).view(3, 1, 1) for one in (SMALL.mean, SMALL.std))
+    mean, std = (
+        torch.tensor(one, dtype=torch.float64).view(3, 1, 1) for one in (SMALL.mean, SMALL.std)
+    )
     expected = torch.stack([(image.double() / 255 - mean) / std for image, _ in samples])
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-6)
 
@@ -225,17 +258,26 @@ def dump(path, content):
 
 
 @pytest.mark.parametrize(
-    ("kind", "classes", "key"), [(CIFAR10, 10, "labels"), (CIFAR100, 100, "fine_labels")], ids=["10", "100"]
+    ("kind", "classes", "key"),
+    [(CIFAR10, 10, "labels"), (CIFAR100, 100, "fine_labels")],
+    ids=["10", "100"],
 )
 def test_cifar_is_what_its_files_hold(tmp_path, monkeypatch, kind, classes, key):
-    folder, parts, names = tmp_path / kind.base_folder, [], [f"class {number}" for number in range(classes)]
+    folder, parts, names = (
+        tmp_path / kind.base_folder,
+        [],
+        [f"class {number}" for number in range(classes)],
+    )
     folder.mkdir()
-    for attribute in ("train_list", "test_list"):  # three images a file, of which torchvision checks the sum
+    # three images a file, of which torchvision checks the sum
+    for attribute in ("train_list", "test_list"):
         listed, pixels, labels = [], [], []
         for number, (name, _) in enumerate(getattr(kind, attribute)):
             data = np.random.default_rng(number).integers(0, 256, (3, 3072), dtype=np.uint8)
             own = [0, classes - 1, (number + 3) % classes]
-            listed.append([name, dump(folder / name, {"data": data, key: own, "coarse_labels": [0, 0, 0]})])
+            listed.append(
+                [name, dump(folder / name, {"data": data, key: own, "coarse_labels": [0, 0, 0]})]
+            )
             pixels.append(data.reshape(-1, 3, 32, 32))
             labels += own
         monkeypatch.setattr(kind, attribute, listed)
@@ -247,11 +289,13 @@ def test_cifar_is_what_its_files_hold(tmp_path, monkeypatch, kind, classes, key)
     for found, (pixels, labels) in zip(open_images(data, 0), parts, strict=True):
         assert torch.equal(found.source, pixels)
         assert (found.labels.tolist(), found.classes) == (labels, names)
-    assert all(torch.equal(found[0, index][0], image) for index, image in enumerate(pixels))  # evaluated as they are
+    # evaluated as they are
+    assert all(torch.equal(found[0, index][0], image) for index, image in enumerate(pixels))
     path = folder / kind.train_list[0][0]
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(
-        UserError, match=rf"cifar{classes} is missing or incomplete in .*{kind.base_folder}.* data.down"
+        UserError,
+        match=rf"cifar{classes} is missing or incomplete in .*{kind.base_folder}.* data.down",
     ):
         open_images(data, 0)
 

@@ -1,4 +1,6 @@
-"""The small data sets: the split is a split, the files are read right, and what is missing or broken is one line."""
+"""The small data sets: the split is a split, the files are read right, and what is missing or
+broken is one line.
+"""
 
 import gzip
 import struct
@@ -8,7 +10,13 @@ import torch
 from sklearn.datasets import load_digits
 from torchvision.datasets import FashionMNIST
 
-from torch_thor.training.data.small import DEBIAN_FASHION_MNIST, load_characters, load_images, python_text, read_idx
+from torch_thor.training.data.small import (
+    DEBIAN_FASHION_MNIST,
+    load_characters,
+    load_images,
+    python_text,
+    read_idx,
+)
 from torch_thor.training.errors import UserError
 from torch_thor.training.recipe import Data
 
@@ -19,18 +27,23 @@ def test_digits_are_split_and_keep_their_labels():
     assert abs(float(train[0].mean())) < 1e-5
     assert abs(float(train[0].std()) - 1) < 1e-5
     images, labels = (torch.cat(pair) for pair in zip(train, test, strict=True))
-    # undo the normalisation by two pixels whose raw values are known: 0 is the least, 16 the greatest
+    # undo the normalisation by two pixels whose raw values are known: 0 is the least, 16 the
+    # greatest
     raw = ((images - images.min()) / (images.max() - images.min()) * 16).round().flatten(1).int()
     digits = load_digits()
     expected = [
-        (*image.astype(int).flatten(), label) for image, label in zip(digits.images, digits.target, strict=True)
+        (*image.astype(int).flatten(), label)
+        for image, label in zip(digits.images, digits.target, strict=True)
     ]
     found = [(*image, label) for image, label in zip(raw.tolist(), labels.tolist(), strict=True)]
     assert sorted(found) == sorted(expected)
 
 
 def write_idx(path, values, kind=8, cut=0):
-    content = struct.pack(f">HBB{values.ndim}I", 0, kind, values.ndim, *values.shape) + values.numpy().tobytes()
+    content = (
+        struct.pack(f">HBB{values.ndim}I", 0, kind, values.ndim, *values.shape)
+        + values.numpy().tobytes()
+    )
     path.write_bytes(gzip.compress(content[: len(content) - cut]))
 
 
@@ -40,7 +53,10 @@ def test_fashion_mnist_is_found_and_read(tmp_path, place):
     for part, count in (("train", 20), ("t10k", 10)):
         pixels = torch.arange(count * 784).remainder(251).to(torch.uint8).view(count, 28, 28)
         write_idx(tmp_path / place / f"{part}-images-idx3-ubyte.gz", pixels)
-        write_idx(tmp_path / place / f"{part}-labels-idx1-ubyte.gz", torch.arange(count).remainder(10).to(torch.uint8))
+        write_idx(
+            tmp_path / place / f"{part}-labels-idx1-ubyte.gz",
+            torch.arange(count).remainder(10).to(torch.uint8),
+        )
     train, test = load_images(Data(name="fashion-mnist", root=str(tmp_path), download=False))
     pixels = torch.arange(20 * 784).remainder(251).double() / 255
     expected = (pixels - pixels.mean()) / pixels.std()
@@ -55,8 +71,13 @@ def test_what_is_missing_or_cannot_be_fetched_is_one_line(tmp_path, monkeypatch)
         raise RuntimeError("Error downloading train-images-idx3-ubyte.gz:\nTried http://...")
 
     monkeypatch.setattr(FashionMNIST, "download", fail)
-    for download, reason in ((False, "Dataset not found"), (True, "Error downloading train-images")):
-        with pytest.raises(UserError, match=rf"not in .*FashionMNIST/raw \({reason}.*: set data.root") as caught:
+    for download, reason in (
+        (False, "Dataset not found"),
+        (True, "Error downloading train-images"),
+    ):
+        with pytest.raises(
+            UserError, match=rf"not in .*FashionMNIST/raw \({reason}.*: set data.root"
+        ) as caught:
             load_images(Data(name="fashion-mnist", root=str(tmp_path), download=download))
         assert "\n" not in str(caught.value)
 
@@ -76,7 +97,9 @@ def test_damaged_files_are_refused(tmp_path):
             read_idx(path)
 
 
-@pytest.mark.skipif(not DEBIAN_FASHION_MNIST.is_dir(), reason="Debian's dataset-fashion-mnist is not installed")
+@pytest.mark.skipif(
+    not DEBIAN_FASHION_MNIST.is_dir(), reason="Debian's dataset-fashion-mnist is not installed"
+)
 def test_debians_fashion_mnist():
     train, test = load_images(Data(name="fashion-mnist", download=False))
     assert train[0].shape == (60000, 1, 28, 28)

@@ -1,4 +1,6 @@
-"""Networks of transformers by their configuration: positions that are numbered from above padding."""
+"""Networks of transformers by their configuration: positions that are numbered from above
+padding.
+"""
 
 import json
 
@@ -12,15 +14,30 @@ from torch_thor.training.models.bert import BERTS, build
 
 LENGTH, VOCABULARY, PAD = 32, 99, 3
 SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "dim": 32,
-    "hidden_dim": 64, "n_layers": 1, "n_heads": 2, "attention_window": [8], "d_model": 32, "embedding_size": 32,
-    "entity_vocab_size": 9, "entity_emb_size": 32, "emb_dim": 32, "encoder_layers": 1, "decoder_layers": 1,
-    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+    "dim": 32,
+    "hidden_dim": 64, "n_layers": 1, "n_heads": 2, "attention_window": [8], "d_model": 32,
+    "embedding_size": 32,
+    "entity_vocab_size": 9, "entity_emb_size": 32, "emb_dim": 32, "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
     "languages": ["en_XX"], "default_language": "en_XX",
 }  # fmt: skip
-FROM_ZERO = ["albert", "bart", "bert", "big_bird", "convbert", "distilbert", "electra", "nystromformer", "roformer"]
+FROM_ZERO = [
+    "albert",
+    "bart",
+    "bert",
+    "big_bird",
+    "convbert",
+    "distilbert",
+    "electra",
+    "nystromformer",
+    "roformer",
+]
 ABOVE_PADDING = [
-    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
+    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta",
+    "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
 ]  # fmt: skip
 
@@ -38,9 +55,16 @@ def forward(model):
 
 
 @pytest.mark.parametrize("kind", [*FROM_ZERO, *ABOVE_PADDING])
-def test_positions_must_reach_as_far_as_tokens_and_further_where_they_begin_above_padding(tmp_path, kind):
-    first = 0 if kind in FROM_ZERO else 2 if kind == "mpnet" else PAD + 1  # mpnet has a padding position of its own
-    said = f"count from above padding, {LENGTH + PAD + 1}" if first else f"max_position_embeddings to {LENGTH} or more"
+def test_positions_must_reach_as_far_as_tokens_and_further_where_they_begin_above_padding(
+    tmp_path, kind
+):
+    # mpnet has a padding position of its own
+    first = 0 if kind in FROM_ZERO else 2 if kind == "mpnet" else PAD + 1
+    said = (
+        f"count from above padding, {LENGTH + PAD + 1}"
+        if first
+        else f"max_position_embeddings to {LENGTH} or more"
+    )
     with pytest.raises(UserError, match=said):
         made(tmp_path, kind, LENGTH + first - 1)
     assert forward(made(tmp_path, kind, LENGTH + first)).shape == (2, LENGTH, VOCABULARY)
@@ -48,8 +72,12 @@ def test_positions_must_reach_as_far_as_tokens_and_further_where_they_begin_abov
 
 def test_bert_with_and_without_next_sentence_prediction(monkeypatch):
     monkeypatch.setitem(BERTS, "bert-tiny", (1, 32, 2, 64))
-    both, one = (build("bert-tiny", VOCABULARY, 600, PAD, next_sentence=said) for said in (True, False))
+    both, one = (
+        build("bert-tiny", VOCABULARY, 600, PAD, next_sentence=said) for said in (True, False)
+    )
     assert type(both) is transformers.BertForPreTraining
     assert type(one) is transformers.BertForMaskedLM
     assert both.config.max_position_embeddings == one.config.max_position_embeddings == 600
-    assert not any(isinstance(module, nn.Linear) and module.out_features == 2 for module in one.modules())
+    assert not any(
+        isinstance(module, nn.Linear) and module.out_features == 2 for module in one.modules()
+    )

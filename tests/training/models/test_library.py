@@ -1,4 +1,6 @@
-"""Networks by name: which one a name means, whether it takes the images, and that nothing is fetched."""
+"""Networks by name: which one a name means, whether it takes the images, and that nothing is
+fetched.
+"""
 
 import sys
 
@@ -7,7 +9,13 @@ import torch
 from torch import nn
 
 from torch_thor.training.errors import UserError
-from torch_thor.training.models.library import build_library_model, build_model, check_fits, check_name, find_model
+from torch_thor.training.models.library import (
+    build_library_model,
+    build_model,
+    check_fits,
+    check_name,
+    find_model,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,13 +31,19 @@ def test_resnet50_is_version_1_5_with_any_number_of_outputs():
         model = build_model(name, 3, 1001)
         assert type(model).__module__ == "torchvision.models.resnet"
         block = model.layer2[0]
-        assert (block.conv1.stride, block.conv2.stride) == ((1, 1), (2, 2))  # in 1.0 the first convolution has it
-        assert sum(p.numel() for p in model.parameters()) == 25_557_032 + 2049  # with 1000 outputs, and one more
+        # in 1.0 the first convolution has it
+        assert (block.conv1.stride, block.conv2.stride) == ((1, 1), (2, 2))
+        # with 1000 outputs, and one more
+        assert sum(p.numel() for p in model.parameters()) == 25_557_032 + 2049
 
 
 def test_a_prefix_chooses_the_library_and_timm_takes_any_number_of_channels():
     pytest.importorskip("timm")
-    for name, library in {"timm:resnet18": "timm", "resnet18": "torchvision", "resnet10t": "timm"}.items():
+    for name, library in {
+        "timm:resnet18": "timm",
+        "resnet18": "torchvision",
+        "resnet10t": "timm",
+    }.items():
         assert type(build_library_model(name)).__module__ == f"{library}.models.resnet"
     assert build_model("timm:resnet10t", 1, 7).eval()(torch.randn(2, 1, 32, 32)).shape == (2, 7)
 
@@ -49,9 +63,16 @@ def test_segmentation_is_no_classifier_but_can_be_built_without_a_pretrained_bac
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("smal-cnn", r"^model=smal-cnn is not a network \(did you mean small-cnn\?\): give a name of torch-thor"),
+        (
+            "smal-cnn",
+            r"^model=smal-cnn is not a network \(did you mean small-cnn\?\): give a name of "
+            r"torch-thor",
+        ),
         ("resnet5", r"did you mean resnet50\?"),
-        ("torchvision:resnet5", r"^model=torchvision:resnet5 is not a network \(did you mean resnet50\?\)"),
+        (
+            "torchvision:resnet5",
+            r"^model=torchvision:resnet5 is not a network \(did you mean resnet50\?\)",
+        ),
         ("torchvision:resnet10t", r"is not a network"),
         ("timm:resnet5", r"^model=timm:resnet5 is not a network \(did you mean resnet50\?\)"),
         ("hf-hub:timm/resnet50", r"is not a network"),
@@ -70,7 +91,9 @@ def test_without_timm(monkeypatch):
     for name in ("timm:resnet18", "resnet10t"):
         with pytest.raises(UserError, match=r"pip install 'torch-thor\[timm\]'"):
             find_model(name)
-    with pytest.raises(UserError, match=r"model=torchvision:resnet10t is not a network.*: give a name"):
+    with pytest.raises(
+        UserError, match=r"model=torchvision:resnet10t is not a network.*: give a name"
+    ):
         find_model("torchvision:resnet10t")
 
 
@@ -81,7 +104,10 @@ def test_a_network_that_cannot_be_built_is_one_line(monkeypatch):
     monkeypatch.setattr("torchvision.models.get_model", broken)
     with pytest.raises(UserError, match=r"^model=resnet18 could not be built: no such thing$"):
         build_library_model("resnet18")
-    with pytest.raises(UserError, match=r"takes images of 3 channels, and those of the data have 1: .*timm:resnet18"):
+    with pytest.raises(
+        UserError,
+        match=r"takes images of 3 channels, and those of the data have 1: .*timm:resnet18",
+    ):
         build_model("resnet18", 1, 10)
 
 
@@ -95,17 +121,29 @@ class Pair(nn.Module):
 
 
 def test_checking_leaves_the_network_as_it_was():
-    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Dropout(), nn.Flatten(), nn.Linear(108, 5))
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Dropout(), nn.Flatten(), nn.Linear(108, 5)
+    )
     before = {key: value.clone() for key, value in model.state_dict().items()}
     random = torch.get_rng_state()
     check_fits("mine", model, (1, 8, 8), 5)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     for network, shape, classes, said in [
-        (model, (1, 8, 8), 4, r"model=mine returns \(2, 5\) for 2 images \(1 x 8 x 8\) instead of logits \(2, 4\)"),
+        (
+            model,
+            (1, 8, 8),
+            4,
+            r"model=mine returns \(2, 5\) for 2 images \(1 x 8 x 8\) instead of logits \(2, 4\)",
+        ),
         (model, (1, 9, 9), 5, r"model=mine cannot process the data's images \(1 x 9 x 9\)"),
         (Pair(), (1, 2, 2), 3, r"returns tuple for 2 images"),
-        (build_model("vit_b_16", 3, 10), (3, 32, 32), 10, r"Wrong image height! Expected 224 but got 32"),
+        (
+            build_model("vit_b_16", 3, 10),
+            (3, 32, 32),
+            10,
+            r"Wrong image height! Expected 224 but got 32",
+        ),
     ]:
         with pytest.raises(UserError, match=said) as caught:
             check_fits("mine", network, shape, classes)

@@ -13,12 +13,19 @@ def test_sizes_by_hand():
     for name, channels, pixels, weights in [
         # 1·16·9 + 16, 16·32·9 + 32, 512·64 + 64, 64·10 + 10
         ("small-cnn", 1, 8, 160 + 4640 + 32832 + 650),
-        # 144, three blocks of two 3 x 3 convolutions and two projections, norms (2 a channel), 64·10 + 10
+        # 144, three blocks of two 3 x 3 convolutions and two projections, norms (2 a channel),
+        # 64·10 + 10
         (
             "small-resnet", 1, 28,
-            144 + 9 * (2 * 256 + 512 + 1024 + 2048 + 4096) + 512 + 2048 + 2 * (16 * 3 + 96 + 192) + 650,
+            144
+            + 9 * (2 * 256 + 512 + 1024 + 2048 + 4096)
+            + 512
+            + 2048
+            + 2 * (16 * 3 + 96 + 192)
+            + 650,
         ),
-        # torchvision's, with a stem of 3·64·9 in the place of 3·64·49, and 10 outputs in the place of 1000
+        # torchvision's, with a stem of 3·64·9 in the place of 3·64·49, and 10 outputs in the place
+        # of 1000
         ("cifar-resnet18", 3, 32, 11_689_512 - 3 * 64 * 40 - 990 * 513),
     ]:  # fmt: skip
         model = build_model(name, channels, 10)
@@ -33,7 +40,9 @@ def test_the_autoencoder():
     assert [layer.in_features for layer in linear] == [784, 128, 64, 32, 12, 32, 64, 128]
     assert linear[-1].out_features == 784
     # the code (12 wide) and the logits are linear
-    assert "".join("L" if isinstance(layer, nn.Linear) else "t" for layer in model) == "LtLtLtLLtLtLtL"
+    assert (
+        "".join("L" if isinstance(layer, nn.Linear) else "t" for layer in model) == "LtLtLtLLtLtLtL"
+    )
     for layer in linear:
         bound = math.sqrt(6 / (layer.in_features + layer.out_features))
         assert 0.8 * bound < layer.weight.abs().max() <= bound

@@ -1,4 +1,6 @@
-"""Image classification: losses and metrics by hand, label smoothing in both forms, folders of images as batches."""
+"""Image classification: losses and metrics by hand, label smoothing in both forms, folders of
+images as batches.
+"""
 
 import itertools
 
@@ -23,7 +25,9 @@ def opened(say=pytest.fail, train=True, **options):
 
 
 def test_smoothing_is_cross_entropy_with_the_stated_distribution():
-    for form, outputs, smoothing in itertools.product(("torch", "reference"), (10, 1001), (0.0, 0.1, 0.3)):
+    for form, outputs, smoothing in itertools.product(
+        ("torch", "reference"), (10, 1001), (0.0, 0.1, 0.3)
+    ):
         task = opened(classes=outputs, label_smoothing=smoothing, smoothing_form=form)
         scores = torch.randn(6, outputs, dtype=torch.float64, requires_grad=True)
         labels = torch.randint(outputs, (6,))
@@ -47,7 +51,9 @@ def test_metrics_by_hand_for_any_number_of_processes():
     assert found["top1"] == ranks[:, 0].double().mean()
     assert found["top5"] == pytest.approx(ranks[:, :5].any(dim=1).double().mean().item(), rel=1e-14)
     assert found["loss"] == pytest.approx(functional.cross_entropy(scores, labels).item(), rel=1e-5)
-    counted = [batch[1] for rank in range(3) for batch, counts in task.held_out(Ranks(rank, 3)) if counts]
+    counted = [
+        batch[1] for rank in range(3) for batch, counts in task.held_out(Ranks(rank, 3)) if counts
+    ]
     assert torch.equal(torch.cat(counted), labels)
 
 
@@ -62,10 +68,19 @@ def test_fewer_than_five_outputs():
 def folder(tmp_path):
     """Settings of the small ImageNet, two of whose 18 training images are broken."""
     write_tree(tmp_path)
-    common = {"name": "image-folder", "root": str(tmp_path), "max_broken": 0.5, "transform": {"size": 24, "resize": 28}}
+    common = {
+        "name": "image-folder",
+        "root": str(tmp_path),
+        "max_broken": 0.5,
+        "transform": {"size": 24, "resize": 28},
+    }
 
     def settings(workers=0):
-        return {"data": common | {"workers": {"count": workers}}, "model": "small-resnet", "batch_size": 6}
+        return {
+            "data": common | {"workers": {"count": workers}},
+            "model": "small-resnet",
+            "batch_size": 6,
+        }
 
     return settings
 
@@ -80,7 +95,10 @@ def test_a_folder_gives_the_same_batches_for_any_number_of_workers_and_processes
     for start, workers in ((0, 2), (4, 0), (5, 1)):
         other = opened(said.append, **folder(workers)).batches(Ranks(), start)
         assert_same([(*batch,) for batch in itertools.islice(other, 9 - start)], alone[start:])
-    shared = [itertools.islice(opened(said.append, **folder()).batches(Ranks(rank, 2), 2), 7) for rank in range(2)]
+    shared = [
+        itertools.islice(opened(said.append, **folder()).batches(Ranks(rank, 2), 2), 7)
+        for rank in range(2)
+    ]
     for (images, labels), *parts in zip(alone[2:], *shared, strict=True):
         assert torch.equal(torch.cat([part[0] for part in parts]), images)
         assert torch.equal(torch.cat([part[1] for part in parts]), labels)
@@ -108,15 +126,24 @@ def test_more_workers_than_cores_are_one_line(folder, monkeypatch):
     said = []
     task = opened(said.append, **folder(workers=2), train=False)
     list(task.held_out(Ranks()))
-    assert said == ["data.workers.count=2: 4 worker processes share 1 cores; data.workers.count=0 would be enough"]
+    assert said == [
+        "data.workers.count=2: 4 worker processes share 1 cores; data.workers.count=0 would be "
+        "enough"
+    ]
 
 
 def test_what_the_data_refuse():
     for options, said in [
-        ({"classes": 9}, r"classes=9: the data has 10 classes; leave classes=null, or set 10 or more"),
+        (
+            {"classes": 9},
+            r"classes=9: the data has 10 classes; leave classes=null, or set 10 or more",
+        ),
         ({"batch_size": 2000}, r"batch_size=2000 is larger than the training set \(1438 samples\)"),
         ({"model": "resnet5"}, r"model=resnet5 is not a network \(did you mean resnet50\?\)"),
-        ({"model": "resnet18"}, r"model=resnet18 takes images of 3 channels, and those of the data have 1"),
+        (
+            {"model": "resnet18"},
+            r"model=resnet18 takes images of 3 channels, and those of the data have 1",
+        ),
         (
             {"label_smoothing": 0.95, "smoothing_form": "reference"},
             r"label_smoothing=0.95 with smoothing_form=reference must be below 0.9 for 10 outputs",
@@ -133,24 +160,43 @@ def test_other_images_are_evaluated_with_the_crops_of_the_training():
     trained = recipe("image-folder", size=32, resize=40, mean=(0.1, 0.2, 0.3))
     assert as_trained(recipe("cifar10"), trained).data.crops == trained.data.crops
     assert as_trained(recipe("digits"), recipe("digits")) == recipe("digits")
-    for others, own in (("cifar10", "digits"), ("digits", "image-folder"), ("fashion-mnist", "digits")):
-        with pytest.raises(UserError, match=rf"data.name={others} has images of .* trained on .*: choose data of that"):
+    for others, own in (
+        ("cifar10", "digits"),
+        ("digits", "image-folder"),
+        ("fashion-mnist", "digits"),
+    ):
+        with pytest.raises(
+            UserError,
+            match=rf"data.name={others} has images of .* trained on .*: choose data of that",
+        ):
             as_trained(recipe(others), recipe(own))
 
 
 def test_settings_that_the_tasks_cannot_use():
     for options, *said in [
         ({},),
-        ({"data": {"name": "corpus", "root": "x"}}, "data.name=corpus cannot be used for task=image-cla"),
+        (
+            {"data": {"name": "corpus", "root": "x"}},
+            "data.name=corpus cannot be used for task=image-cla",
+        ),
         (
             {"phases": [{"steps": 3}], "activation_checkpointing": True},
             "phases is set",
             "activation_checkpointing=true",
         ),
-        ({"stop_at": 76, "targets": [0.5, 76]}, "stop_at=76.0 must lie in (0, 1]", "targets=[0.5, 76.0] must lie in"),
+        (
+            {"stop_at": 76, "targets": [0.5, 76]},
+            "stop_at=76.0 must lie in (0, 1]",
+            "targets=[0.5, 76.0] must lie in",
+        ),
         ({"task": "autoencoder", "model": "deep-autoencoder", "targets": [7]},),
         (
-            {"task": "autoencoder", "data": {"name": "cifar10"}, "classes": 10, "label_smoothing": 0.1},
+            {
+                "task": "autoencoder",
+                "data": {"name": "cifar10"},
+                "classes": 10,
+                "label_smoothing": 0.1,
+            },
             "model=small-cnn is not a network of task=autoencoder: use deep-autoencoder",
             "data.name=cifar10 cannot be used for task=autoencoder: use digits, fashion-mnist",
             "classes=10: task=autoencoder has no classes",
@@ -159,7 +205,8 @@ def test_settings_that_the_tasks_cannot_use():
         (
             {"task": "char-lm", "model": "deep-autoencoder", "data": {"name": "fashion-mnist"}},
             "model=deep-autoencoder is not a network of task=char-lm: use char-transformer",
-            "data is set, but task=char-lm always uses the language reference of Python: leave data out",
+            "data is set, but task=char-lm always uses the language reference of Python: leave "
+            "data out",
         ),
         (
             {"task": "masked-lm", "model": "resnet18", "data": {"name": "digits"}, "classes": 3},
@@ -170,7 +217,9 @@ def test_settings_that_the_tasks_cannot_use():
     ]:
         faults = check_task(Recipe.model_validate(options))
         assert len(faults) == len(said), faults
-        assert all(fault.startswith(start) for fault, start in zip(faults, said, strict=True)), faults
+        assert all(fault.startswith(start) for fault, start in zip(faults, said, strict=True)), (
+            faults
+        )
 
 
 def test_the_network_is_that_of_the_seed_and_leaves_no_trace():

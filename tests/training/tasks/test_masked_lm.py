@@ -1,4 +1,6 @@
-"""Masked language models: loss and figures as transformers computes them, phases, and what large networks need."""
+"""Masked language models: loss and figures as transformers computes them, phases, and what large
+networks need.
+"""
 
 import json
 from contextlib import nullcontext
@@ -26,14 +28,18 @@ from word_corpus import PIECES, write_corpus, write_texts
 
 CPU = torch.device("cpu")
 LONG, SHORT = 48, 24
-PHASES = f"phases=[{{steps: 4, length: {SHORT}, batch_size: 6, accumulation: 2}}, {{steps: 4, lr_factor: 0.5}}]"
+PHASES = (
+    f"phases=[{{steps: 4, length: {SHORT}, batch_size: 6, accumulation: 2}}, {{steps: 4, "
+    f"lr_factor: 0.5}}]"
+)
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """A recipe's words: a corpus in a cache of its own, and a small one."""
     return [
-        f"data.root={tmp_path_factory.mktemp('cache')}", "data.text.vocab_size=300", f"data.text.length={LONG}",
+        f"data.root={tmp_path_factory.mktemp('cache')}", "data.text.vocab_size=300",
+        f"data.text.length={LONG}",
         "data.workers.count=0", "batch_size=4", "device=cpu", "eval_interval=100", "optimizer=thor",
         "optimizers.thor.update_interval=3", "schedule.kind=constant", "epochs=1",
     ]  # fmt: skip
@@ -102,7 +108,11 @@ def test_the_python_corpus_is_prepared_once(words, task):
 
 def test_the_network_is_that_of_transformers(model):
     assert type(model) is transformers.BertForPreTraining
-    assert (model.config.vocab_size, model.config.hidden_size, model.config.num_hidden_layers) == (300, 128, 2)
+    assert (model.config.vocab_size, model.config.hidden_size, model.config.num_hidden_layers) == (
+        300,
+        128,
+        2,
+    )
     covered = {entry.name: entry for entry in THOR(model).coverage()}
     plain = [name for name, entry in covered.items() if not entry.preconditioned]
     assert all("LayerNorm" in name or name.endswith("predictions.bias") for name in plain), plain
@@ -117,11 +127,15 @@ def test_the_loss_is_that_of_transformers_and_its_terms_add_up_over_micro_batche
     assert terms.number == (batch["labels"] >= 0).sum() == len(ours.output)
     assert terms.row_mask.equal(batch["attention_mask"] == 1)
     parts = split(batch, 3)
-    assert [task.terms(part).number for part in parts] == [(part["labels"] >= 0).sum() for part in parts]
+    assert [task.terms(part).number for part in parts] == [
+        (part["labels"] >= 0).sum() for part in parts
+    ]
 
 
 class Far(torch.nn.Linear):
-    """A network on the meta device, where nothing has a value, so that whoever asks for one fails."""
+    """A network on the meta device, where nothing has a value, so that whoever asks for one
+    fails.
+    """
 
     def forward(self, input_ids, **_):
         scores = torch.empty(*input_ids.shape, 300, device="meta")
@@ -147,14 +161,20 @@ def test_figures_by_hand(task, model):
     model.eval()
     with torch.no_grad():
         for batch, _ in task.held_out(Ranks()):
-            output = model(**{key: batch[key] for key in ("input_ids", "token_type_ids", "attention_mask")})
+            output = model(
+                **{key: batch[key] for key in ("input_ids", "token_type_ids", "attention_mask")}
+            )
             for n in range(len(batch["labels"])):
                 chosen = batch["labels"][n] != -100
                 scores, labels = output.prediction_logits[n][chosen], batch["labels"][n][chosen]
                 loss += functional.cross_entropy(scores.double(), labels, reduction="sum").item()
                 right += (scores.argmax(1) == labels).sum().item()
                 terms += len(labels)
-            following += (output.seq_relationship_logits.argmax(1) == batch["next_sentence_label"]).sum().item()
+            following += (
+                (output.seq_relationship_logits.argmax(1) == batch["next_sentence_label"])
+                .sum()
+                .item()
+            )
             examples += len(batch["labels"])
     assert found["loss"] == pytest.approx(loss / terms, rel=1e-5)
     assert found["mlm_accuracy"] == right / terms
@@ -166,7 +186,9 @@ def test_evaluations_have_the_same_masks_whoever_asks(words, task):
     first = list(task.held_out(Ranks()))
     again = list(opened(words, "seed=5", "data.workers.count=1", train=False).held_out(Ranks()))
     shared = [
-        batch for pair in zip(*(task.held_out(Ranks(rank, 2)) for rank in range(2)), strict=True) for batch in pair
+        batch
+        for pair in zip(*(task.held_out(Ranks(rank, 2)) for rank in range(2)), strict=True)
+        for batch in pair
     ]
     for other in (again, [pair for pair in shared if pair[1]]):
         for (a, _), (b, _) in zip(first, other, strict=True):
@@ -179,7 +201,9 @@ def test_batches_are_the_same_for_any_workers_and_ranks_and_from_any_step(words,
     whole = batches(task, 8)
     for start in (2, 4, 5):
         rest = batches(task, 8 - start, start=start)
-        assert all(a[key].equal(b[key]) for a, b in zip(rest, whole[start:], strict=True) for key in a)
+        assert all(
+            a[key].equal(b[key]) for a, b in zip(rest, whole[start:], strict=True) for key in a
+        )
     other = batches(opened(words, "data.workers.count=2", *phases), 8)
     parts = list(zip(*(batches(task, 8, rank, 2) for rank in range(2)), strict=True))
     for batch, by_workers, by_ranks in zip(whole, other, parts, strict=True):
@@ -206,20 +230,35 @@ def test_each_step_has_the_examples_of_its_phase(words):
 
 def test_phases_that_a_corpus_cannot_give_are_refused(words, tmp_path):
     corpus = opened(words, PHASES).tokenizer_file.parent
-    lacking = ["data.name=corpus", f"data.root={corpus}", "phases=[{steps: 3}, {steps: 2, length: 64}]"]
-    with pytest.raises(UserError, match=r"phases\[1\]\.length=64: .* was prepared for examples of 24, 48 tokens"):
+    lacking = [
+        "data.name=corpus",
+        f"data.root={corpus}",
+        "phases=[{steps: 3}, {steps: 2, length: 64}]",
+    ]
+    with pytest.raises(
+        UserError, match=r"phases\[1\]\.length=64: .* was prepared for examples of 24, 48 tokens"
+    ):
         opened(words, *lacking)
     large = opened(words, "phases=[{steps: 3}, {steps: 2, batch_size: 100000}]")
-    with pytest.raises(UserError, match=r"phases\[1\]: batch_size=100000 is larger than the training set"):
+    with pytest.raises(
+        UserError, match=r"phases\[1\]: batch_size=100000 is larger than the training set"
+    ):
         batches(large, 1)
 
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 def test_positions_suffice_for_the_longest_phase(words, tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "bert", "max_position_embeddings": LONG - 1, **SIZES}))
+    file.write_text(
+        json.dumps({"model_type": "bert", "max_position_embeddings": LONG - 1, **SIZES})
+    )
     change = [f"model={file}", f"data.text.length={SHORT}"]
     assert opened(words, *change).model().config.max_position_embeddings == LONG - 1
     with pytest.raises(UserError, match=f"cannot take the {LONG} tokens of an example"):
@@ -228,8 +267,14 @@ def test_positions_suffice_for_the_longest_phase(words, tmp_path):
 
 @pytest.mark.parametrize("kind", ["roberta", "distilbert"])
 def test_other_networks_by_their_config_file(words, tmp_path, kind, monkeypatch):
-    sizes = {"dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 2} if kind == "distilbert" else SIZES
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "max_position_embeddings": 64, **sizes}))
+    sizes = (
+        {"dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 2}
+        if kind == "distilbert"
+        else SIZES
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": kind, "max_position_embeddings": 64, **sizes})
+    )
     task = opened(words, f"model={tmp_path}/config.json", "activation_checkpointing=true")
     assert [metric.name for metric in task.metrics] == ["loss", "mlm_accuracy", "perplexity"]
     network = task.model()
@@ -238,16 +283,24 @@ def test_other_networks_by_their_config_file(words, tmp_path, kind, monkeypatch)
     task.loss(network, batch).mean.backward()
     assert 0 <= evaluate(task, network, Ranks())["mlm_accuracy"] <= 1
     monkeypatch.setattr(type(network), "supports_gradient_checkpointing", False)
-    with pytest.raises(UserError, match=r"activation_checkpointing=true: .*ForMaskedLM .* does not support it"):
+    with pytest.raises(
+        UserError, match=r"activation_checkpointing=true: .*ForMaskedLM .* does not support it"
+    ):
         task.model()
 
 
 def test_what_is_no_corpus_or_no_configuration_is_refused(words, task, tmp_path):
-    with pytest.raises(UserError, match=r"data\.root is not set: give the folder that torch-thor prepare has written"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.root is not set: give the folder that torch-thor prepare has written",
+    ):
         opened(words, "data.name=corpus", "data.root=null")
     with pytest.raises(UserError, match="is no prepared corpus"):
         opened(words, "data.name=corpus", f"data.root={tmp_path}")
-    for content, message in ((None, "there is no such file"), ('{"model_type": "resnet"}', "no masked language model")):
+    for content, message in (
+        (None, "there is no such file"),
+        ('{"model_type": "resnet"}', "no masked language model"),
+    ):
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(UserError, match=message):
@@ -256,8 +309,15 @@ def test_what_is_no_corpus_or_no_configuration_is_refused(words, task, tmp_path)
 
 def test_a_damaged_corpus_is_refused_by_what_reads_it(tmp_path):
     write_corpus(tmp_path / "corpus", write_texts(tmp_path / "texts"), pieces=PIECES)
-    words = ["data.name=corpus", f"data.root={tmp_path / 'corpus'}", "data.text.length=16", "batch_size=2"]
-    with pytest.raises(UserError, match=r"data\.text\.whole_words=true: the tokenizer of .*corpus has no pieces"):
+    words = [
+        "data.name=corpus",
+        f"data.root={tmp_path / 'corpus'}",
+        "data.text.length=16",
+        "batch_size=2",
+    ]
+    with pytest.raises(
+        UserError, match=r"data\.text\.whole_words=true: the tokenizer of .*corpus has no pieces"
+    ):
         opened(words, "data.text.whole_words=true")
     file = tmp_path / "corpus" / "train.arrow"
     content = bytearray(file.read_bytes())
@@ -276,11 +336,20 @@ def whole(words):
 def test_activation_checkpointing_changes_no_bit_and_computes_twice(words, whole):
     run, watch = trained(words, "steps=3", "activation_checkpointing=true")
     assert watch.losses == whole[1].losses
-    for own, other in zip(run.optimizer.curvature.values(), whole[0].optimizer.curvature.values(), strict=True):
-        assert all(a is b is None or a.equal(b) for a, b in zip(own.factors(), other.factors(), strict=True))
-    assert all(a.equal(b) for a, b in zip(run.model.parameters(), whole[0].model.parameters(), strict=True))
+    for own, other in zip(
+        run.optimizer.curvature.values(), whole[0].optimizer.curvature.values(), strict=True
+    ):
+        assert all(
+            a is b is None or a.equal(b)
+            for a, b in zip(own.factors(), other.factors(), strict=True)
+        )
+    assert all(
+        a.equal(b) for a, b in zip(run.model.parameters(), whole[0].model.parameters(), strict=True)
+    )
     calls = []
-    run.model.train().bert.encoder.layer[0].intermediate.dense.register_forward_hook(lambda *_: calls.append(1))
+    run.model.train().bert.encoder.layer[0].intermediate.dense.register_forward_hook(
+        lambda *_: calls.append(1)
+    )
     run.task.loss(run.net, batches(run.task, 1)[0]).mean.backward()
     assert len(calls) == 2
 
@@ -288,9 +357,16 @@ def test_activation_checkpointing_changes_no_bit_and_computes_twice(words, whole
 @pytest.mark.parametrize("name", ["thor", "thor-muon", "lamb", "adamw"])
 def test_bfloat16_trains(words, name):
     run, _ = trained(
-        words, "steps=2", f"optimizer={name}", "precision=bf16", "activation_checkpointing=true", "clip_norm=1"
+        words,
+        "steps=2",
+        f"optimizer={name}",
+        "precision=bf16",
+        "activation_checkpointing=true",
+        "clip_norm=1",
     )
-    assert all(one.dtype == torch.float32 and one.isfinite().all() for one in run.model.parameters())
+    assert all(
+        one.dtype == torch.float32 and one.isfinite().all() for one in run.model.parameters()
+    )
     assert 0 < run.score.metrics["loss"] < 8
 
 

@@ -1,4 +1,6 @@
-"""The autoencoder and the character model: their data and metrics, against arithmetic and loops written out."""
+"""The autoencoder and the character model: their data and metrics, against arithmetic and loops
+written out.
+"""
 
 import itertools
 import math
@@ -28,7 +30,9 @@ def task():
 
 @pytest.fixture(scope="module")
 def autoencoder():
-    return open_task(Recipe(task="autoencoder", model="deep-autoencoder"), torch.device("cpu"), pytest.fail)
+    return open_task(
+        Recipe(task="autoencoder", model="deep-autoencoder"), torch.device("cpu"), pytest.fail
+    )
 
 
 def first(batches, count):
@@ -56,7 +60,10 @@ def test_batches_are_functions_of_seed_and_number_and_shared(task):
     whole = first(task.batches(Ranks(), 0), 9)
     assert_same(first(task.batches(Ranks(), 4), 5), whole[4:])
     shares = [first(opened().batches(Ranks(rank, 3), 2), 7) for rank in range(3)]
-    joined = [tuple(torch.cat(parts) for parts in zip(*step, strict=True)) for step in zip(*shares, strict=True)]
+    joined = [
+        tuple(torch.cat(parts) for parts in zip(*step, strict=True))
+        for step in zip(*shares, strict=True)
+    ]
     assert_same(joined, whole[2:])
     assert not torch.equal(first(opened(seed=1).batches(Ranks(), 0), 1)[0][0], whole[0][0])
     assert task.samples == len(load_characters()[0]) // CONTEXT
@@ -74,7 +81,9 @@ def test_loss_and_metrics_by_hand(task):
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     x, y = next(task.batches(Ranks(), 0))
     assert task.terms((x, y)).number == 6 * CONTEXT
-    assert task.loss(model, (x, y)).mean.item() == pytest.approx(-logs[x, y].mean().item(), rel=1e-5)
+    assert task.loss(model, (x, y)).mean.item() == pytest.approx(
+        -logs[x, y].mean().item(), rel=1e-5
+    )
 
 
 def test_pixels_lie_between_0_and_1(autoencoder):
@@ -93,7 +102,9 @@ def test_loss_and_metrics_of_the_autoencoder_by_hand(autoencoder):
     cross = -(target * pixels.log() + (1 - target) * (1 - pixels).log())
     assert found.mean.item() == pytest.approx(cross.sum().item() / 7, rel=1e-5)
     assert (found.distribution, autoencoder.terms(some).number) == ("bernoulli", 7)
-    by_hand = (torch.sigmoid(model(autoencoder.test).double()) - autoencoder.test.double()).square().sum() / len(
-        autoencoder.test
+    by_hand = (
+        torch.sigmoid(model(autoencoder.test).double()) - autoencoder.test.double()
+    ).square().sum() / len(autoencoder.test)
+    assert evaluate(autoencoder, model, Ranks())["squared_error"] == pytest.approx(
+        by_hand.item(), rel=1e-5
     )
-    assert evaluate(autoencoder, model, Ranks())["squared_error"] == pytest.approx(by_hand.item(), rel=1e-5)

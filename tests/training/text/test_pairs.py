@@ -74,7 +74,10 @@ def test_masks_and_pairs_have_the_shares_of_bert_and_fit(corpus):
 
 def test_whole_words_are_masked_together(corpus):
     maker = PairMaker(corpus, whole_words=True)
-    names = {number: piece for piece, number in load_tokenizer(corpus.folder / "tokenizer.json").get_vocab().items()}
+    names = {
+        number: piece
+        for piece, number in load_tokenizer(corpus.folder / "tokenizer.json").get_vocab().items()
+    }
     shares, cut_words = [], 0
     for one in examples(maker, 2):
         tokens, chosen = restored(one), one["labels"] >= 0
@@ -136,17 +139,24 @@ def test_lengths_do_not_tell_random_pairs_from_others(folder, length):
     sizes = {0: [], 1: []}
     for one in examples(maker, 8):
         first, second = segments(maker, one)
-        sizes[int(one["next_sentence_label"])].append((len(first), len(second), len(first) + len(second)))
+        sizes[int(one["next_sentence_label"])].append(
+            (len(first), len(second), len(first) + len(second))
+        )
     assert min(map(len, sizes.values())) > 200
-    for of_true, of_random in zip(zip(*sizes[0], strict=True), zip(*sizes[1], strict=True), strict=True):
+    for of_true, of_random in zip(
+        zip(*sizes[0], strict=True), zip(*sizes[1], strict=True), strict=True
+    ):
         assert ranks_above(of_random, of_true) == pytest.approx(0.5, abs=0.05)
         limits = np.unique(of_true + of_random)[:, None]
         above = (np.array(of_random) >= limits).mean(1) - (np.array(of_true) >= limits).mean(1)
-        assert np.abs(above).max() < 0.12  # the best rule "at least so long" is right for 0.5 + 0.06 at most
+        # the best rule "at least so long" is right for 0.5 + 0.06 at most
+        assert np.abs(above).max() < 0.12
 
 
 class ShortDocuments:
-    """A corpus of documents that are shorter than an example. The tokens of each document are a number of its own."""
+    """A corpus of documents that are shorter than an example. The tokens of each document are a
+    number of its own.
+    """
 
     length, first_token = 128, 20
 
@@ -160,7 +170,14 @@ class ShortDocuments:
     def passage(self, number):
         bounds = np.concatenate([[0], np.cumsum(self.lengths[number])])
         tokens = np.full(bounds[-1], self.first_token + number)
-        return replace(self.form, document=(0, number), tokens=tokens, bounds=bounds, first=0, last=len(bounds) - 1)
+        return replace(
+            self.form,
+            document=(0, number),
+            tokens=tokens,
+            bounds=bounds,
+            first=0,
+            last=len(bounds) - 1,
+        )
 
 
 def test_in_short_documents_the_second_segment_is_of_another_one_and_about_as_long(corpus):
@@ -173,13 +190,16 @@ def test_in_short_documents_the_second_segment_is_of_another_one_and_about_as_lo
         assert len(set(second)) == 1
         assert (second[0] != own) == is_random
         sizes[is_random].append(len(second))
-    assert np.mean(sizes[1]) == pytest.approx(np.mean(sizes[0]), rel=0.12)  # whole sentences, so not exactly as long
+    # whole sentences, so not exactly as long
+    assert np.mean(sizes[1]) == pytest.approx(np.mean(sizes[0]), rel=0.12)
     assert ranks_above(sizes[1], sizes[0]) == pytest.approx(0.5, abs=0.07)
 
 
 def test_a_document_of_one_sentence_gets_text_of_another(tmp_path):
     for number in range(30):
-        words = " ".join(np.random.default_rng(number).choice(["river", "music", "engine", "council", "army"], 9))
+        words = " ".join(
+            np.random.default_rng(number).choice(["river", "music", "engine", "council", "army"], 9)
+        )
         (tmp_path / f"{number:02}.txt").write_text(words.capitalize() + ".")
     prepare([str(tmp_path)], tmp_path / "corpus", vocab_size=100, lengths=[32], held_out=0.2)
     for one in examples(PairMaker(Corpus(tmp_path / "corpus", TRAIN, 32))):
@@ -196,7 +216,8 @@ def test_single_runs_of_sentences(corpus):
         own, found = text_of(passage, passage.first, passage.last), restored(one)[1:-1].tolist()
         begins.add(next(n for n in range(len(own)) if own[n : n + len(found)] == found))
     assert len(found) == LENGTH - 2
-    assert {0, len(own) - len(found)} <= begins  # what is cut off changes, so that all is seen in time
+    # what is cut off changes, so that all is seen in time
+    assert {0, len(own) - len(found)} <= begins
 
 
 def test_every_example_can_be_read_whatever_its_shard(folder):
@@ -217,7 +238,9 @@ def test_a_length_that_was_not_prepared_is_refused(folder):
 @pytest.mark.parametrize("damage", ["bit", "cut", "missing"])
 @pytest.mark.parametrize("name", ["train.arrow", "tokenizer.json", "manifest.json"])
 def test_damaged_files_are_refused_when_the_corpus_is_opened(folder, tmp_path, name, damage):
-    """Any bit of a file, also one whose change gives another valid token, as the lowest of an id does."""
+    """Any bit of a file, also one whose change gives another valid token, as the lowest of an id
+    does.
+    """
     copy = shutil.copytree(folder, tmp_path / "corpus")
     file = copy / name
     spoiled = bytearray(file.read_bytes())
@@ -227,7 +250,9 @@ def test_damaged_files_are_refused_when_the_corpus_is_opened(folder, tmp_path, n
     else:
         file.write_bytes(spoiled if damage == "bit" else spoiled[:-8])
     rule = r"(is missing|was cut short or changed|no manifest\.json)"
-    with pytest.raises(UserError, match=rf"{copy}.*{rule}.*(prepare the corpus again|torch-thor prepare)"):
+    with pytest.raises(
+        UserError, match=rf"{copy}.*{rule}.*(prepare the corpus again|torch-thor prepare)"
+    ):
         Corpus(copy, TRAIN, LENGTH)
     if name == "train.arrow":
         assert Corpus(copy, HELD_OUT, 32).passage(0).tokens.size

@@ -1,4 +1,6 @@
-"""Preparing a corpus: the same files whoever works on it and however often it is stopped; faults are counted."""
+"""Preparing a corpus: the same files whoever works on it and however often it is stopped; faults
+are counted.
+"""
 
 import errno
 import os
@@ -23,7 +25,12 @@ from torch_thor.training.errors import UserError
 from torch_thor.training.text import prepare, wordpiece
 from torch_thor.training.text.corpus import open_manifest
 from torch_thor.training.text.encoding import spans
-from torch_thor.training.text.wordpiece import SPECIAL, load_tokenizer, new_tokenizer, train_tokenizer
+from torch_thor.training.text.wordpiece import (
+    SPECIAL,
+    load_tokenizer,
+    new_tokenizer,
+    train_tokenizer,
+)
 
 SETTINGS = {"vocab_size": 300, "lengths": [32, 128], "held_out": 0.1}
 FILES = ("train.arrow", "held-out.arrow", "tokenizer.json")
@@ -38,7 +45,9 @@ def wiki(tmp_path, monkeypatch):
 def run(out, *given, **options):
     said = StringIO()
     console = Console(file=said, width=400)
-    return prepare.prepare(list(map(str, given)), out, **{**SETTINGS, **options, "console": console}), said.getvalue()
+    return prepare.prepare(
+        list(map(str, given)), out, **{**SETTINGS, **options, "console": console}
+    ), said.getvalue()
 
 
 def rows(folder, side="train.arrow"):
@@ -61,16 +70,25 @@ def test_a_corpus_holds_every_sentence_of_every_article_once_in_order(wiki, tmp_
     tokenizer = load_tokenizer(tmp_path / "corpus" / "tokenizer.json")
     found = {side: rows(tmp_path / "corpus", side) for side in FILES[:2]}
     texts = [tokenizer.decode(row["tokens"]) for own in found.values() for row in own]
-    wanted = [tokenizer.decode(tokenizer.encode(plain(n), add_special_tokens=False).ids) for n in range(80)]
+    wanted = [
+        tokenizer.decode(tokenizer.encode(plain(n), add_special_tokens=False).ids)
+        for n in range(80)
+    ]
     assert sorted(texts) == sorted(wanted)
     assert all(piece not in text for text in texts for piece in SPECIAL)
     assert 1 <= len(found["held-out.arrow"]) <= 20
     for side, own in found.items():
         counts = manifest["totals"][side]
-        assert f"{side}: {len(own)} documents, {counts['sentences']} sentences, {counts['tokens']} tokens" in said
+        assert (
+            f"{side}: {len(own)} documents, {counts['sentences']} sentences, {counts['tokens']} "
+            "tokens" in said
+        )
         assert counts["examples of 32"] == sum(len(row["32"]) for row in own)
         for row in own:
-            assert all([tuple(one) for one in row[str(n)]] == spans(row["ends"], n) for n in SETTINGS["lengths"])
+            assert all(
+                [tuple(one) for one in row[str(n)]] == spans(row["ends"], n)
+                for n in SETTINGS["lengths"]
+            )
     assert open_manifest(tmp_path / "corpus") == manifest
     assert manifest["faults"] == []
     names = {file.name for file in (tmp_path / "corpus").iterdir()}
@@ -80,12 +98,20 @@ def test_a_corpus_holds_every_sentence_of_every_article_once_in_order(wiki, tmp_
 def test_the_number_of_processes_changes_nothing(wiki, corpus, tmp_path):
     run(tmp_path / "two", wiki, workers=2)
     assert contents(tmp_path / "two") == contents(corpus)
-    assert (tmp_path / "two" / "manifest.json").read_bytes() == (corpus / "manifest.json").read_bytes()
+    assert (tmp_path / "two" / "manifest.json").read_bytes() == (
+        corpus / "manifest.json"
+    ).read_bytes()
 
 
-@pytest.mark.parametrize(("stage", "after"), [("clean_unit", 0), ("clean_unit", 2), ("_trained", 0), ("encode", 0)])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device")])
-def test_a_preparation_that_was_stopped_goes_on(wiki, corpus, tmp_path, monkeypatch, stage, after, error):
+@pytest.mark.parametrize(
+    ("stage", "after"), [("clean_unit", 0), ("clean_unit", 2), ("_trained", 0), ("encode", 0)]
+)
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device")]
+)
+def test_a_preparation_that_was_stopped_goes_on(
+    wiki, corpus, tmp_path, monkeypatch, stage, after, error
+):
     out, calls, really = tmp_path / "stopped", [], getattr(prepare, stage)
 
     def stopped(*arguments):
@@ -98,10 +124,13 @@ def test_a_preparation_that_was_stopped_goes_on(wiki, corpus, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(prepare, stage, stopped)
         with pytest.raises(
-            KeyboardInterrupt if error is KeyboardInterrupt else UserError, match=r"No space left.*make|^$"
+            KeyboardInterrupt if error is KeyboardInterrupt else UserError,
+            match=r"No space left.*make|^$",
         ):
             run(out, wiki)
-    assert not {"manifest.json", "train.arrow", "held-out.arrow"} & {file.name for file in out.iterdir()}
+    assert not {"manifest.json", "train.arrow", "held-out.arrow"} & {
+        file.name for file in out.iterdir()
+    }
     finished = {file: file.stat().st_mtime_ns for file in (out / "clean").iterdir()}
     assert len(finished) == (after if stage == "clean_unit" else len(finished))
     monkeypatch.setattr(prepare, "shutil", None)  # so that the files of the units stay
@@ -119,7 +148,8 @@ from torch_thor.training.text import prepare, sources
 
 sources.UNIT = 20_000
 if __name__ == "__main__":
-    prepare.prepare([sys.argv[1]], Path(sys.argv[2]), vocab_size=300, lengths=[32, 128], held_out=0.1, workers=2)
+    options = dict(vocab_size=300, lengths=[32, 128], held_out=0.1, workers=2)
+    prepare.prepare([sys.argv[1]], Path(sys.argv[2]), **options)
 """
 
 
@@ -127,7 +157,9 @@ if __name__ == "__main__":
 def test_a_killed_preparation_leaves_what_goes_on_and_no_process(wiki, corpus, tmp_path):
     script, out = tmp_path / "script.py", tmp_path / "killed"
     script.write_text(SCRIPT)
-    process = subprocess.Popen([sys.executable, script, wiki, out], stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, script, wiki, out], stderr=subprocess.PIPE, start_new_session=True
+    )
     wait_for(process, lambda: any((out / "clean").glob("0*.arrow")), "file of a unit")
     workers = descendants(process.pid)
     assert len(workers) >= 2
@@ -146,7 +178,9 @@ def test_a_finished_corpus_is_left_alone_unless_it_is_damaged(wiki, corpus):
     assert "is finished already, and whole; nothing was done" in said
     assert contents(corpus) == before
     (corpus / "train.arrow").write_bytes(before["train.arrow"][:-8])
-    with pytest.raises(UserError, match=r"train\.arrow was cut short or changed.* delete its folder, then prepare"):
+    with pytest.raises(
+        UserError, match=r"train\.arrow was cut short or changed.* delete its folder, then prepare"
+    ):
         run(corpus, wiki)
 
 
@@ -157,7 +191,9 @@ def test_what_cannot_be_read_is_named_and_counted(wiki, tmp_path):
     (fault,) = manifest["faults"]
     assert fault.startswith("latin.txt, byte 3 of its uncompressed contents: it is not UTF-8")
     assert f"left out: {fault}" in said
-    with pytest.raises(UserError, match=r"1 of 81 documents cannot be read, and --max-faults 0\.01 allows 0"):
+    with pytest.raises(
+        UserError, match=r"1 of 81 documents cannot be read, and --max-faults 0\.01 allows 0"
+    ):
         run(tmp_path / "strict", wiki, text)
     run(tmp_path / "strict", wiki, text, max_faults=0.05)
     assert contents(tmp_path / "strict") == contents(tmp_path / "corpus")
@@ -166,9 +202,13 @@ def test_what_cannot_be_read_is_named_and_counted(wiki, tmp_path):
 def test_a_tokenizer_may_be_given_whatever_its_file_says_beside_its_pieces(wiki, corpus, tmp_path):
     """Files of published models may truncate and pad, and register [SEP] as a special token."""
     text = tmp_path / "about.txt"
-    text.write_text("The word [SEP] stands between the two segments of a pair, and [MASK] hides a word from it.")
+    text.write_text(
+        "The word [SEP] stands between the two segments of a pair, and [MASK] hides a word from it."
+    )
     tokenizer = load_tokenizer(corpus / "tokenizer.json")
-    (tmp_path / "vocab.txt").write_text("\n".join(sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)))
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get))
+    )
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=32)
     tokenizer.add_special_tokens(list(SPECIAL))
@@ -185,7 +225,10 @@ def test_a_tokenizer_may_be_given_whatever_its_file_says_beside_its_pieces(wiki,
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([*SPECIAL, "a", "b", "a"], "has 7 different word pieces with ids up to 7: the ids must be 0 to 6, each once"),
+        (
+            [*SPECIAL, "a", "b", "a"],
+            "has 7 different word pieces with ids up to 7: the ids must be 0 to 6, each once",
+        ),
         ([*SPECIAL[1:], "a"], r"has no \[PAD\]: BERT needs"),
         (["caf\xe9"], "cannot be read .*: give a tokenizer.json or vocab.txt"),
     ],
@@ -219,8 +262,15 @@ def test_bad_settings_are_refused_before_a_folder_is_made(wiki, tmp_path, change
 
 def test_a_corpus_keeps_its_settings_and_sources(wiki, corpus, tmp_path):
     before = {file.name: file.read_bytes() for file in corpus.iterdir()}
-    for change in ({"seed": 1}, {"lowercase": False}, {"lengths": [32]}, {"tokenizer": corpus / "tokenizer.json"}):
-        with pytest.raises(UserError, match=f"was begun with other {next(iter(change))}: give the same"):
+    for change in (
+        {"seed": 1},
+        {"lowercase": False},
+        {"lengths": [32]},
+        {"tokenizer": corpus / "tokenizer.json"},
+    ):
+        with pytest.raises(
+            UserError, match=f"was begun with other {next(iter(change))}: give the same"
+        ):
             run(corpus, wiki, **change)
     write_dump(wiki, dump(81))
     with pytest.raises(UserError, match="was begun with other sources"):
@@ -256,7 +306,9 @@ def test_names_of_files_need_not_be_utf8(wiki, tmp_path):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(16, 128))
 def test_every_sentence_is_in_an_example_and_only_the_last_may_be_short(lengths, length):
     found = spans(np.cumsum(lengths).tolist(), length)
-    assert sorted({n for first, last in found for n in range(first, last)}) == list(range(len(lengths)))
+    assert sorted({n for first, last in found for n in range(first, last)}) == list(
+        range(len(lengths))
+    )
     assert sum(last - first for first, last in found) <= len(lengths) + 1
     for first, last in found[:-1]:
         assert sum(lengths[first:last]) >= length - 3
@@ -266,10 +318,18 @@ def test_every_sentence_is_in_an_example_and_only_the_last_may_be_short(lengths,
 
 def test_a_tokenizer_is_that_of_the_library_whatever_the_order_of_the_text():
     text = [plain(number) for number in range(30)]
-    found = [train_tokenizer(lambda own=own: own, 150, True).get_vocab() for own in (text, text[::-1], text)]
-    by_text, alphabet = new_tokenizer(True), sorted({one for line in text for one in line.lower()} - {" "})
+    found = [
+        train_tokenizer(lambda own=own: own, 150, True).get_vocab()
+        for own in (text, text[::-1], text)
+    ]
+    by_text, alphabet = (
+        new_tokenizer(True),
+        sorted({one for line in text for one in line.lower()} - {" "}),
+    )
     fixed = [*SPECIAL, *alphabet, *(f"##{one}" for one in alphabet)]
-    by_text.train_from_iterator(text, trainers.WordPieceTrainer(vocab_size=150, special_tokens=fixed))
+    by_text.train_from_iterator(
+        text, trainers.WordPieceTrainer(vocab_size=150, special_tokens=fixed)
+    )
     assert found == [by_text.get_vocab()] * 3
 
 
@@ -286,7 +346,9 @@ def test_a_tokenizer_is_trained_on_a_share_of_a_large_text(wiki, tmp_path, monke
     monkeypatch.setattr(
         prepare,
         "train_tokenizer",
-        lambda text, *rest: seen.append(len("".join(text()))) or wordpiece.train_tokenizer(text, *rest),
+        lambda text, *rest: (
+            seen.append(len("".join(text()))) or wordpiece.train_tokenizer(text, *rest)
+        ),
     )
     run(tmp_path / "whole", wiki)
     monkeypatch.setattr(prepare, "SAMPLE", seen[0] // 4)
@@ -299,7 +361,9 @@ JOBS = [(number, 2) for number in range(20)]
 
 def test_results_come_in_the_order_of_the_jobs_of_which_few_are_taken_at_a_time():
     taken = []
-    for number, found in enumerate(prepare.in_order(pow, (taken.append(job) or job for job in JOBS), 2)):
+    for number, found in enumerate(
+        prepare.in_order(pow, (taken.append(job) or job for job in JOBS), 2)
+    ):
         assert found == number**2
         assert len(taken) <= number + 4
     assert taken == JOBS

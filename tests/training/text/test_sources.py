@@ -1,4 +1,6 @@
-"""Files become units that depend on nothing else; of what is damaged, its place is named and the rest is read."""
+"""Files become units that depend on nothing else; of what is damaged, its place is named and the
+rest is read.
+"""
 
 import bz2
 import gzip
@@ -17,9 +19,13 @@ from torch_thor.training.text.sources import find_sources, units
 from torch_thor.training.text.wikitext import clean
 
 PROSE = (
-    "The first paragraph has more than five words,\nand a line break.\n\nHeading\n\nThe second one has so many too.\n"
+    "The first paragraph has more than five words,\nand a line break.\n\nHeading\n\nThe second one "
+    "has so many too.\n"
 )
-FOUND = ["The first paragraph has more than five words, and a line break.", "The second one has so many too."]
+FOUND = [
+    "The first paragraph has more than five words, and a line break.",
+    "The second one has so many too.",
+]
 ONE, TWO = (f"The {word} paragraph has more than five words." for word in ("first", "second"))
 SAID = [f"Paragraph number {n} has a café and these words." for n in range(8000)]  # 360 kB
 BAD = b"\xff"
@@ -34,7 +40,9 @@ def found(*given):
     """The documents of sources that have prose, and the faults."""
     every = units_of(*given)
     read_ = [read(piece) for unit in every for piece in unit.pieces]
-    faults = [fault for unit in every for fault in unit.faults] + [one for one in read_ if isinstance(one, str)]
+    faults = [fault for unit in every for fault in unit.faults] + [
+        one for one in read_ if isinstance(one, str)
+    ]
     return [one for one in read_ if isinstance(one, Document) and one.paragraphs], faults
 
 
@@ -57,10 +65,10 @@ def test_compressed_files_are_read(tmp_path):
 
 
 MARKUP = (
-    "\ufeff<html><nav><p>Go to the next page of this book</p></nav><p>The first <b>paragraph</b> has more\n than "
-    "five words.¶</p><pre>code that has more than five words</pre><ul><li><p>An item of a list with a paragraph."
-    "</p></li></ul><table><tr><td><p>A cell of a table with words</p></td></tr></table><p>Too short</p>"
-    "<dd>A description that has five words.</dd></html>"
+    "\ufeff<html><nav><p>Go to the next page of this book</p></nav><p>The first <b>paragraph</b> "
+    "has more\n than five words.¶</p><pre>code that has more than five words</pre><ul><li><p>An "
+    "item of a list with a paragraph.</p></li></ul><table><tr><td><p>A cell of a table with "
+    "words</p></td></tr></table><p>Too short</p><dd>A description that has five words.</dd></html>"
 ).encode()
 
 
@@ -101,9 +109,13 @@ def test_text_in_other_encodings_is_refused(tmp_path, encoding):
 
 @pytest.mark.parametrize("separator", ["\n", " "], ids=["at line ends", "at spaces"])
 def test_text_without_blank_lines_is_cut_where_a_part_ends(tmp_path, separator):
-    parts = SAID * 5 if separator == "\n" else [f"{'abcdefgh'[: n % 7 + 1]}{n}" for n in range(200_000)]
+    parts = (
+        SAID * 5 if separator == "\n" else [f"{'abcdefgh'[: n % 7 + 1]}{n}" for n in range(200_000)]
+    )
     (tmp_path / "book.txt").write_text(separator.join(parts))
-    pieces = [piece.data.decode() for unit in units_of(tmp_path / "book.txt") for piece in unit.pieces]
+    pieces = [
+        piece.data.decode() for unit in units_of(tmp_path / "book.txt") for piece in unit.pieces
+    ]
     assert len(pieces) > 10
     assert "".join(pieces) == separator.join(parts)
     assert [part for text in pieces for part in text.strip().split(separator)] == parts
@@ -118,7 +130,8 @@ def test_what_comes_before_damage_is_kept(tmp_path, suffix, pack):
     assert 0 < len(texts) < len(said)
     assert texts[:-1] == said[: len(texts) - 1]
     data = dump(100)
-    streams = [pack(data[start : start + 20_000]) for start in range(0, len(data), 20_000)]  # as large dumps have many
+    # as large dumps have many
+    streams = [pack(data[start : start + 20_000]) for start in range(0, len(data), 20_000)]
     file = tmp_path / f"wiki.xml{suffix}"
     file.write_bytes(b"".join(streams))
     whole, faults = found(file)
@@ -127,13 +140,16 @@ def test_what_comes_before_damage_is_kept(tmp_path, suffix, pack):
     for middle, spoiled in ((len(broken) // 2, None), (len(broken) // 2, 20), (0, 20)):
         changed = bytes(one ^ 0xFF for one in broken[middle : middle + (spoiled or 0)])
         rest = (
-            [broken[:middle]] if spoiled is None else [broken[:middle] + changed + broken[middle + 20 :], *streams[3:]]
+            [broken[:middle]]
+            if spoiled is None
+            else [broken[:middle] + changed + broken[middle + 20 :], *streams[3:]]
         )
         file.write_bytes(b"".join([*streams[:2], *rest]))
         some, faults = found(file)
         assert some == whole[: len(some)]
         assert 20 < len(some) < 80
-        # of a stream with a damaged beginning, Python's library sees the end of the file; that of the dump is missing
+        # of a stream with a damaged beginning, Python's library sees the end of the file; that of
+        # the dump is missing
         assert any("end here or are damaged" in one or "cut short" in one for one in faults)
 
 
@@ -156,7 +172,13 @@ def test_python_carries_a_text():
 
 
 def test_files_are_named_by_where_they_lie_in_what_is_given(tmp_path, monkeypatch):
-    for name in ("texts/b.txt", "texts/a.md", "texts/sub/c.html", "texts/skipped.jpg", "other/texts/b.txt"):
+    for name in (
+        "texts/b.txt",
+        "texts/a.md",
+        "texts/sub/c.html",
+        "texts/skipped.jpg",
+        "other/texts/b.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(PROSE)
     names = ["texts/a.md", "texts/b.txt", "texts/sub/c.html", "python"]
@@ -167,9 +189,13 @@ def test_files_are_named_by_where_they_lie_in_what_is_given(tmp_path, monkeypatc
     top = tmp_path.name
     both = [f"{top}/{name}" for name in names[:3]] + ["other/texts/b.txt"]
     assert [source.name for source in find_sources(["../texts", "texts"])] == both
-    with pytest.raises(UserError, match=r"texts/b.txt is given twice, the first time as .*texts/b.txt: leave one out"):
+    with pytest.raises(
+        UserError,
+        match=r"texts/b.txt is given twice, the first time as .*texts/b.txt: leave one out",
+    ):
         find_sources(["texts", ".", "../texts"])
-    blob = write_dump(tmp_path / "b10b", dump(3))  # caches of files by content keep them under names without a suffix
+    # caches of files by content keep them under names without a suffix
+    blob = write_dump(tmp_path / "b10b", dump(3))
     (tmp_path / "wiki.xml").symlink_to(blob)
     assert len(found(tmp_path / "wiki.xml")[0]) == 3
 
@@ -186,14 +212,20 @@ def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch):
     for given_, message in (
         ([], "no source: name a Wikipedia dump"),
         (["nowhere.txt"], "nowhere.txt does not exist"),
-        (["photo.jpg"], "photo.jpg is and holds no file of a known kind: give a name that ends in .txt, "),
+        (
+            ["photo.jpg"],
+            "photo.jpg is and holds no file of a known kind: give a name that ends in .txt, ",
+        ),
         (["empty"], "empty is and holds no file"),
         (["book.txt", "book.txt"], "given twice"),
         (["other", "other/book.txt"], "given twice"),
         (["python", "python"], "given twice"),
         (["pipes"], r"pipe\.txt is not a regular file.*: move it out of the folder"),
         (["nothing"], r"book\.txt is not a regular file, or a link to nothing"),
-        (["circle"], "circle/again is a link to a folder: name that folder too, and remove the link"),
+        (
+            ["circle"],
+            "circle/again is a link to a folder: name that folder too, and remove the link",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             find_sources(given_)
@@ -206,7 +238,7 @@ def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch):
         find_sources(["other"])
 
 
-# ---- dumps -----------------------------------------------------------------------------------------------------------
+# ---- dumps ---------------------------------------------------------------------------------------
 
 
 def cut(data, sizes=(1 << 20,)):
@@ -216,7 +248,9 @@ def cut(data, sizes=(1 << 20,)):
         chunks.append(data[position : position + sizes[len(chunks) % len(sizes)]])
         position += len(chunks[-1])
     found = list(sources._pages("dump", chunks))
-    return [one for one in found if isinstance(one, Piece)], [one for one in found if isinstance(one, str)]
+    return [one for one in found if isinstance(one, Piece)], [
+        one for one in found if isinstance(one, str)
+    ]
 
 
 def articles(pages):
@@ -276,14 +310,25 @@ def test_what_is_cut_short_is_a_fault_and_the_rest_is_read():
 
 def test_a_broken_page_costs_only_itself():
     broken = page("Broken", "text").replace("</title>", "</titel>")
-    latin = page("Latin", "caf\u00e9 with many words and one letter that is no UTF-8").encode("latin-1")
+    latin = page("Latin", "caf\u00e9 with many words and one letter that is no UTF-8").encode(
+        "latin-1"
+    )
     old = page("Old", ONE).replace("<ns>0</ns>", "")
-    data = HEADER.encode() + broken.encode() + latin + old.encode() + page("Whole", ONE).encode() + END.encode()
+    data = (
+        HEADER.encode()
+        + broken.encode()
+        + latin
+        + old.encode()
+        + page("Whole", ONE).encode()
+        + END.encode()
+    )
     *faults, whole = articles(cut(data)[0])
     assert whole == ("Whole", [ONE])
     places = (data.index(b"<page>"), data.index(latin), data.index(old.encode()))
     for fault, offset in zip(faults, places, strict=True):
-        assert fault.startswith(f"dump, byte {offset} of its uncompressed contents: it cannot be parsed")
+        assert fault.startswith(
+            f"dump, byte {offset} of its uncompressed contents: it cannot be parsed"
+        )
     assert "no <ns>" in faults[2]
 
 
@@ -293,4 +338,6 @@ def test_memory_is_bounded_where_a_page_has_no_end(monkeypatch):
     data = data[data.index(b"<page>") :]
     found = list(sources._pages("dump", [*[b"x" * 1000] * 100, data]))
     assert all("more than 0 MB without the end of a page" in fault for fault in found[:9])
-    assert [(b"x" * 100_000 + data)[one.offset :].startswith(one.data) for one in found[9:]] == [True] * 5
+    assert [(b"x" * 100_000 + data)[one.offset :].startswith(one.data) for one in found[9:]] == [
+        True
+    ] * 5

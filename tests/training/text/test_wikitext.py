@@ -13,11 +13,13 @@ def clean(text):
 
 WIKITEXT = """{{Short description|x}}
 '''Anarchism''' is a [[political philosophy]]<ref name=a>Foo, ''Bar''</ref> that is sceptical of all
-justifications for [[authority|authorities]] ( , ) and seeks to abolish institutions &amp; hierarchy.<!-- hidden -->
+justifications for [[authority|authorities]] ( , ) \
+and seeks to abolish institutions &amp; hierarchy.<!-- hidden -->
 
 == History ==
 [[File:foo.jpg|thumb|A caption with [[links]] and five words or more]]
-Some text here that goes on {{cite web|a=b}} , and on<br>for a while at [http://a.b the site] in <math>x</math> peace.
+Some text here that goes on {{cite web|a=b}} , and on<br>for a while \
+at [http://a.b the site] in <math>x</math> peace.
 * one item of a list that has many words
 # another item of a list that has many words
 : an indented line that has many words in it
@@ -36,21 +38,27 @@ File:a.jpg|a picture with a caption of many words
 
 def test_paragraphs_are_left_and_nothing_else():
     assert clean(WIKITEXT) == (
-        "Anarchism is a political philosophy that is sceptical of all justifications for authorities and "
-        "seeks to abolish institutions & hierarchy.",
+        "Anarchism is a political philosophy that is sceptical of all justifications for "
+        "authorities and seeks to abolish institutions & hierarchy.",
         "Some text here that goes on, and on for a while at the site in peace.",
     )
 
 
 PIECES = (
-    "''", "'''", "[[", "]]", "|", "{{", "}}", "{|", "|}", "|-", "\n", "\n* ", "\n:", "\n|| ", "! ", "\n== ", "== \n",
-    "<ref>", "</ref>", "<ref name=a />", "<br>", "<!--", "-->", "&amp;", "&#39;", "[http://a.b ", "]", "{{{", "}}}",
-    "=", "<div class={{x}}>", "</div>", "<nowiki>", "</nowiki>", "<math>", "</math>", "<table>", "<tr>", "<td>",
-    "</td>", "</table>", "<li>", "<span>", "</span>", "File:", "some words ", "many other words that go on ",
+    "''", "'''", "[[", "]]", "|", "{{", "}}", "{|", "|}", "|-", "\n", "\n* ", "\n:", "\n|| ", "! ",
+    "\n== ", "== \n",
+    "<ref>", "</ref>", "<ref name=a />", "<br>", "<!--", "-->", "&amp;", "&#39;", "[http://a.b ",
+    "]", "{{{", "}}}",
+    "=", "<div class={{x}}>", "</div>", "<nowiki>", "</nowiki>", "<math>", "</math>", "<table>",
+    "<tr>", "<td>",
+    "</td>", "</table>", "<li>", "<span>", "</span>", "File:", "some words ",
+    "many other words that go on ",
 )  # fmt: skip
 
 
-ONE, TWO, THREE = (f"The {word} paragraph has more than five words." for word in ("first", "second", "third"))
+ONE, TWO, THREE = (
+    f"The {word} paragraph has more than five words." for word in ("first", "second", "third")
+)
 
 
 @pytest.mark.parametrize(
@@ -101,22 +109,37 @@ def test_links_show_their_text(link, shown):
     assert text == f"People like to visit {shown} in the summer.".replace("  ", " ")
 
 
-@pytest.mark.parametrize("switch", ["__NOTOC__", "__NO_EDIT_SECTION__", "__KEIN_INHALTSVERZEICHNIS__", "__ОГЛ__"])
+@pytest.mark.parametrize(
+    "switch", ["__NOTOC__", "__NO_EDIT_SECTION__", "__KEIN_INHALTSVERZEICHNIS__", "__ОГЛ__"]
+)
 def test_behaviour_switches_are_no_text(switch):
     assert clean(f"{switch}{ONE}\n{switch}\n{switch} {TWO}") == (ONE, TWO)
-    assert clean("The method __init__ of a class is called first.") != clean("The method of a class is called first.")
+    assert clean("The method __init__ of a class is called first.") != clean(
+        "The method of a class is called first."
+    )
 
 
 def test_paragraphs_with_templates_and_tables_without_an_end_are_left_out():
     for text, left in (
-        (f"{ONE} It has {{{{convert|5|km of road and more words.\nAnd more words.\n\n{TWO}", (TWO,)),
         (
-            f"{{{{Infobox of many words here\n| name = a name of many words\n\n| five words or more here\n\n{TWO}",
+            f"{ONE} It has {{{{convert|5|km of road and more words.\nAnd more words.\n\n{TWO}",
             (TWO,),
         ),
-        (f"{ONE}\n\n{{| class=x and more words here\n|-\n| a cell of many words in it\nand more\n\n{TWO}", (ONE, TWO)),
+        (
+            f"{{{{Infobox of many words here\n| name = a name of many words\n\n| five words or "
+            f"more here\n\n{TWO}",
+            (TWO,),
+        ),
+        (
+            f"{ONE}\n\n{{| class=x and more words here\n|-\n| a cell of many words in it\nand "
+            f"more\n\n{TWO}",
+            (ONE, TWO),
+        ),
         (f"{{|\n|-\n\n| a cell of many words in it\n\n{TWO}", (TWO,)),
-        (f"{ONE}\n\n!Kung is a language of many words.", (ONE, "!Kung is a language of many words.")),
+        (
+            f"{ONE}\n\n!Kung is a language of many words.",
+            (ONE, "!Kung is a language of many words."),
+        ),
     ):
         assert clean(text) == left
 
@@ -136,7 +159,8 @@ def test_a_character_that_is_none_is_replaced():
 
 
 OPENED = (
-    "<!--", "<ref>", "<REF name=x>", "<nowiki>", "<b>", "[http://a.b ", "[mailto:a ", "<ref name=xx ", "<br ",
+    "<!--", "<ref>", "<REF name=x>", "<nowiki>", "<b>", "[http://a.b ", "[mailto:a ",
+    "<ref name=xx ", "<br ",
     '<ref name="',
 )  # fmt: skip
 
@@ -145,12 +169,23 @@ OPENED = (
 def test_pages_with_many_elements_without_an_end_are_refused(opened):
     some, many = (f"One two three four five six. {opened * number}" for number in (100, 600))
     assert clean(some)
-    with pytest.raises(ValueError, match=r"600 times .* without an end"):  # it would take minutes, or never end
+    # it would take minutes, or never end
+    with pytest.raises(ValueError, match=r"600 times .* without an end"):
         clean(many)
 
 
 @pytest.mark.parametrize(
-    "whole", ["<!-- x -->", "<ref name=x />", "<ref>x</ref>", "<br>", "<br />", "[[a]]", "[http://a b]", "1 < 2 "]
+    "whole",
+    [
+        "<!-- x -->",
+        "<ref name=x />",
+        "<ref>x</ref>",
+        "<br>",
+        "<br />",
+        "[[a]]",
+        "[http://a b]",
+        "1 < 2 ",
+    ],
 )
 def test_pages_with_many_whole_elements_are_not(whole):
     for end in ("\n", " "):

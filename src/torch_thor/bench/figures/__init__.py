@@ -1,7 +1,10 @@
-"""`torch-thor figures`: the paper's figures on small data. Each is a study, whose results are stored in NAME.jsonl.
+"""`torch-thor figures`: the paper's figures on small data.
 
-A figure is a module with `ABOUT`, `TAKES` (its options), `jobs(options, device)`, `run(job)`, `table(rows)` and
-`draw(rows, path)`. All that changes a result is in its job, so other options are other jobs of the same file.
+Each is a study, whose results are stored in NAME.jsonl.
+
+A figure is a module with `ABOUT`, `TAKES` (its options), `jobs(options, device)`, `run(job)`,
+`table(rows)` and `draw(rows, path)`. All that changes a result is in its job, so other options are
+other jobs of the same file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +28,8 @@ from torch_thor.training.printing import printer
 __all__ = ["FIGURES", "figure_table", "make_figures"]
 
 FIGURES: dict[str, ModuleType] = {
-    "curves": curves, "fisher-norm": fisher_norm, "split-dim": split_dim, "batch-sizes": batch_sizes, "bert": bert,
+    "curves": curves, "fisher-norm": fisher_norm, "split-dim": split_dim,
+    "batch-sizes": batch_sizes, "bert": bert,
 }  # fmt: skip
 ANOTHER = "choose another folder with --out"
 SHOWN = ("data", "model", "batch_size", "epochs", "steps", "batch", "pixels", "seed")
@@ -50,22 +54,38 @@ def figure_table() -> Table:
 
 
 def make_figures(
-    name: str, out: Path, console: Console, options: Options, *, device: str = "auto", redraw: bool = False
+    name: str,
+    out: Path,
+    console: Console,
+    options: Options,
+    *,
+    device: str = "auto",
+    redraw: bool = False,
 ) -> None:
     """Measure what is missing of a figure, then write its table and picture."""
     known = [*FIGURES, "all"]
-    require(name in known, f"there is no figure {name}{nearest(name, known)}: the figures are {', '.join(known)}")
-    require(not is_torchelastic_launched(), "figures are measured by one process: leave out torchrun")
+    require(
+        name in known,
+        f"there is no figure {name}{nearest(name, known)}: the figures are {', '.join(known)}",
+    )
+    require(
+        not is_torchelastic_launched(), "figures are measured by one process: leave out torchrun"
+    )
     names = list(FIGURES) if name == "all" else [name]
     for option in options:
         takers = [key for key, figure in FIGURES.items() if option in figure.TAKES]
         taken = not set(takers).isdisjoint(names)
         require(taken, f"{_word(option)} means nothing to {name}: it is for {', '.join(takers)}")
     check_place(out)
-    todo = {each: (FIGURES[each].jobs(options, device), _store(out / f"{each}.jsonl")) for each in names}
+    todo = {
+        each: (FIGURES[each].jobs(options, device), _store(out / f"{each}.jsonl")) for each in names
+    }
     for jobs, store in todo.values():  # all are checked before the first is measured
         lacking = sum(key_of(job) not in store.rows for job in jobs)
-        remedy = f"lacks {lacking} of {len(jobs)} results for these options: leave out --redraw to measure them"
+        remedy = (
+            f"lacks {lacking} of {len(jobs)} results for these options: leave out --redraw to "
+            "measure them"
+        )
         require(not (redraw and lacking), f"{store.path} {remedy}")
     for each, (jobs, store) in todo.items():
         _make(FIGURES[each], jobs, store, console)
@@ -79,7 +99,9 @@ def _store(path: Path) -> Lines:
     try:
         return Results(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read ({error}): delete it to measure anew, or {ANOTHER}") from error
+        raise UserError(
+            f"{path} cannot be read ({error}): delete it to measure anew, or {ANOTHER}"
+        ) from error
 
 
 def _make(figure: ModuleType, jobs: Sequence[Row], store: Lines, console: Console) -> None:
@@ -87,13 +109,20 @@ def _make(figure: ModuleType, jobs: Sequence[Row], store: Lines, console: Consol
 
     def short(text: str) -> str:
         for key, job in keys.items():
-            own = (f"{name} {value}" for name, value in job.items() if name not in ("recipe", "device"))
+            own = (
+                f"{name} {value}" for name, value in job.items() if name not in ("recipe", "device")
+            )
             text = text.replace(key, ", ".join(own))
         return text.replace("\n", " ")
 
-    say(f"{store.path}: {sum(key not in store.rows for key in keys)} of {len(keys)} results to measure")
+    say(
+        f"{store.path}: {sum(key not in store.rows for key in keys)} of {len(keys)} results to "
+        "measure"
+    )
     try:
-        complete(figure.__name__, lambda _: jobs, store, workers=1, say=lambda line: say(short(line)))
+        complete(
+            figure.__name__, lambda _: jobs, store, workers=1, say=lambda line: say(short(line))
+        )
     except UserError as error:
         raise UserError(short(str(error))) from error
     rows = [store.rows[key] for key in keys]
@@ -111,7 +140,16 @@ def _origin(rows: Sequence[Row]) -> str:
     first = rows[0]["job"].get("recipe", rows[0]["job"])
     first = {**first, "data": first.get("data", {}).get("name")}
     what = ", ".join(f"{key} {first[key]}" for key in SHOWN if first.get(key) is not None)
-    where = {f"{row['job']['device']}, " + ", ".join(f"{key} {row[key]}" for key in MACHINE) for row in rows}
+    where = {
+        f"{row['job']['device']}, " + ", ".join(f"{key} {row[key]}" for key in MACHINE)
+        for row in rows
+    }
     stale = sum(map(is_stale, rows))
-    found = f"Measured: {len(rows)} jobs, the first with {what}. Machine: {'; '.join(sorted(where))}."
-    return found + (f" Stale: {stale} of {len(rows)} results come from other sources of the step." if stale else "")
+    found = (
+        f"Measured: {len(rows)} jobs, the first with {what}. Machine: {'; '.join(sorted(where))}."
+    )
+    return found + (
+        f" Stale: {stale} of {len(rows)} results come from other sources of the step."
+        if stale
+        else ""
+    )

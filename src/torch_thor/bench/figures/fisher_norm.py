@@ -1,7 +1,10 @@
-"""The F-norm of each layer's Fisher block during training, with a growing interval (Chen et al. 2021, section 3.2).
+"""The F-norm of each layer's Fisher block during training, with a growing interval.
 
-Every refresh takes new factors, which are not split, so the block is T · (A ⊗ G), and its norm is T · ‖A‖_F · ‖G‖_F.
-The factors are those of one mini-batch, so every change from one refresh to the next includes their noise.
+See Chen et al. 2021, section 3.2.
+
+Every refresh takes new factors, which are not split, so the block is T · (A ⊗ G), and its norm is T
+· ‖A‖_F · ‖G‖_F. The factors are those of one mini-batch, so every change from one refresh to the
+next includes their noise.
 """
 
 import itertools
@@ -16,21 +19,38 @@ from torch import Tensor
 
 from torch_thor.bench import markdown
 from torch_thor.bench.drawing import draw_band, save
-from torch_thor.bench.figures.training import FASHION, Options, Row, jobs_of, measured, short, words_of
+from torch_thor.bench.figures.training import (
+    FASHION,
+    Options,
+    Row,
+    jobs_of,
+    measured,
+    short,
+    words_of,
+)
 from torch_thor.curvature import Decision
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training import Observer, Point, Run
 from torch_thor.training.errors import require
 
-ABOUT = "F-norm of every layer's Fisher block over training, with a growing interval between refreshes"
+ABOUT = (
+    "F-norm of every layer's Fisher block over training, with a growing interval between refreshes"
+)
 TAKES = ("data", "epochs", "eval_interval", "seeds")
 QUICK = ("eval_interval=468",)
-INTERVAL = {"kind": "geometric", "first": 2, "last": 468, "factor": 1.1}  # up to an epoch of Fashion-MNIST
-WORDS = ("trace_thresholds=thor_nt", "split_dim=null", "factor_decay=0", f"update_interval={json.dumps(INTERVAL)}")
+# up to an epoch of Fashion-MNIST
+INTERVAL = {"kind": "geometric", "first": 2, "last": 468, "factor": 1.1}
+WORDS = (
+    "trace_thresholds=thor_nt",
+    "split_dim=null",
+    "factor_decay=0",
+    f"update_interval={json.dumps(INTERVAL)}",
+)
 FEWEST = 3  # refreshes, which give two changes
 THEIRS = (
-    "Theirs, not ours, and another task: for ResNet-50 on ImageNet the F-norm changes fast early and is stable later."
+    "Theirs, not ours, and another task: for ResNet-50 on ImageNet the F-norm changes fast early "
+    "and is stable later."
 )
 
 Factors = tuple[float, list[Tensor], list[Tensor]]  # T, then A and G of each group
@@ -38,14 +58,23 @@ Factors = tuple[float, list[Tensor], list[Tensor]]  # T, then A and G of each gr
 
 def factors_of(layer: LayerCurvature) -> Factors:
     """Return the factors of a layer that are in use, in float64."""
-    a, g = ([m.double() for m in (f if isinstance(f, list) else [f])] for f in layer.factors() if f is not None)
+    a, g = (
+        [m.double() for m in (f if isinstance(f, list) else [f])]
+        for f in layer.factors()
+        if f is not None
+    )
     return layer.rows_per_term, a, g
 
 
 def inner_product(one: Factors, other: Factors) -> float:
-    """Return ⟨T A ⊗ G, T' A' ⊗ G'⟩_F = T T' ⟨A, A'⟩ ⟨G, G'⟩, summed over groups, without forming the products."""
+    """Return ⟨T A ⊗ G, T' A' ⊗ G'⟩_F, summed over groups, without forming the products.
+
+    It is T T' ⟨A, A'⟩ ⟨G, G'⟩.
+    """
     groups = zip(*one[1:], *other[1:], strict=True)
-    return one[0] * other[0] * sum(float((a * a2).sum() * (g * g2).sum()) for a, g, a2, g2 in groups)
+    return (
+        one[0] * other[0] * sum(float((a * a2).sum() * (g * g2).sum()) for a, g, a2, g2 in groups)
+    )
 
 
 def relative_distance(now: Factors, before: Factors) -> float | None:
@@ -56,7 +85,10 @@ def relative_distance(now: Factors, before: Factors) -> float | None:
 
 
 class Norms(Observer):
-    """Records the norm of each layer's block at each refresh, and its distance from that of the previous refresh."""
+    """An observer that records the norm of each layer's block at each refresh.
+
+    It also records the distance of the block from that of the previous refresh.
+    """
 
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {"layers": [], "step": [], "norm": [], "distance": []}
@@ -66,15 +98,24 @@ class Norms(Observer):
         """Record norms and distances after a refresh."""
         if not point.events:
             return
-        failed = ", ".join(event.layer for event in point.events if event.decision is Decision.FAILED)
+        failed = ", ".join(
+            event.layer for event in point.events if event.decision is Decision.FAILED
+        )
         remedy = "so its steps are not THOR's: raise damping, in a recipe of your own"
-        require(not failed, f"step {run.step}: the factors of {failed} cannot be inverted, {remedy}")
+        require(
+            not failed, f"step {run.step}: the factors of {failed} cannot be inverted, {remedy}"
+        )
         assert isinstance(run.optimizer, CurvatureOptimizer)
         now = {name: factors_of(layer) for name, layer in run.optimizer.curvature.items()}
-        moved = [relative_distance(own, self._before[name]) if self._before else None for name, own in now.items()]
+        moved = [
+            relative_distance(own, self._before[name]) if self._before else None
+            for name, own in now.items()
+        ]
         self.columns["layers"], self._before = list(now), now
         self.columns["step"].append(run.step)
-        self.columns["norm"].append([short(math.sqrt(inner_product(own, own))) for own in now.values()])
+        self.columns["norm"].append(
+            [short(math.sqrt(inner_product(own, own))) for own in now.values()]
+        )
         self.columns["distance"].append([None if one is None else short(one) for one in moved])
 
 
@@ -88,7 +129,10 @@ def run(job: Row) -> Row:
     norms = Norms()
     found = measured(job, norms)
     require(found["failure"] is None, str(found["failure"]))
-    few = f"{found['steps']} steps with {found['refresh_steps']} refreshes show no change: give more --epochs"
+    few = (
+        f"{found['steps']} steps with {found['refresh_steps']} refreshes show no change: give more "
+        "--epochs"
+    )
     require(found["refresh_steps"] >= FEWEST, few)
     return {**found, "norms": norms.columns}
 
@@ -108,7 +152,9 @@ def table(rows: Sequence[Row]) -> str:
             [norm for norm, step in zip(own, steps, strict=True) if low < step <= high]
             for low, high in ((0, total / 10), (total / 2, total))
         )
-        ratios = [f"{max(part) / min(part):.1f}" if part and min(part) else "-" for part in (early, late)]
+        ratios = [
+            f"{max(part) / min(part):.1f}" if part and min(part) else "-" for part in (early, late)
+        ]
         moved = [at[place] for at in norms["distance"] if at[place] is not None]
         median = f"{statistics.median(moved):.0%}" if moved else "-"
         lines.append((layer, f"{own[0]:.3g}", f"{own[-1]:.3g}", *ratios, median))
@@ -126,8 +172,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     layers, steps = rows[0]["norms"]["layers"], rows[0]["norms"]["step"]
     for place, layer in enumerate(layers):
         series = [[at[place] for at in row["norms"]["norm"]] for row in rows]
-        draw_band(above, steps, series, label=layer, colour=colormaps["viridis"](place / max(1, len(layers) - 1)))
-    below.step(steps[:-1], [after - before for before, after in itertools.pairwise(steps)], where="post")
+        draw_band(
+            above,
+            steps,
+            series,
+            label=layer,
+            colour=colormaps["viridis"](place / max(1, len(layers) - 1)),
+        )
+    below.step(
+        steps[:-1], [after - before for before, after in itertools.pairwise(steps)], where="post"
+    )
     above.set(yscale="log", ylabel="$\\|F\\|_F = T\\,\\|A\\|_F\\,\\|G\\|_F$, fresh factors")
     below.set(ylabel="steps to the\nnext refresh", xlabel="step", xscale="log")
     for axes in (above, below):

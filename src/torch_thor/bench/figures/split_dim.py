@@ -1,4 +1,7 @@
-"""The curves of performance and information over the split dimension, and their crossing (Chen et al. 2021, 3.3)."""
+"""The curves of performance and information over the split dimension, and their crossing.
+
+See Chen et al. 2021, section 3.3.
+"""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -21,13 +24,18 @@ THEIRS = "theirs, on an Ascend 910 (section 3.3): crossing at 106, split_dim=128
 
 def jobs(options: Options, device: str) -> list[Row]:
     """List the measurement."""
-    own = {"model": options.get("model", "resnet50"), "batch": 32, "pixels": options.get("pixels", 224), "seed": 0}
+    own = {
+        "model": options.get("model", "resnet50"),
+        "batch": 32,
+        "pixels": options.get("pixels", 224),
+        "seed": 0,
+    }
     require(own["pixels"] >= 1, f"--pixels {own['pixels']}: give 1 or more")
     return [{**own, "device": str(device_of(device))}]
 
 
 def run(job: Row) -> Row:
-    """Measure spectral losses and times of inversion on one thread, as `torch-thor split-dim` does."""
+    """Measure spectral losses and inversion times on one thread, as `torch-thor split-dim` does."""
     torch.set_num_threads(1)
     return measure_split_dim(job.pop("model"), Console(), data=None, **job)[1]
 
@@ -39,8 +47,16 @@ def _choice(rows: Sequence[Row]) -> SplitChoice:
 def table(rows: Sequence[Row]) -> str:
     """Return both curves."""
     choice, lines = _choice(rows), []
-    for size, kept, speed in zip(choice.candidates, choice.information, choice.performance, strict=True):
-        lines.append((f"**{size}**" if size == choice.split_dim else str(size), f"{kept:.1%}", f"{speed:.3f}"))
+    for size, kept, speed in zip(
+        choice.candidates, choice.information, choice.performance, strict=True
+    ):
+        lines.append(
+            (
+                f"**{size}**" if size == choice.split_dim else str(size),
+                f"{kept:.1%}",
+                f"{speed:.3f}",
+            )
+        )
     heads = ("block size s", "factors that lose < 1 %", "p_1 / p_s")
     return f"{markdown.table(heads, lines)}\n\n{verdict(choice)} ({THEIRS})."
 

@@ -1,9 +1,10 @@
 """Fused experts of mixture-of-experts models: one 3-d weight that holds a matrix per expert.
 
-Such a module multiplies by parts of the weight without calling a module. On a step that gathers statistics, the matrix
-products inside it are inspected; no function is replaced. A product with the weight, with a view of some of its
-matrices or with a gathered copy of them is a call of those experts. Recognised are ``F.linear``, ``@``, ``torch.mm``,
-``bmm`` and ``matmul`` with ``weight[e]``, with the whole weight or with ``weight[indices]``, and grouped products
+Such a module multiplies by parts of the weight without calling a module. On a step that gathers
+statistics, the matrix products inside it are inspected; no function is replaced. A product with the
+weight, with a view of some of its matrices or with a gathered copy of them is a call of those
+experts. Recognised are ``F.linear``, ``@``, ``torch.mm``, ``bmm`` and ``matmul`` with
+``weight[e]``, with the whole weight or with ``weight[indices]``, and grouped products
 (``F.grouped_mm``, and that of transformers).
 """
 
@@ -34,7 +35,11 @@ def expert_layers(module: nn.Module) -> Iterator[InnerLayer]:
     # whether matrices are (in, out), for x @ W_e, and not (out, in), for F.linear(x, W_e)
     inputs_first = getattr(module, "is_transposed", None)
     if not isinstance(inputs_first, bool):  # (E, hidden, 2 inner) beside (E, inner, hidden)
-        inputs_first = up is not None and down is not None and up.shape[1:] == (down.shape[2], 2 * down.shape[1])
+        inputs_first = (
+            up is not None
+            and down is not None
+            and up.shape[1:] == (down.shape[2], 2 * down.shape[1])
+        )
     for name, weight in weights.items():
         kind = ExpertsKind(weight, inputs_first=inputs_first)
         bias = module._parameters.get(f"{name}_bias")
@@ -63,8 +68,13 @@ class ExpertsHook(CompositeHook):
 
     def mode(self, report: Report) -> TorchFunctionMode:
         """Return the mode that recognises the products."""
-        # looked up at each call: a wrapper may have replaced the parameters, and pruning removed one
-        there = [(name, layer) for name, layer in self.by_name.items() if layer.weight_view.present is not None]
+        # looked up at each call: a wrapper may have replaced the parameters, and pruning removed
+        # one
+        there = [
+            (name, layer)
+            for name, layer in self.by_name.items()
+            if layer.weight_view.present is not None
+        ]
         return ExpertsMode({name: (layer.weight, layer.kind) for name, layer in there}, report)
 
 
@@ -87,7 +97,11 @@ class ExpertsMode(TorchFunctionMode):
         self._gathered: list[tuple[Tensor, _Operand]] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call a function, and report it if it is a product with the experts' weights."""
         given = kwargs or {}
@@ -97,19 +111,30 @@ class ExpertsMode(TorchFunctionMode):
             return result
         left, right = (*args, *(given[key] for key in _OPERANDS if key in given))[:2]
         if name == "__getitem__":
-            is_list = isinstance(right, Tensor) and right.dim() == 1 and not right.is_floating_point()
+            is_list = (
+                isinstance(right, Tensor) and right.dim() == 1 and not right.is_floating_point()
+            )
             operand = self._operand(left) if is_list and right.dtype != torch.bool else None
             if operand is not None and operand.which is None:
                 self._gathered.append((result, operand._replace(which=right.long())))
             return result
         left, right = (right, left) if name == "__rmatmul__" else (left, right)
-        uses = [(left, right, name == "linear")]  # the rows, the experts, and whether their matrices are `(out, in)`
+        # the rows, the experts, and whether their matrices are `(out, in)`
+        uses = [(left, right, name == "linear")]
         if name in _MATRIX_PRODUCTS:
             uses.append((right, left, True))
         for x, experts, outputs_first in uses:
             operand = self._operand(experts)
-            if operand is not None and operand.outputs_first is outputs_first and isinstance(x, Tensor):
-                offsets = given.get("offs", args[2] if len(args) > 2 else None) if name in _GROUPED else None
+            if (
+                operand is not None
+                and operand.outputs_first is outputs_first
+                and isinstance(x, Tensor)
+            ):
+                offsets = (
+                    given.get("offs", args[2] if len(args) > 2 else None)
+                    if name in _GROUPED
+                    else None
+                )
                 self._report_product(operand, x, result, offsets, columns=experts is left)
         return result
 
@@ -120,9 +145,11 @@ class ExpertsMode(TorchFunctionMode):
         if offsets is not None:  # a grouped product
             if which is not None or x.dim() != 2:
                 return
-            ends = offsets.tolist()  # a host–device synchronisation, once per call on a refresh step
+            # a host–device synchronisation, once per call on a refresh step
+            ends = offsets.tolist()
             which = [end - start for start, end in pairwise([0, *ends])]
-        elif not isinstance(which, int) and y.dim() != 3:  # several matrices, broadcast over leading dimensions
+        # several matrices, broadcast over leading dimensions
+        elif not isinstance(which, int) and y.dim() != 3:
             return
         self._report(operand.name, x, y, operand.kind.of_call(which, columns=columns))
 
@@ -140,15 +167,25 @@ class ExpertsMode(TorchFunctionMode):
 
 
 def _place(tensor: Tensor, weight: Tensor) -> tuple[int | None, bool] | None:
-    """Return which matrix of a weight a tensor is (None: all) and whether it is transposed; None if it is none."""
-    if tensor.dtype != weight.dtype or tensor.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+    """Return which matrix of a weight a tensor is (None: all), and whether it is transposed."""
+    # The result is None if it is none of them.
+    if (
+        tensor.dtype != weight.dtype
+        or tensor.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
+    ):
         return None
     own, wanted = ([*zip(t.shape, t.stride(), strict=True)][-2:] for t in (tensor, weight))
     if own not in (wanted, wanted[::-1]):
         return None
     is_transposed = own != wanted
-    expert, rest = divmod(int(tensor.storage_offset() - weight.storage_offset()), int(weight.stride(0)))
+    expert, rest = divmod(
+        int(tensor.storage_offset() - weight.storage_offset()), int(weight.stride(0))
+    )
     if tensor.dim() == 3:
-        whole = len(tensor) == len(weight) and tensor.stride(0) == weight.stride(0) and expert == rest == 0
+        whole = (
+            len(tensor) == len(weight)
+            and tensor.stride(0) == weight.stride(0)
+            and expert == rest == 0
+        )
         return (None, is_transposed) if whole else None
     return (expert, is_transposed) if rest == 0 and 0 <= expert < len(weight) else None

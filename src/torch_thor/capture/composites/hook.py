@@ -1,4 +1,7 @@
-"""The hook on a composite module: while its forward runs, a function mode reports the calls of the layers inside it."""
+"""The hook on a composite module, which reports the calls of the layers inside it.
+
+While the module's forward runs, a function mode reports them.
+"""
 
 from collections.abc import Set
 from typing import Any, Protocol
@@ -21,15 +24,19 @@ class Watcher(Protocol):
         ...
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
-        """Receive one call: the layer, the kind that the rows of this call are read with, its input and its output."""
+        """Receive one call: its layer, the kind to read its rows with, its input and output."""
         ...
 
 
 class Report(Protocol):
-    """Reports one call of a layer inside the module. Names of layers that are not preconditioned are ignored."""
+    """A report of one call of a layer inside the module.
+
+    Names of layers that are not preconditioned are ignored.
+    """
 
     def __call__(self, name: str, x: Tensor, output: Any, kind: Kind | None = None) -> None:
-        """Report the layer's name inside the module, its input, its output, and the kind of this call if it differs."""
+        """Report the layer's name inside the module, its input and its output."""
+        # The kind of this call is given, too, if it differs.
         ...
 
 
@@ -44,7 +51,8 @@ class CompositeHook:
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
-        self.by_name: dict[str, LayerCurvature] = {}  # the layers that are preconditioned, by their names inside
+        # the layers that are preconditioned, by their names inside
+        self.by_name: dict[str, LayerCurvature] = {}
         self._active: TorchFunctionMode | None = None
 
     @property
@@ -53,12 +61,16 @@ class CompositeHook:
         return list(self.by_name.values())
 
     def mode(self, report: Report) -> TorchFunctionMode:
-        """Return a function mode that is active while the module runs and reports the calls of the layers inside it.
+        """Return a function mode that reports the calls of the layers inside the module.
 
-        The mode must not change what the module computes, and is active only on steps that gather statistics.
+        It is active while the module runs.
+
+        The mode must not change what the module computes, and is active only on steps that gather
+        statistics.
 
         Args:
-            report: to be called once per call of a layer. Inputs and outputs are batch first, ``(N, ..., features)``.
+            report: to be called once per call of a layer. Inputs and outputs are batch first,
+                ``(N, ..., features)``.
 
         Returns:
             A mode that has not been entered.
@@ -69,7 +81,8 @@ class CompositeHook:
         """Enter the mode, where statistics of the module are gathered."""
         if watcher.gathering.isdisjoint(self.layers) or not torch.is_grad_enabled():
             return
-        if function_mode() is self._active:  # Ctrl-C inside the forward: torch then calls no hook that leaves the mode.
+        # Ctrl-C inside the forward: torch then calls no hook that leaves the mode.
+        if function_mode() is self._active:
             self.abandon()
 
         def report(name: str, x: Tensor, output: Any, kind: Kind | None = None) -> None:

@@ -1,14 +1,18 @@
-"""``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells: one linear layer per weight, and the recurrence step by step.
+"""``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells, computed step by step.
 
-The weights ``weight_ih_l0``, ``weight_hh_l0_reverse``, ``weight_hr_l0``, ... are linear layers on the input, the hidden
-state and the unprojected output. The rows of each are those of all sequences and time steps, so T is the length of the
-sequences, and the outputs of the first two are all gates together. A weight is the same at every time step, so its rows
-depend on each other as the patches of a convolution do, and are treated in the same way.
+Each weight is one linear layer.
 
-torch's fused kernels give no gradient of a gate. So on a step that gathers statistics, what these modules compute is
-computed step by step, for any number of layers and directions, for output projections (``proj_size``) and for packed
-sequences. The numbers are equal except for the order of rounding. Dropout between layers draws the same masks on a CPU;
-on a GPU cuDNN uses a generator of its own, so the masks differ.
+The weights ``weight_ih_l0``, ``weight_hh_l0_reverse``, ``weight_hr_l0``, ... are linear layers on
+the input, the hidden state and the unprojected output. The rows of each are those of all sequences
+and time steps, so T is the length of the sequences, and the outputs of the first two are all gates
+together. A weight is the same at every time step, so its rows depend on each other as the patches
+of a convolution do, and are treated in the same way.
+
+torch's fused kernels give no gradient of a gate. So on a step that gathers statistics, what these
+modules compute is computed step by step, for any number of layers and directions, for output
+projections (``proj_size``) and for packed sequences. The numbers are equal except for the order of
+rounding. Dropout between layers draws the same masks on a CPU; on a GPU cuDNN uses a generator of
+its own, so the masks differ.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +61,11 @@ class RecurrenceMode(TorchFunctionMode):
         self._report = report
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute recurrent functions step by step; call every other function as it is."""
         name = getattr(func, "__name__", "")
@@ -68,15 +76,27 @@ class RecurrenceMode(TorchFunctionMode):
         run = self._one_step if name.endswith("_cell") else self._sequences
         if not torch.is_autocast_enabled(device) or (device == "cpu" and name != "lstm"):
             return run(cell, *args)
-        # autocast runs these functions as a whole in its dtype; all others operation by operation, as happens here too
+        # autocast runs these functions as a whole in its dtype; all others operation by operation,
+        # as happens here too
         with torch.autocast(device, enabled=False):
             dtype = torch.get_autocast_dtype(device)
             return run(
-                cell, *tree_map(lambda a: a.to(dtype) if torch.is_tensor(a) and a.is_floating_point() else a, args)
+                cell,
+                *tree_map(
+                    lambda a: a.to(dtype) if torch.is_tensor(a) and a.is_floating_point() else a,
+                    args,
+                ),
             )
 
     def _one_step(
-        self, cell: Cell, x: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+        self,
+        cell: Cell,
+        x: Tensor,
+        state: Any,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Any = None,
+        b_hh: Any = None,
     ) -> Any:
         states = _listed(state)
         from_input, from_hidden = F.linear(x, w_ih, b_ih), F.linear(states[0], w_hh, b_hh)
@@ -86,7 +106,8 @@ class RecurrenceMode(TorchFunctionMode):
         return new if len(new) > 1 else new[0]
 
     def _sequences(self, cell: Cell, *args: Any) -> tuple[Tensor, ...]:
-        # the arguments are data, batch_sizes, state, weights, ... for packed sequences, else x, state, weights, ...
+        # the arguments are data, batch_sizes, state, weights, ... for packed sequences, else x,
+        # state, weights, ...
         packed = isinstance(args[3], list | tuple)
         x, sizes, state, flat, _, layers, dropout, training, bidirectional, *batch_first = (
             args if packed else (args[0], None, *args[1:])
@@ -101,9 +122,13 @@ class RecurrenceMode(TorchFunctionMode):
         for layer in range(layers):
             outputs = []
             for place in range(layer * directions, (layer + 1) * directions):
-                weights = list(zip(self._names, flat, strict=True))[place * size : (place + 1) * size]
+                weights = list(zip(self._names, flat, strict=True))[
+                    place * size : (place + 1) * size
+                ]
                 start = [one[place] for one in _listed(state)]
-                y, final = self._run(cell, x, steps, start, dict(weights), backwards=place % directions == 1)
+                y, final = self._run(
+                    cell, x, steps, start, dict(weights), backwards=place % directions == 1
+                )
                 outputs.append(y)
                 finals.append(final)
             x = torch.cat(outputs, -1)
@@ -125,21 +150,36 @@ class RecurrenceMode(TorchFunctionMode):
         *,
         backwards: bool,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the outputs of one layer in one direction, in the layout of ``x``, and the final states."""
+        """Return the outputs of one layer in one direction, and the final states."""
+        # The outputs are in the layout of ``x``.
 
         def report(name: str, x: Tensor, y: Tensor) -> None:
-            self._report(name, x, y, PackedCall(weights[name], name, steps.counts[0]) if steps.packed else None)
+            self._report(
+                name,
+                x,
+                y,
+                PackedCall(weights[name], name, steps.counts[0]) if steps.packed else None,
+            )
 
         names, (w_ih, w_hh, *rest) = list(weights), weights.values()
         b_ih, b_hh = rest[:2] if len(rest) > 1 else (None, None)
         w_hr = rest[-1] if len(rest) % 2 else None
         gates = F.linear(x, w_ih, b_ih)
         report(names[0], x, gates)
-        # Zeros are added to the outputs of all time steps, so that one tensor receives all their gradients. The output
-        # of a frozen layer must not require a gradient because of them.
-        zeros = partial(gates.new_zeros, requires_grad=any(weight.requires_grad for weight in weights.values()))
-        of_hidden, of_output = zeros(gates.shape), zeros((*x.shape[:-1], 0 if w_hr is None else len(w_hr)))
-        inputs, add_hidden, add_output = steps.split(gates), steps.split(of_hidden), steps.split(of_output)
+        # Zeros are added to the outputs of all time steps, so that one tensor receives all their
+        # gradients. The output of a frozen layer must not require a gradient because of them.
+        zeros = partial(
+            gates.new_zeros, requires_grad=any(weight.requires_grad for weight in weights.values())
+        )
+        of_hidden, of_output = (
+            zeros(gates.shape),
+            zeros((*x.shape[:-1], 0 if w_hr is None else len(w_hr))),
+        )
+        inputs, add_hidden, add_output = (
+            steps.split(gates),
+            steps.split(of_hidden),
+            steps.split(of_output),
+        )
         hidden, unprojected, outputs = ([x] * len(inputs) for _ in range(3))
         for t in reversed(range(len(inputs))) if backwards else range(len(inputs)):
             n = steps.counts[t]
@@ -150,7 +190,9 @@ class RecurrenceMode(TorchFunctionMode):
                 unprojected[t] = new[0].detach()
                 new[0] = F.linear(new[0], w_hr) + add_output[t]
             outputs[t] = new[0]
-            states = [torch.cat([a, b[n:]]) if n < len(b) else a for a, b in zip(new, states, strict=True)]
+            states = [
+                torch.cat([a, b[n:]]) if n < len(b) else a for a, b in zip(new, states, strict=True)
+            ]
         report(names[1], steps.join(hidden), of_hidden)
         if w_hr is not None:
             report(names[-1], steps.join(unprojected), of_output)
@@ -158,11 +200,15 @@ class RecurrenceMode(TorchFunctionMode):
 
 
 class _Steps:
-    """The time steps of a batch ``(N, L, ...)``, or of packed rows, ordered by time, the longest sequences first."""
+    """The time steps of a batch ``(N, L, ...)``, or of packed rows.
+
+    Packed rows are ordered by time, the longest sequences first.
+    """
 
     def __init__(self, x: Tensor, counts: list[int] | None) -> None:
         self.packed = counts is not None
-        self.counts = [len(x)] * x.shape[1] if counts is None else counts  # the number of rows of each step
+        # the number of rows of each step
+        self.counts = [len(x)] * x.shape[1] if counts is None else counts
 
     def split(self, rows: Tensor) -> Sequence[Tensor]:
         """Return the rows of each step."""

@@ -1,8 +1,8 @@
-"""Which modules are composite: ``register_composite``, through which the built-in composite modules are known too.
+"""Which modules are composite: ``register_composite``, which the built-in ones use, too.
 
-A composite module computes several layers in its own forward, without calling a module for any of them: an attention
-with its projections, a recurrent layer, fused experts. A layer that is one matrix is registered with
-``torch_thor.register_kind`` instead.
+A composite module computes several layers in its own forward, without calling a module for any of
+them: an attention with its projections, a recurrent layer, fused experts. A layer that is one
+matrix is registered with ``torch_thor.register_kind`` instead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,13 +22,14 @@ class InnerLayer:
     """One layer that a composite module computes.
 
     Args:
-        name: its name inside the module; with the module's name before it, it is the layer's name in
-            ``optimizer.curvature``, and the module's hook reports calls under it.
+        name: its name inside the module; with the module's name before it, it is the layer's name
+            in ``optimizer.curvature``, and the module's hook reports calls under it.
         kind: its kind, ``torch_thor.curvature.ProjectionKind`` for a linear layer.
         weight: its weight: a parameter, or rows of one.
-        biases: its biases, none or one. A bias that other modules share, or that is not trained, is left out later.
-        prefix: put before the names of its state, where several layers are rows of one parameter; such layers need
-            different prefixes, because the state belongs to the parameter.
+        biases: its biases, none or one. A bias that other modules share, or that is not trained, is
+            left out later.
+        prefix: put before the names of its state, where several layers are rows of one parameter;
+            such layers need different prefixes, because the state belongs to the parameter.
     """
 
     name: str
@@ -51,18 +52,21 @@ class Composite(Registration):
         found = list(self.layers(module))
         seen: set[tuple[Any, ...]] = set()
         for layer in found if self.checked else ():
-            who, view = f"layer {layer.name!r}, registered for {type(module).__name__},", layer.weight
+            who, view = (
+                f"layer {layer.name!r}, registered for {type(module).__name__},",
+                layer.weight,
+            )
             if not isinstance(getattr(view.module, view.attribute, None), Tensor):
                 raise ValueError(
-                    f"{who} has the weight {view.attribute!r}, and the module has no parameter of that name; correct "
-                    f"the name"
+                    f"{who} has the weight {view.attribute!r}, and the module has no parameter of "
+                    f"that name; correct the name"
                 )
             own = {("name", layer.name), (id(view.module), view.attribute, layer.prefix)}
             if own & seen:
                 raise ValueError(
-                    f"{who} has the name of another layer of the module, or the prefix {layer.prefix!r} of another "
-                    f"layer of the same parameter; give each layer a name, and each layer of a parameter a prefix, of "
-                    f"its own"
+                    f"{who} has the name of another layer of the module, or the prefix "
+                    f"{layer.prefix!r} of another layer of the same parameter; give each layer a "
+                    f"name, and each layer of a parameter a prefix, of its own"
                 )
             seen |= own
             check_fits(layer.kind, view.outline(), [bias.outline() for bias in layer.biases], who)
@@ -82,21 +86,22 @@ def register_composite(
 ) -> None:
     """Precondition the layers that modules of a class compute in their own forward.
 
-    The registration holds for optimizers that are made afterwards, for the class and for subclasses that do not
-    override its ``forward``.
+    The registration holds for optimizers that are made afterwards, for the class and for subclasses
+    that do not override its ``forward``.
 
     Args:
         module_type: the class of the modules.
         layers: called with such a module, returns its layers.
-        hook: called with such a module, returns the hook that reports the calls of its layers; as a rule a subclass
-            of ``CompositeHook``.
-        with_children: whether weights of the layers belong to child modules, which the forward does not call. No
-            child of such a module is then preconditioned by itself.
+        hook: called with such a module, returns the hook that reports the calls of its layers; as a
+            rule a subclass of ``CompositeHook``.
+        with_children: whether weights of the layers belong to child modules, which the forward does
+            not call. No child of such a module is then preconditioned by itself.
 
     Raises:
-        TypeError: ``module_type`` is not a class of modules, or ``layers`` or ``hook`` cannot be called.
-        ValueError: the class is already registered, here or with ``torch_thor.register_kind``. An optimizer raises
-            it when it is made, where a layer does not fit its weight.
+        TypeError: ``module_type`` is not a class of modules, or ``layers`` or ``hook`` cannot be
+            called.
+        ValueError: the class is already registered, here or with ``torch_thor.register_kind``. An
+            optimizer raises it when it is made, where a layer does not fit its weight.
     """
     for registry in (COMPOSITES, KINDS):
         registry.check_new(module_type, "register_composite")

@@ -1,7 +1,8 @@
 """The interface of all kinds of layers.
 
-A kind turns the input of a layer into the rows ``a`` of the paper, and the gradient of its output into the rows ``g``.
-Samples are ``(groups, features, rows)``, features first (see ``torch_thor.curvature.blocks``).
+A kind turns the input of a layer into the rows ``a`` of the paper, and the gradient of its output
+into the rows ``g``. Samples are ``(groups, features, rows)``, features first (see
+``torch_thor.curvature.blocks``).
 """
 
 from typing import Protocol
@@ -13,7 +14,10 @@ from torch_thor.curvature.blocks import Blocks
 
 
 class Kind(Protocol):
-    """The geometry of a layer: ``groups`` independent matrices ``(outputs, inputs)``, and the rows of their factors."""
+    """The geometry of a layer: ``groups`` independent matrices, and their factors' rows.
+
+    The shape of each matrix is ``(outputs, inputs)``.
+    """
 
     label: str
     """The name of the kind in ``optimizer.coverage()``."""
@@ -26,25 +30,40 @@ class Kind(Protocol):
     diagonal_input: bool
     """Whether A is diagonal, so that no split applies to it."""
     transposed: bool
-    """Whether the weight has the inputs first, so that ``to_matrix`` returns ``(groups, inputs, outputs)``."""
-    solves_biases: bool
-    """Whether biases are preconditioned with G: it is the second moment of the gradient of the output itself."""
-    routed: bool
-    """Whether each group has its own rows, possibly none, so that T is part of the factors (experts)."""
-    batch_first: bool
-    """Whether the leading dimension of the input is the batch for certain, as that of a convolution is.
+    """Whether the weight has the inputs first.
 
-    False for layers that also run on other layouts, such as a linear layer on ``(L, N, features)``. Where layers see
-    different numbers of samples, those that are certain decide. A registered kind may leave the attribute out, which
-    means False.
+    If so, ``to_matrix`` returns ``(groups, inputs, outputs)``.
+    """
+    solves_biases: bool
+    """Whether biases are preconditioned with G.
+
+    If so, G is the second moment of the gradient of the output itself.
+    """
+    routed: bool
+    """Whether each group has its own rows, possibly none, as experts do.
+
+    If so, T is part of the factors.
+    """
+    batch_first: bool
+    """Whether the input's leading dimension is certainly the batch, as for a convolution.
+
+    False for layers that also run on other layouts, such as a linear layer on ``(L, N, features)``.
+    Where layers see different numbers of samples, those that are certain decide. A registered kind
+    may leave the attribute out, which means False.
     """
 
     def loss_terms(self, x: Tensor) -> int:
-        """Return the number of samples in an input: its leading dimension, 1 if it has no batch dimension."""
+        """Return the number of samples in an input.
+
+        It is the leading dimension, or 1 if there is no batch dimension.
+        """
         ...
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return the leading dimensions of the input, each index of which is a row; none where rows are patches."""
+        """Return the leading dimensions of the input, each index of which is a row.
+
+        There are none where rows are patches.
+        """
         ...
 
     def add_inputs_(
@@ -56,9 +75,10 @@ class Kind(Protocol):
             a: the sum of the input factor, changed in place.
             x: the input of the layer.
             output: the shape of its output.
-            keep: ``bool``, of shape ``row_shape``, False for rows to leave out; None to take all rows. A kind whose
-                rows are patches takes all.
-            most: a number of evenly spread rows that is enough (see ``spacing`` in matrix.py); None for all.
+            keep: ``bool``, of shape ``row_shape``, False for rows to leave out; None to take all
+                rows. A kind whose rows are patches takes all.
+            most: a number of evenly spread rows that is enough (see ``spacing`` in matrix.py); None
+                for all.
 
         Returns:
             The number of rows that were added; one number per group if ``routed``.
@@ -77,9 +97,15 @@ class Kind(Protocol):
         ...
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as matrices, one per group, as a view where its layout allows."""
+        """Return a tensor of the weight's shape as matrices, one per group.
+
+        The result is a view where the tensor's layout allows it.
+        """
         ...
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy a changed result of ``to_matrix`` back into its tensor; nothing to do where it is a view."""
+        """Copy a changed result of ``to_matrix`` back into its tensor.
+
+        There is nothing to do where it is a view.
+        """
         ...

@@ -1,7 +1,8 @@
-"""``nn.Embedding``: a linear layer on one-hot rows, whose A is the diagonal matrix of token frequencies.
+"""``nn.Embedding``: a linear layer on one-hot rows, whose A is diagonal (token frequencies).
 
-Subclasses in model libraries (``GemmaTextScaledWordEmbedding``, ``BartScaledWordEmbedding``) multiply the vectors by a
-number, ``embed_scale``. The gradient of a vector is then that number times the gradient of the output.
+Subclasses in model libraries (``GemmaTextScaledWordEmbedding``, ``BartScaledWordEmbedding``)
+multiply the vectors by a number, ``embed_scale``. The gradient of a vector is then that number
+times the gradient of the output.
 """
 
 from typing import Any
@@ -14,14 +15,18 @@ from torch_thor.curvature.kinds.matrix import MatrixWeight
 
 
 class EmbeddingKind(MatrixWeight):
-    """``nn.Embedding``: the rows ``a`` are one-hot, so A = diag(count / R), and no row is formed."""
+    """``nn.Embedding``: the rows ``a`` are one-hot, so A = diag(count / R).
+
+    No row is formed.
+    """
 
     label = "Embedding"
     diagonal_input = True
     transposed = True
 
     def __init__(self, module: Any, *, scaled: bool = False) -> None:
-        self._scaled = module if scaled else None  # the module if its output is ``embed_scale`` times the vectors
+        # the module if its output is ``embed_scale`` times the vectors
+        self._scaled = module if scaled else None
         self.inputs, self.outputs = module.num_embeddings, module.embedding_dim
         self._padding = module.padding_idx
 
@@ -60,19 +65,30 @@ class EmbeddingKind(MatrixWeight):
 def why_not_counted(module: nn.Embedding) -> str | None:
     """Return the reason why the factors of an embedding would not be those of its gradient."""
     if module.scale_grad_by_freq:
-        return "scale_grad_by_freq divides its gradient by the token counts, which the factors do not contain"
+        return (
+            "scale_grad_by_freq divides its gradient by the token counts, which the factors do not "
+            "contain"
+        )
     return None
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Return whether a module is an embedding that multiplies by ``embed_scale`` and does nothing else."""
+    """Return whether a module is an embedding that scales by ``embed_scale`` and no more.
+
+    Such an embedding multiplies by that number, and does nothing else.
+    """
     scale: Any = getattr(module, "embed_scale", None)
     is_number = isinstance(scale, float | int) or (isinstance(scale, Tensor) and scale.numel() == 1)
     alone = [name for name, _ in module.named_parameters(recurse=False)] == ["weight"]
     if not (isinstance(module, nn.Embedding) and is_number and alone):
         return False
-    # With max_norm a lookup changes the weight; a weight on the meta device or in shards has no values to compare.
-    if module.max_norm is not None or module.weight.is_meta or type(module.weight.data) is not Tensor:
+    # With max_norm a lookup changes the weight; a weight on the meta device or in shards has no
+    # values to compare.
+    if (
+        module.max_norm is not None
+        or module.weight.is_meta
+        or type(module.weight.data) is not Tensor
+    ):
         return False
     tokens = torch.arange(min(len(module.weight), 8), device=module.weight.device)[None]
     with torch.no_grad():
@@ -80,6 +96,11 @@ def is_scaled(module: nn.Module) -> bool:
         expected = vectors * (scale.to(vectors.dtype) if isinstance(scale, Tensor) else scale)
         try:
             found = type(module).forward(module, tokens)
-        except (TypeError, ValueError, IndexError, RuntimeError):  # its forward needs other arguments
+        # its forward needs other arguments
+        except (TypeError, ValueError, IndexError, RuntimeError):
             return False
-    return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.equal(found, expected))
+    return (
+        isinstance(found, Tensor)
+        and found.shape == expected.shape
+        and bool(torch.equal(found, expected))
+    )

@@ -1,11 +1,14 @@
-"""Fused experts: E linear layers in one 3-d weight, each of which receives the rows that a router sends to it.
+"""Fused experts: E linear layers in one 3-d weight.
 
-    weight (E, out, in), or (E, in, out)        expert e: A_e and G_e of its own R_e rows, T_e = R_e / N
+Each of them receives the rows that a router sends to it.
 
-The number of rows differs from step to step and from expert to expert, so there is no single T. The stored factors are
-``√T_e · A_e`` and ``√T_e · G_e``, for which T is 1: their Kronecker product is ``T_e · (A_e ⊗ G_e)``, and with ``√λ``
-added to their diagonals they are ``√T_e`` times the damped factors. The natural gradient therefore equals that of E
-separate layers.
+    weight (E, out, in), or (E, in, out)        expert e: A_e and G_e of its own R_e rows, T_e = R_e
+    / N
+
+The number of rows differs from step to step and from expert to expert, so there is no single T. The
+stored factors are ``√T_e · A_e`` and ``√T_e · G_e``, for which T is 1: their Kronecker product is
+``T_e · (A_e ⊗ G_e)``, and with ``√λ`` added to their diagonals they are ``√T_e`` times the damped
+factors. The natural gradient therefore equals that of E separate layers.
 """
 
 import copy
@@ -24,7 +27,8 @@ class ExpertsKind(MatrixWeight):
 
     label = "Experts"
     routed = True
-    _which: int | Tensor | Sequence[int] | None = None  # of a call: one expert, that of each row, or their row counts
+    # of a call: one expert, that of each row, or their row counts
+    _which: int | Tensor | Sequence[int] | None = None
     _columns = False  # of a call: whether its rows are columns
 
     def __init__(self, weight: Tensor, *, inputs_first: bool) -> None:
@@ -32,18 +36,23 @@ class ExpertsKind(MatrixWeight):
         self.groups = weight.shape[0]
         self.outputs, self.inputs = weight.shape[:0:-1] if inputs_first else weight.shape[1:]
 
-    def of_call(self, which: int | Tensor | Sequence[int] | None, *, columns: bool = False) -> "ExpertsKind":
-        """Return the kind of one call of some experts; None for all of them, with the same number of rows each."""
+    def of_call(
+        self, which: int | Tensor | Sequence[int] | None, *, columns: bool = False
+    ) -> "ExpertsKind":
+        """Return the kind of one call of some experts.
+
+        None stands for all of them, with the same number of rows each.
+        """
         call = copy.copy(self)
         call._which, call._columns = which, columns
         return call
 
     def loss_terms(self, x: Tensor) -> int:
-        """Return 1: the number of rows that are sent to an expert does not depend on the number of loss terms."""
+        """Return 1: how many rows reach an expert is independent of the number of loss terms."""
         return 1
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return no dimensions: behind a router, the position of a row in its sequence is unknown."""
+        """Return no dimensions: behind a router, a row's place in its sequence is unknown."""
         return torch.Size()
 
     def add_inputs_(
@@ -57,7 +66,8 @@ class ExpertsKind(MatrixWeight):
         self._add_(g, grad, self.outputs)
 
     def _add_(self, factor: Blocks, rows: Tensor, features: int) -> list[int]:
-        """Add to each expert's factor its rows of ``(rows, ..., features)``, and return the number of rows of each."""
+        """Add each expert's rows to its factor, and return the number of rows of each."""
+        # The shape of the rows is ``(rows, ..., features)``.
         which, rows = self._which, rows.mT if self._columns else rows
         if which is None:
             factor.add_second_moment_(rows.expand(self.groups, -1, -1).to(factor.rows.dtype).mT)

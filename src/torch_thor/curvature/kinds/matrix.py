@@ -1,8 +1,9 @@
 """Layers whose weight is one matrix, or one for each group: linear layers and convolutions.
 
-The row ``a`` of a convolution is a patch, and ``g`` an output pixel. A transposed convolution is a convolution of
-stride 1, with a mirrored kernel, of pixels that are ``stride`` apart. Patches are formed in pieces that are small
-enough to stay in the cache, because they repeat every pixel as often as the kernel has taps.
+The row ``a`` of a convolution is a patch, and ``g`` an output pixel. A transposed convolution is a
+convolution of stride 1, with a mirrored kernel, of pixels that are ``stride`` apart. Patches are
+formed in pieces that are small enough to stay in the cache, because they repeat every pixel as
+often as the kernel has taps.
 """
 
 import math
@@ -14,18 +15,22 @@ from torch.nn import functional as F
 
 from torch_thor.curvature.blocks import Blocks
 
-# Patches are written once and read once; where a piece stays in the last-level cache, reading it costs next to nothing
-# (3x3 layers of ResNet-50 at 56x56, batch 8: 20 ms as a whole, 3 ms in pieces of one image). A GPU is faster with few
-# large pieces.
+# Patches are written once and read once; where a piece stays in the last-level cache, reading it
+# costs next to nothing (3x3 layers of ResNet-50 at 56x56, batch 8: 20 ms as a whole, 3 ms in pieces
+# of one image). A GPU is faster with few large pieces.
 _PIECE_BYTES = {"cpu": 8 * 2**20}
 _PIECE_BYTES_DEVICE = 256 * 2**20
 
-# The golden ratio: positions are shifted by it from image to image, so that they are spread evenly over all positions.
+# The golden ratio: positions are shifted by it from image to image, so that they are spread evenly
+# over all positions.
 _GOLDEN = (618_034, 1_000_000)
 
 
 class MatrixWeight:
-    """A base class for kinds whose weight has its matrices in their own memory layout, one after the other."""
+    """A base class for kinds whose weight has its matrices one after the other.
+
+    They are in their own memory layout.
+    """
 
     groups = 1
     inputs: int
@@ -47,7 +52,10 @@ class MatrixWeight:
         return tensor.reshape(self.groups, self.outputs, self.inputs)
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy changed matrices back into the tensor that they were made of, unless they are a view of it."""
+        """Copy changed matrices back into their tensor, unless they are a view of it.
+
+        The tensor is the one that they were made of.
+        """
         if matrix.data_ptr() != tensor.data_ptr():
             if self.taps:
                 matrix = matrix.reshape(self.groups, self.outputs, -1, self.taps).transpose(1, 2)
@@ -55,7 +63,10 @@ class MatrixWeight:
 
 
 class LinearKind(MatrixWeight):
-    """``nn.Linear``: every leading index of the input is a row; a base class for layers that differ in the weight."""
+    """``nn.Linear``, for which every leading index of the input is a row.
+
+    It is a base class for layers that differ in the weight.
+    """
 
     label = "Linear"
 
@@ -103,10 +114,13 @@ class TransposedLinearKind(LinearKind):
 
 
 class ProjectionKind(LinearKind):
-    """A linear layer inside a composite module, which receives its inputs batch first, ``(N, ..., in)``.
+    """A linear layer inside a composite module.
 
-    The module computes it without calling a module for it: a projection of an attention, a gate matrix of a recurrent
-    layer (:mod:`torch_thor.capture.composites`). Its weight is a parameter, or rows of a fused one.
+    It receives its inputs batch first, ``(N, ..., in)``.
+
+    The module computes it without calling a module for it: a projection of an attention, a gate
+    matrix of a recurrent layer (:mod:`torch_thor.capture.composites`). Its weight is a parameter,
+    or rows of a fused one.
 
     Args:
         weight: the weight, ``(out, in)``, of which only the shape is used.
@@ -121,7 +135,10 @@ class ProjectionKind(LinearKind):
 
 
 class PackedCall(ProjectionKind):
-    """One call of a projection on packed sequences, whose rows are all their time steps, ``(rows, in)``."""
+    """One call of a projection on packed sequences.
+
+    Its rows are all their time steps, ``(rows, in)``.
+    """
 
     def __init__(self, weight: Tensor, label: str, sequences: int) -> None:
         super().__init__(weight, label)
@@ -137,7 +154,10 @@ class PackedCall(ProjectionKind):
 
 
 class ConvKind(MatrixWeight):
-    """``nn.Conv1d`` to ``3d`` and ``nn.ConvTranspose1d`` to ``3d``; ``same`` for zeros as TensorFlow pads with them."""
+    """``nn.Conv1d`` to ``3d`` and ``nn.ConvTranspose1d`` to ``3d``.
+
+    With ``same`` it pads with zeros as TensorFlow does.
+    """
 
     batch_first = True
 
@@ -150,12 +170,16 @@ class ConvKind(MatrixWeight):
         self.inputs = module.in_channels // module.groups * taps
         self.outputs = module.out_channels // module.groups
         self._mode = "constant" if same or module.padding_mode == "zeros" else module.padding_mode
-        self._before = None if same else module.padding  # the number of pixels before the image in each dimension
+        # the number of pixels before the image in each dimension
+        self._before = None if same else module.padding
         if module.padding == "valid":
             self._before = (0,) * len(self.kernel)
         elif module.padding == "same":  # as in torch, an odd total has its extra pixel at the end
-            self._before = tuple(d * (k - 1) // 2 for d, k in zip(self.dilation, self.kernel, strict=True))
-        self._latest: tuple[Any, ...] = ()  # for one shape of images, which of their pixels some patches consist of
+            self._before = tuple(
+                d * (k - 1) // 2 for d, k in zip(self.dilation, self.kernel, strict=True)
+            )
+        # for one shape of images, which of their pixels some patches consist of
+        self._latest: tuple[Any, ...] = ()
 
     def loss_terms(self, x: Tensor) -> int:
         """Return the number of images, 1 for an input without a batch dimension."""
@@ -168,18 +192,26 @@ class ConvKind(MatrixWeight):
     def add_inputs_(
         self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
-        """Add the patches, a few images at a time; with ``most``, evenly spread patches of all images at once."""
+        """Add the patches, a few images at a time."""
+        # With ``most``, evenly spread patches of all images are added at once.
         x = x[None] if x.dim() < len(self.kernel) + 2 else x
         sizes = output[-len(self.kernel) :]
         pixels = math.prod(sizes)
-        step = spacing(len(x) * pixels, most, pixels if len(x) == 1 else 1)  # several images differ in position
+        # several images differ in position
+        step = spacing(len(x) * pixels, most, pixels if len(x) == 1 else 1)
         if step > 1:
             a.add_second_moment_(self._samples(self._few(x, sizes, step).to(a.rows.dtype)))
             return len(range(0, len(x) * pixels, step))
-        budget, itemsize = _PIECE_BYTES.get(x.device.type, _PIECE_BYTES_DEVICE), a.rows.dtype.itemsize
-        for piece in x.split(max(1, budget // max(1, self.groups * self.inputs * pixels * itemsize))):
+        budget, itemsize = (
+            _PIECE_BYTES.get(x.device.type, _PIECE_BYTES_DEVICE),
+            a.rows.dtype.itemsize,
+        )
+        for piece in x.split(
+            max(1, budget // max(1, self.groups * self.inputs * pixels * itemsize))
+        ):
             images = piece.to(a.rows.dtype)
-            if math.prod(self.kernel) > 1:  # windows of a channels_last image would be copied number by number
+            # windows of a channels_last image would be copied number by number
+            if math.prod(self.kernel) > 1:
                 images = images.contiguous()
             a.add_second_moment_(self._samples(self._windows(images, sizes)))
         return len(x) * pixels
@@ -189,24 +221,31 @@ class ConvKind(MatrixWeight):
         grad = grad[None] if grad.dim() < len(self.kernel) + 2 else grad
         budget = _PIECE_BYTES.get(grad.device.type, _PIECE_BYTES_DEVICE)
         for piece in grad.split(max(1, budget // max(1, grad[:1].numel() * g.rows.dtype.itemsize))):
-            g.add_second_moment_(piece.to(g.rows.dtype).transpose(0, 1).reshape(self.groups, self.outputs, -1))
+            g.add_second_moment_(
+                piece.to(g.rows.dtype).transpose(0, 1).reshape(self.groups, self.outputs, -1)
+            )
 
     def _samples(self, patches: Tensor) -> Tensor:
         """Return patches ``(C_in, *kernel, ...)`` as rows ``a``, ``(groups, inputs, rows)``."""
         return patches.reshape(self.groups, self.inputs, -1)
 
     def _windows(self, x: Tensor, sizes: torch.Size) -> Tensor:
-        """Return all patches, ``(C_in, *kernel, N, *sizes)``, with their taps in the order of the weight's columns."""
+        """Return all patches, with their taps in the order of the weight's columns."""
+        # The shape is ``(C_in, *kernel, N, *sizes)``.
         stride = self.stride
         if self.taps:
-            spread = x.new_zeros(*x.shape[:2], *((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True)))
+            spread = x.new_zeros(
+                *x.shape[:2], *((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True))
+            )
             places: Any = (..., *(slice(None, None, s) for s in stride))
             spread[places] = x
             x, stride = spread, (1,) * len(stride)
-        margins: list[int] = []  # (before, after) of the last dimension first, as F.pad takes them; negative ones crop
+        # (before, after) of the last dimension first, as F.pad takes them; negative ones crop
+        margins: list[int] = []
         for i in reversed(range(len(self.kernel))):
             reach = self.dilation[i] * (self.kernel[i] - 1)
-            # from sizes, not from output_padding, which output_size of a transposed convolution's forward overrides
+            # from sizes, not from output_padding, which output_size of a transposed convolution's
+            # forward overrides
             missing = (sizes[i] - 1) * stride[i] + reach + 1 - x.shape[2 + i]
             before = max(missing, 0) // 2 if self._before is None else self._before[i]
             before = reach - before if self.taps else before
@@ -220,16 +259,23 @@ class ConvKind(MatrixWeight):
         return windows.flip(tuple(range(1, 1 + len(self.kernel)))) if self.taps else windows
 
     def _few(self, x: Tensor, sizes: torch.Size, step: int) -> Tensor:
-        """Return one in ``step`` patches of all images, ``(C_in, taps, rows)``, without forming the others."""
+        """Return one in ``step`` patches of all images, without forming the others."""
+        # The shape is ``(C_in, taps, rows)``.
         key = (x.shape, sizes, step, x.device)
         if self._latest[:1] != (key,):
             rows, size = evenly_spread(len(x), math.prod(sizes), step, x.device), math.prod(sizes)
-            # patches of an image of pixel numbers tell which pixels patches consist of; padding is pixel -1
+            # patches of an image of pixel numbers tell which pixels patches consist of; padding is
+            # pixel -1
             numbers = torch.arange(1, x[0, 0].numel() + 1, dtype=torch.float64, device=x.device)
             numbers = self._windows(numbers.view(1, 1, *x.shape[2:]), sizes).reshape(-1, size)
             pixel = numbers[:, rows % size].T.long() - 1
             outside = (pixel < 0)[..., None]
-            self._latest = key, (rows // size)[:, None], pixel.clamp_(min=0), outside if bool(outside.any()) else None
+            self._latest = (
+                key,
+                (rows // size)[:, None],
+                pixel.clamp_(min=0),
+                outside if bool(outside.any()) else None,
+            )
         _, image, pixel, outside = self._latest
         pixels = x.flatten(2).movedim(1, -1)
         if pixels.is_contiguous():  # channels_last: the channels of a pixel are copied together

@@ -1,4 +1,4 @@
-"""Which kind of layer a module is: ``register_kind``, through which the built-in kinds are known too."""
+"""Which kind of layer a module is: ``register_kind``, which the built-in kinds use, too."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,16 +11,30 @@ from torch import Tensor, nn
 from torch_thor.curvature.kinds.base import Kind
 
 _METHODS = ("loss_terms", "row_shape", "add_inputs_", "add_outputs_", "to_matrix", "from_matrix_")
-_ATTRIBUTES = ("label", "groups", "inputs", "outputs", "diagonal_input", "transposed", "solves_biases", "routed")
-_REMEDY = "derive it from torch_thor.curvature.LinearKind, or see torch_thor.curvature.Kind for what a kind must define"
+_ATTRIBUTES = (
+    "label",
+    "groups",
+    "inputs",
+    "outputs",
+    "diagonal_input",
+    "transposed",
+    "solves_biases",
+    "routed",
+)
+_REMEDY = (
+    "derive it from torch_thor.curvature.LinearKind, or see torch_thor.curvature.Kind for what a "
+    "kind must define"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
     """What is registered for a class of modules, or for modules that pass a test."""
 
-    fixed: tuple[str, ...] = ("forward",)  # the methods that it depends on, which a subclass may not override
-    why_not: Callable[[Any], str | None] = lambda _: None  # the reason why it does not hold for one of the modules
+    # the methods that it depends on, which a subclass may not override
+    fixed: tuple[str, ...] = ("forward",)
+    # the reason why it does not hold for one of the modules
+    why_not: Callable[[Any], str | None] = lambda _: None
     checked: bool = False  # whether what it makes is checked; what this package registers is not
 
 
@@ -37,18 +51,24 @@ R = TypeVar("R", bound=Registration)
 
 
 class Registry(Generic[R]):
-    """Finds what is registered for a module: for its class, for a parent class whose methods it runs, or by a test."""
+    """A registry that finds what is registered for a module.
+
+    It looks for the module's class, for a parent class whose methods it runs, or by a test.
+    """
 
     def __init__(self) -> None:
         self.classes: dict[type[nn.Module], R] = {}
-        self.tests: list[tuple[Callable[[nn.Module], object], R]] = []  # of packages that are not imported here
+        # of packages that are not imported here
+        self.tests: list[tuple[Callable[[nn.Module], object], R]] = []
 
     def find(self, module: nn.Module) -> tuple[R | None, str | None]:
         """Return what is registered for a module, and the reason why it does not hold."""
         own = type(module)
         parent = next((cls for cls in own.__mro__ if cls in self.classes), None)
         found = None if parent is None else self.classes[parent]
-        if found is not None and all(getattr(own, name) is getattr(parent, name) for name in found.fixed):
+        if found is not None and all(
+            getattr(own, name) is getattr(parent, name) for name in found.fixed
+        ):
             return found, found.why_not(module)
         for passes, registration in self.tests:
             if passes(module):
@@ -58,22 +78,26 @@ class Registry(Generic[R]):
         return found, overridden or f"no curvature for {name}"
 
     def class_name(self, module: nn.Module) -> str:
-        """Return the name of a module's class, with its Python module if a registered class has the same name."""
+        """Return the name of a module's class.
+
+        It has its Python module if a registered class has the same name.
+        """
         own = class_of(module)
         alike = any(cls is not own and cls.__name__ == own.__name__ for cls in self.classes)
         return f"{own.__module__}.{own.__qualname__}" if alike else own.__name__
 
     def check_new(self, module_type: Any, caller: str) -> None:
-        """Raise an error for what is no class of modules, and for a class that is registered already."""
+        """Raise an error unless this is a new class of modules."""
+        # It fails for what is no class of modules, and for a class that is registered already.
         if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
             raise TypeError(
-                f"{caller}: module_type={module_type!r} must be a class of torch.nn.Module; give the class of the "
-                f"modules, not one of them"
+                f"{caller}: module_type={module_type!r} must be a class of torch.nn.Module; give "
+                f"the class of the modules, not one of them"
             )
         if module_type in self.classes:
             raise ValueError(
-                f"{caller}: {module_type.__module__}.{module_type.__qualname__} is registered already, and a class is "
-                f"registered once; register a class derived from it"
+                f"{caller}: {module_type.__module__}.{module_type.__qualname__} is registered "
+                f"already, and a class is registered once; register a class derived from it"
             )
 
 
@@ -82,13 +106,18 @@ class_name_of = KINDS.class_name
 
 
 def register_kind(
-    module_type: type[nn.Module], kind: Callable[[Any], Kind], *, weight: str = "weight", bias: str = "bias"
+    module_type: type[nn.Module],
+    kind: Callable[[Any], Kind],
+    *,
+    weight: str = "weight",
+    bias: str = "bias",
 ) -> None:
     """Precondition the layers of a class.
 
-    The registration holds for optimizers that are made afterwards, for the class and for subclasses that do not
-    override its ``forward``. A module of the class takes one tensor, its first argument, and returns one tensor. The
-    kind says what matrix the weight is, and which rows the input and the gradient of the output have:
+    The registration holds for optimizers that are made afterwards, for the class and for subclasses
+    that do not override its ``forward``. A module of the class takes one tensor, its first
+    argument, and returns one tensor. The kind says what matrix the weight is, and which rows the
+    input and the gradient of the output have:
 
     .. code-block:: python
 
@@ -102,19 +131,22 @@ def register_kind(
 
     Args:
         module_type: the class of the layers.
-        kind: called with such a module, returns its kind (``torch_thor.curvature.Kind``); as a rule a class.
+        kind: called with such a module, returns its kind (``torch_thor.curvature.Kind``); as a rule
+            a class.
         weight: the name of the parameter that is preconditioned.
         bias: the name of the parameter that is added to the output; modules may lack it.
 
     Raises:
-        TypeError: ``module_type`` is not a class of modules, or ``kind`` is not a class of kinds and does not return
-            one.
-        ValueError: the class is already registered. An optimizer raises it when it is made, where a kind does not fit
-            a module.
+        TypeError: ``module_type`` is not a class of modules, or ``kind`` is not a class of kinds
+            and does not return one.
+        ValueError: the class is already registered. An optimizer raises it when it is made, where a
+            kind does not fit a module.
     """
     KINDS.check_new(module_type, "register_kind")
     if not callable(kind):
-        raise TypeError(f"register_kind: kind={kind!r} must be a class of kinds, or return one; {_REMEDY}")
+        raise TypeError(
+            f"register_kind: kind={kind!r} must be a class of kinds, or return one; {_REMEDY}"
+        )
     if isinstance(kind, type):
         _check_complete(kind, f"register_kind: {kind.__name__}", TypeError, _METHODS)
     KINDS.classes[module_type] = KindRegistration(kind, weight, bias, checked=True)
@@ -139,14 +171,19 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def parameter_names_of(module: nn.Module) -> tuple[str, str]:
-    """Return the names of the weight and the bias of a module; ValueError if it lacks the weight of its kind."""
+    """Return the names of the weight and the bias of a module."""
+    # ValueError is raised if it lacks the weight of its kind.
     found, reason = KINDS.find(module)
     if found is None:
         return "weight", "bias"
-    if found.checked and reason is None and not isinstance(getattr(module, found.weight, None), Tensor):
+    if (
+        found.checked
+        and reason is None
+        and not isinstance(getattr(module, found.weight, None), Tensor)
+    ):
         raise ValueError(
-            f"{_described(found, module)} has the weight {found.weight!r}, and the module has no parameter of that "
-            f"name; name it in register_kind(..., weight=...)"
+            f"{_described(found, module)} has the weight {found.weight!r}, and the module has no "
+            f"parameter of that name; name it in register_kind(..., weight=...)"
         )
     return found.weight, found.bias
 
@@ -157,7 +194,10 @@ def owner_of_forward(module: nn.Module) -> type[nn.Module]:
 
 
 def runs_forward_of(**classes: Sequence[str]) -> Callable[[nn.Module], bool]:
-    """Return a test for modules that run the forward of classes of some packages, by name: no package is imported."""
+    """Return a test for modules that run the forward of some packages' classes, by name.
+
+    No package is imported.
+    """
 
     def passes(module: nn.Module) -> bool:
         owner = owner_of_forward(module)
@@ -167,7 +207,7 @@ def runs_forward_of(**classes: Sequence[str]) -> Callable[[nn.Module], bool]:
 
 
 def class_of(module: nn.Module) -> type:
-    """Return the class of a module; where FSDP2 has derived one from it, that from which it was derived."""
+    """Return the class of a module, or the original where FSDP2 has derived one from it."""
     own = type(module)
     is_derived = any(base.__name__ == "FSDPModule" for base in own.__bases__)
     return own.__bases__[-1] if is_derived else own
@@ -178,24 +218,29 @@ def check_fits(kind: Kind, weight: Tensor, biases: Sequence[Tensor], who: str) -
     _check_complete(kind, who, ValueError, _METHODS + _ATTRIBUTES)
     groups, outputs, inputs = sizes = kind.groups, kind.outputs, kind.inputs
     rule = f"groups={groups}, outputs={outputs}, inputs={inputs}"
-    if not all(isinstance(size, int) and size > 0 for size in sizes) or math.prod(sizes) != weight.numel():
+    if (
+        not all(isinstance(size, int) and size > 0 for size in sizes)
+        or math.prod(sizes) != weight.numel()
+    ):
         raise ValueError(
-            f"{who} says {rule} of a weight of shape {tuple(weight.shape)}: they must be whole numbers whose product "
-            f"is the weight's {weight.numel()} numbers; correct the kind"
+            f"{who} says {rule} of a weight of shape {tuple(weight.shape)}: they must be whole "
+            f"numbers whose product is the weight's {weight.numel()} numbers; correct the kind"
         )
     order = "(groups, inputs, outputs)" if kind.transposed else "(groups, outputs, inputs)"
     wanted = (groups, inputs, outputs) if kind.transposed else sizes
-    found = tuple(kind.to_matrix(torch.empty(weight.shape, device="meta")).shape)  # a tensor without memory
+    # a tensor without memory
+    found = tuple(kind.to_matrix(torch.empty(weight.shape, device="meta")).shape)
     if found != wanted:
         raise ValueError(
-            f"to_matrix of {who} makes {found} of the weight: with {rule} and transposed={kind.transposed} it must be "
-            f"{order} = {wanted}; correct the kind"
+            f"to_matrix of {who} makes {found} of the weight: with {rule} and "
+            f"transposed={kind.transposed} it must be {order} = {wanted}; correct the kind"
         )
     for bias in biases if kind.solves_biases else ():
         if bias.numel() != groups * outputs:
             raise ValueError(
-                f"{who} says {rule} and solves_biases=True of a bias of shape {tuple(bias.shape)}: a bias has a "
-                f"number for each of the {groups * outputs} outputs; set solves_biases=False if it has not"
+                f"{who} says {rule} and solves_biases=True of a bias of shape {tuple(bias.shape)}: "
+                f"a bias has a number for each of the {groups * outputs} outputs; set "
+                "solves_biases=False if it has not"
             )
 
 
@@ -206,4 +251,7 @@ def _check_complete(owner: Any, who: str, error: type[Exception], names: Sequenc
 
 
 def _described(found: KindRegistration, module: nn.Module) -> str:
-    return f"{getattr(found.kind, '__name__', repr(found.kind))}, registered for {class_name_of(module)},"
+    return (
+        f"{getattr(found.kind, '__name__', repr(found.kind))}, registered for "
+        f"{class_name_of(module)},"
+    )

@@ -1,14 +1,18 @@
-"""Weight-standardised convolutions: timm's ``StdConv2d`` and ``ScaledStdConv2d``, and ``WeightStandardizedConv2d``.
+"""Weight-standardised convolutions of timm, and ``WeightStandardizedConv2d``.
 
-They convolve with ``Ŵ_i = c_i (W_i − mean W_i)``, ``c_i = gain_i · scale / √(var W_i + ε)``, for each output channel i.
-With the unit vector ``n_i`` along ``W_i − mean W_i``, the gradient of W follows from that of Ŵ:
+Those of timm are ``StdConv2d`` and ``ScaledStdConv2d``.
+
+They convolve with ``Ŵ_i = c_i (W_i − mean W_i)``, ``c_i = gain_i · scale / √(var W_i + ε)``, for
+each output channel i. With the unit vector ``n_i`` along ``W_i − mean W_i``, the gradient of W
+follows from that of Ŵ:
 
     ∇W_i = c_i (P − n_i n_iᵀ) ∇Ŵ_i        P x = x − mean x
 
-(up to ε). P is the same for all channels, and c_i is one number per channel, so W has rows of its own: with a patch
-``a`` and the gradient ``g`` of an output pixel, ``a' = P a`` and ``g'_i = c_i g_i``. The term ``n_i n_iᵀ`` is left out,
-because it differs from channel to channel and has no Kronecker form. It removes the direction that changes only the
-length of W_i, on which the output does not depend. For all other directions ``F = T · (A' ⊗ G')`` holds as for any
+(up to ε). P is the same for all channels, and c_i is one number per channel, so W has rows of its
+own: with a patch ``a`` and the gradient ``g`` of an output pixel, ``a' = P a`` and
+``g'_i = c_i g_i``. The term ``n_i n_iᵀ`` is left out, because it differs from channel to channel
+and has no Kronecker form. It removes the direction that changes only the length of W_i, on which
+the output does not depend. For all other directions ``F = T · (A' ⊗ G')`` holds as for any
 convolution.
 """
 
@@ -22,12 +26,17 @@ from torch_thor.curvature.kinds.registry import owner_of_forward
 
 
 class StandardisedConvKind(ConvKind):
-    """A convolution with a standardised weight: patches minus their mean, gradients multiplied by ``c``."""
+    """A convolution with a standardised weight.
+
+    Its patches are taken minus their mean, and its gradients multiplied by ``c``.
+    """
 
     solves_biases = False
 
     def __init__(self, module: Any) -> None:
-        super().__init__(module, same=bool(getattr(module, "same_pad", False) or getattr(module, "pad", None)))
+        super().__init__(
+            module, same=bool(getattr(module, "same_pad", False) or getattr(module, "pad", None))
+        )
         self.label = owner_of_forward(module).__name__
         self._module = module
 

@@ -1,8 +1,9 @@
-"""Batches as functions of the seed and their number, so that they are the same for any number of workers and processes.
+"""Batches as functions of the seed and their number, whatever the numbers of workers and processes.
 
-A training batch is a list of keys (epoch, index), and each sample is a function of the seed and its key. Samples that
-do not fill a batch at the end of an epoch are left out; they are different ones in each epoch. Without worker processes
-the training itself makes each batch when it is due; otherwise torch's DataLoader makes some batches ahead.
+A training batch is a list of keys (epoch, index), and each sample is a function of the seed and its
+key. Samples that do not fill a batch at the end of an epoch are left out; they are different ones
+in each epoch. Without worker processes the training itself makes each batch when it is due;
+otherwise torch's DataLoader makes some batches ahead.
 """
 
 import atexit
@@ -30,7 +31,9 @@ warnings.filterwarnings("ignore", "This DataLoader will create")  # `warn_of_wor
 
 def digest(*parts: object) -> int:
     """Return a seed of 63 bits that is a function of the parts."""
-    return int.from_bytes(hashlib.sha256(",".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
+    return (
+        int.from_bytes(hashlib.sha256(",".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
+    )
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
@@ -46,17 +49,20 @@ def batches_per_epoch(count: int, batch_size: int, world: int = 1) -> int:
     """
     require(
         batch_size % world == 0,
-        f"batch_size={batch_size} cannot be shared evenly by {world} processes: it is the number of samples per step "
-        f"on all of them together; choose a multiple of {world}",
+        f"batch_size={batch_size} cannot be shared evenly by {world} processes: it is the number "
+        f"of samples per step on all of them together; choose a multiple of {world}",
     )
     require(
         batch_size <= count,
-        f"batch_size={batch_size} is larger than the training set ({count} samples): lower batch_size",
+        f"batch_size={batch_size} is larger than the training set ({count} samples): lower "
+        "batch_size",
     )
     return count // batch_size
 
 
-def training_keys(count: int, batch_size: int, seed: int, ranks: Ranks, start: int) -> Iterator[list[Key]]:
+def training_keys(
+    count: int, batch_size: int, seed: int, ranks: Ranks, start: int
+) -> Iterator[list[Key]]:
     """Return the keys of the training batches of a process, epoch after epoch, without end.
 
     Args:
@@ -80,8 +86,8 @@ def training_keys(count: int, batch_size: int, seed: int, ranks: Ranks, start: i
 def held_out_keys(count: int, batch_size: int, ranks: Ranks) -> Iterator[tuple[list[int], bool]]:
     """Yield the indices of the evaluation batches of a process, and whether each counts.
 
-    The batches are those of a single process, in the order of the set, dealt out in turn. A process with one fewer than
-    another gets the very first instead, which does not count.
+    The batches are those of a single process, in the order of the set, dealt out in turn. A process
+    with one fewer than another gets the very first instead, which does not count.
     """
     number = -(-count // batch_size)
     for first in range(0, number, ranks.world):
@@ -115,8 +121,9 @@ def loaded(
     """Yield batches that worker processes make.
 
     Args:
-        dataset: Its samples by key; it has a length. A sample that cannot be read is the text that says why. Random
-            numbers of a sample are torch's, and the dataset seeds them, by `torch.default_generator.manual_seed`.
+        dataset: Its samples by key; it has a length. A sample that cannot be read is the text that
+            says why. Random numbers of a sample are torch's, and the dataset seeds them, by
+            `torch.default_generator.manual_seed`.
         keys: The keys of each batch.
         workers: The number of processes; 0 makes the batches in this one.
         prefetch: Batches that each process makes ahead.
@@ -126,7 +133,8 @@ def loaded(
         collate: Makes a batch, a tree of tensors, from its readable samples.
 
     Raises:
-        UserError: If too many samples are unreadable, all of a batch are, or a worker cannot be started or dies.
+        UserError: If too many samples are unreadable, all of a batch are, or a worker cannot be
+            started or dies.
     """
     loader = DataLoader(
         _Batches(dataset, collate),
@@ -136,17 +144,19 @@ def loaded(
         prefetch_factor=prefetch if workers else None,
         pin_memory=device.type == "cuda",  # a GPU copies from such memory while it computes
         worker_init_fn=_start_worker if workers else None,
-        generator=torch.Generator(),  # the loader draws a number, which must not come from the generator of dropout
+        # the loader draws a number, which must not come from the generator of dropout
+        generator=torch.Generator(),
     )
     handler, broken, size = signal.getsignal(signal.SIGCHLD), set[str](), len(cast(Any, dataset))
     try:
         batches = iter(loader)
     except OSError as error:  # no memory, process or semaphore left
         raise UserError(
-            f"data.workers.count={workers}: the worker processes cannot be started ({error.strerror or error}): "
-            "use fewer, or 0 to read in the training process"
+            f"data.workers.count={workers}: the worker processes cannot be started "
+            f"({error.strerror or error}): use fewer, or 0 to read in the training process"
         ) from error
-    finally:  # torch's handler would raise the death of a worker in the middle of a step or of a checkpoint
+    # torch's handler would raise the death of a worker in the middle of a step or of a checkpoint
+    finally:
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)
     while (answer := _next(batches, workers)) is not None:
@@ -159,63 +169,75 @@ def loaded(
                 say(f"{reason} and is left out")
             require(
                 len(broken) <= max_broken * size,
-                f"{len(broken)} of {size} samples cannot be read, more than data.max_broken={max_broken:g} allows; the "
-                f"latest: {reason}: repair or remove them, or raise data.max_broken",
+                f"{len(broken)} of {size} samples cannot be read, more than "
+                f"data.max_broken={max_broken:g} allows; the latest: {reason}: repair or remove "
+                "them, or raise data.max_broken",
             )
         if batch is None:
-            raise UserError(f"no sample of a batch can be read; the latest: {reasons[-1]}: check the disk")
+            raise UserError(
+                f"no sample of a batch can be read; the latest: {reasons[-1]}: check the disk"
+            )
         yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch)
 
 
 def warn_of_workers(count: int, say: Callable[[str], None]) -> None:
-    """Say a line if all training processes of this machine together have more workers than it has cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Say a line if this machine's training processes together have more workers than cores."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if count * processes > cores:
         say(
-            f"data.workers.count={count}: {count * processes} worker processes share {cores} cores; "
-            f"data.workers.count={cores // processes} would be enough"
+            f"data.workers.count={count}: {count * processes} worker processes share {cores} "
+            f"cores; data.workers.count={cores // processes} would be enough"
         )
 
 
 class _Batches(Dataset[Any]):
-    """Makes a whole batch: the tree of its readable samples (None without any), and why the others are not."""
+    """Whole batches: each the tree of its readable samples (or None), and why others are not."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate = dataset, collate
 
     def __getitem__(self, keys: list[Any]) -> Any:
-        # errors are returned, because the loader would put the traceback of the worker into a raised one
+        # errors are returned, because the loader would put the traceback of the worker into a
+        # raised one
         try:
             samples = [self.dataset[key] for key in keys]
             good = [sample for sample in samples if not isinstance(sample, str)]
             batch = self.collate(good) if good else None
-            if good and get_worker_info():  # torch would do it later, in a thread that drops what cannot be shared
+            # torch would do it later, in a thread that drops what cannot be shared
+            if good and get_worker_info():
                 tree_map(Tensor.share_memory_, batch)
             return batch, [sample for sample in samples if isinstance(sample, str)]
         except UserError as error:
             return error
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not str(error).startswith("unable to"):  # share memory
+            # share memory
+            if isinstance(error, RuntimeError) and not str(error).startswith("unable to"):
                 raise
-            return UserError(f"there is no memory for a batch ({first_line(error)}): {_MORE_MEMORY}")
+            return UserError(
+                f"there is no memory for a batch ({first_line(error)}): {_MORE_MEMORY}"
+            )
 
 
 _MORE_MEMORY = (
-    "enlarge /dev/shm (docker run --shm-size=8g), or lower data.workers.count, data.workers.prefetch or batch_size; "
-    "then continue with --resume"
+    "enlarge /dev/shm (docker run --shm-size=8g), or lower data.workers.count, "
+    "data.workers.prefetch or batch_size; then continue with --resume"
 )
 
 
 def _start_worker(_: int) -> None:
-    # Ctrl-C, torchrun and schedulers signal every process, and the training needs its workers until it has saved
+    # Ctrl-C, torchrun and schedulers signal every process, and the training needs its workers until
+    # it has saved
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
 
 
 @atexit.register
-def _end_workers() -> None:  # of batches that are not read to their end: Python would send SIGTERM, and wait
+# of batches that are not read to their end: Python would send SIGTERM, and wait
+def _end_workers() -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
@@ -226,11 +248,12 @@ def _next(batches: Iterator[Any], workers: int) -> Any:
     try:
         return next(batches, None)
     except (RuntimeError, OSError, EOFError) as error:
-        if not workers or str(error).startswith("Caught"):  # an error of a sample, with the traceback of its worker
+        # an error of a sample, with the traceback of its worker
+        if not workers or str(error).startswith("Caught"):
             raise
         raise UserError(
-            f"a worker process of the data has died, most likely because memory was full ({first_line(error)}): "
-            f"{_MORE_MEMORY}"
+            "a worker process of the data has died, most likely because memory was full "
+            f"({first_line(error)}): {_MORE_MEMORY}"
         ) from error
     finally:  # samples made in this process have seeded the generator, which dropout uses
         torch.set_rng_state(state)

@@ -1,10 +1,13 @@
-"""Reading and decoding image files to RGB tensors. The content of a file determines its format, not its name.
+"""Reading and decoding image files to RGB tensors.
 
-Pillow reads every header: the format, the size (more than 179 million pixels count as damage, before any memory is
-allocated) and, for PNG, the checksums of all chunks. torchvision then decodes JPEG, in two thirds of Pillow's time, and
-Pillow decodes all other formats. torchvision's PNG decoder must not be used: a damaged file ends the process with a
-segmentation fault in libpng. Greyscale, palette, CMYK and transparent images become RGB with the same pixels as
-Pillow's `convert("RGB")`. Orientation tags are ignored, as in the reference trainings on ImageNet.
+The content of a file determines its format, not its name.
+
+Pillow reads every header: the format, the size (more than 179 million pixels count as damage,
+before any memory is allocated) and, for PNG, the checksums of all chunks. torchvision then decodes
+JPEG, in two thirds of Pillow's time, and Pillow decodes all other formats. torchvision's PNG
+decoder must not be used: a damaged file ends the process with a segmentation fault in libpng.
+Greyscale, palette, CMYK and transparent images become RGB with the same pixels as Pillow's
+`convert("RGB")`. Orientation tags are ignored, as in the reference trainings on ImageNet.
 """
 
 import errno
@@ -24,10 +27,13 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from torch_thor.training.errors import UserError
 
 MAX_BYTES = 2**31  # such an image needs less in any format
-SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine lacks resources; the image itself may be valid
-# An image is either decoded or broken. Every worker would repeat Pillow's warnings about large images and palettes.
+# the machine lacks resources; the image itself may be valid
+SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+# An image is either decoded or broken. Every worker would repeat Pillow's warnings about large
+# images and palettes.
 warnings.filterwarnings("ignore", module=r"PIL\b")
-# Without this, valid PNG files with more than 1 MB of compressed text, as Photoshop writes them, would be refused.
+# Without this, valid PNG files with more than 1 MB of compressed text, as Photoshop writes them,
+# would be refused.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 
@@ -39,17 +45,19 @@ def read_image(path: Path) -> bytes:
     """Read a file, if it is a regular file that can contain an image."""
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe waits for its writer, and a device may never end
+        # opening a pipe waits for its writer, and a device may never end
+        if not stat.S_ISREG(found.st_mode):
             raise BrokenImageError("it is not a regular file")
         if found.st_size > MAX_BYTES:
             raise BrokenImageError(f"{found.st_size / 1e9:.1f} GB are too much for an image")
         return path.read_bytes()
-    except OSError as error:  # removed since the folder was listed, a dangling link, or a failing disk
+    # removed since the folder was listed, a dangling link, or a failing disk
+    except OSError as error:
         reason = error.strerror or type(error).__name__
         if error.errno in SCARCE:
             raise UserError(
-                f"{path} cannot be opened ({reason}): lower data.workers.count, or raise the limit (ulimit -n); then "
-                "continue with --resume"
+                f"{path} cannot be opened ({reason}): lower data.workers.count, or raise the limit "
+                "(ulimit -n); then continue with --resume"
             ) from error
         raise BrokenImageError(reason) from error
 
@@ -58,8 +66,8 @@ def decode_rgb(content: bytes) -> Tensor:
     """Decode an image. No content can crash the process.
 
     Returns:
-        (3, height, width), uint8. An animation gives its first frame, 16 bits per channel are reduced to the upper 8,
-        and an alpha channel is dropped without blending.
+        (3, height, width), uint8. An animation gives its first frame, 16 bits per channel are
+        reduced to the upper 8, and an alpha channel is dropped without blending.
 
     Raises:
         BrokenImageError: If the content is truncated, damaged, or not an image.
@@ -75,11 +83,15 @@ def decode_rgb(content: bytes) -> Tensor:
             try:
                 raw = torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 return cast(Tensor, decode_jpeg(raw, ImageReadMode.RGB))
-            except RuntimeError:  # truncated, or of a kind that torchvision does not support: Pillow tells them apart
+            # truncated, or of a kind that torchvision does not support: Pillow tells them apart
+            except RuntimeError:
                 pass
         with Image.open(io.BytesIO(content)) as image:
-            # Pillow's conversion makes all values from 256 on white; before 11.3 it calls some of these modes "I"
-            if image.mode.startswith("I;16") or (image.mode == "I" and image.format in {"PNG", "PPM"}):
+            # Pillow's conversion makes all values from 256 on white; before 11.3 it calls some of
+            # these modes "I"
+            if image.mode.startswith("I;16") or (
+                image.mode == "I" and image.format in {"PNG", "PPM"}
+            ):
                 upper = (pil_to_tensor(image).to(torch.int32) >> 8).to(torch.uint8)
                 return cast(Tensor, upper.permute(1, 2, 0).repeat(1, 1, 3).permute(2, 0, 1))
             return cast(Tensor, pil_to_tensor(image.convert("RGB")))

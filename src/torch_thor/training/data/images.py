@@ -1,7 +1,8 @@
-"""Image sets that are cropped: CIFAR, and folders of files with a folder for each class, such as ImageNet.
+"""Image sets that are cropped: CIFAR, and folders with a folder for each class, such as ImageNet.
 
-Classes are numbered by their sorted folder names, and files are sorted within a class, as in torchvision's
-`ImageFolder`, so that pretrained classifiers can be used. `ImageFolder` itself leaves out folders that cannot be read.
+Classes are numbered by their sorted folder names, and files are sorted within a class, as in
+torchvision's `ImageFolder`, so that pretrained classifiers can be used. `ImageFolder` itself leaves
+out folders that cannot be read.
 """
 
 import os
@@ -28,7 +29,7 @@ SPLITS = (("train", "val"), ("ilsvrc", "ilsvrc_eval"))
 
 
 class Images(Dataset[Any]):
-    """Cropped images, (3, size, size), uint8, and their labels by key (epoch, index), or the text of what is broken.
+    """Cropped uint8 images, (3, size, size), and labels by key (epoch, index), or a fault's text.
 
     Args:
         source: Images (3, height, width), uint8, by index.
@@ -39,9 +40,20 @@ class Images(Dataset[Any]):
     """
 
     def __init__(
-        self, source: Any, labels: Tensor, classes: Sequence[str], crop: Callable[[Tensor], Tensor], seed: int
+        self,
+        source: Any,
+        labels: Tensor,
+        classes: Sequence[str],
+        crop: Callable[[Tensor], Tensor],
+        seed: int,
     ) -> None:
-        self.source, self.labels, self.classes, self.crop, self.seed = source, labels, classes, crop, seed
+        self.source, self.labels, self.classes, self.crop, self.seed = (
+            source,
+            labels,
+            classes,
+            crop,
+            seed,
+        )
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -61,8 +73,8 @@ class Files:
     """The decoded image files of a folder, by index."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        # one block of bytes: reading a Python string writes its reference count, so every forked worker would copy the
-        # memory of a list of a million strings
+        # one block of bytes: reading a Python string writes its reference count, so every forked
+        # worker would copy the memory of a list of a million strings
         self.paths = np.array([os.fsencode(path) for path in paths])
 
     def where(self, index: int) -> Path:
@@ -72,13 +84,14 @@ class Files:
     def __getitem__(self, index: int) -> Tensor:
         image = decode_rgb(read_image(self.where(index)))
         height, width = image.shape[1:]
-        if max(height, width) > 100 * min(height, width):  # resizing its shorter side could need gigabytes
+        # resizing its shorter side could need gigabytes
+        if max(height, width) > 100 * min(height, width):
             raise BrokenImageError(f"{width} × {height} pixels are too narrow")
         return image
 
 
 def open_images(data: Data, seed: int, *, train: bool = True) -> tuple[Images | None, Images]:
-    """Return the checked training images (None unless they are asked for) and evaluation images of a data set.
+    """Return a data set's checked training images (None unless asked for) and evaluation images.
 
     Raises:
         UserError: If the images are missing or unsuitable.
@@ -93,7 +106,9 @@ def open_images(data: Data, seed: int, *, train: bool = True) -> tuple[Images | 
     )
     crop = v2.Compose([crop, v2.RandomHorizontalFlip(options.flip)])
     centre = v2.Compose([v2.Resize(options.resize, antialias=True), v2.CenterCrop(options.size)])
-    return None if training is None else Images(*training, crop, seed), Images(*held_out, centre, seed)
+    return None if training is None else Images(*training, crop, seed), Images(
+        *held_out, centre, seed
+    )
 
 
 _Part = tuple[Any, Tensor, Sequence[str]]  # the first arguments of `Images`
@@ -103,16 +118,25 @@ def _open_cifar(data: Data) -> tuple[_Part, _Part]:
     kind: type[CIFAR10] = {"cifar10": CIFAR10, "cifar100": CIFAR100}[data.name]
     root = data.folder()
     try:
-        train, test = (kind(str(root), train=train, download=data.download) for train in (True, False))
+        train, test = (
+            kind(str(root), train=train, download=data.download) for train in (True, False)
+        )
     except (RuntimeError, URLError, OSError) as error:
         reason = first_line(error).removesuffix(".")
-        remedy = "check the network, or unpack" if data.download else "set data.download=true, or unpack"
+        remedy = (
+            "check the network, or unpack" if data.download else "set data.download=true, or unpack"
+        )
         raise UserError(
-            f"{data.name} is missing or incomplete in {root / kind.base_folder} ({reason}): {remedy} the archive there"
+            f"{data.name} is missing or incomplete in {root / kind.base_folder} ({reason}): "
+            f"{remedy} the archive there"
         ) from error
 
     def part(images: CIFAR10) -> _Part:
-        return torch.from_numpy(images.data).permute(0, 3, 1, 2), torch.tensor(images.targets), images.classes
+        return (
+            torch.from_numpy(images.data).permute(0, 3, 1, 2),
+            torch.tensor(images.targets),
+            images.classes,
+        )
 
     return part(train), part(test)
 
@@ -120,42 +144,58 @@ def _open_cifar(data: Data) -> tuple[_Part, _Part]:
 def _open_folders(data: Data, train: bool) -> tuple[_Part | None, _Part]:
     require(
         data.root is not None,
-        f"data.root is not set: {FOLDER} needs the folder that contains train/ and val/; give it as data.root=FOLDER",
+        f"data.root is not set: {FOLDER} needs the folder that contains train/ and val/; give it "
+        "as data.root=FOLDER",
     )
     pairs = [[data.folder() / name for name in names] for names in SPLITS]
-    folders = next((pair for pair in pairs if pair[1].is_dir() and (pair[0].is_dir() or not train)), None)
+    folders = next(
+        (pair for pair in pairs if pair[1].is_dir() and (pair[0].is_dir() or not train)), None
+    )
     if folders is None:
         raise UserError(
-            f"data.root={data.folder()} must contain {' or '.join(' and '.join(names) for names in SPLITS)}, each with "
-            "a folder for each class: choose another folder, or sort the images into them"
+            f"data.root={data.folder()} must contain "
+            f"{' or '.join(' and '.join(names) for names in SPLITS)}, each with a folder for each "
+            "class: choose another folder, or sort the images into them"
         )
     try:
-        classes = [{item.name for item in folder.iterdir() if item.is_dir()} for folder in folders if folder.is_dir()]
+        classes = [
+            {item.name for item in folder.iterdir() if item.is_dir()}
+            for folder in folders
+            if folder.is_dir()
+        ]
         different = sorted(classes[0] ^ classes[-1])
         require(
             not different,
-            f"{data.folder()}: only one of {folders[0].name} and {folders[1].name} has the class folders "
-            f"{_some(different)}: labels are numbered in their sorted order, so both must have the same classes",
+            f"{data.folder()}: only one of {folders[0].name} and {folders[1].name} has the class "
+            f"folders {_some(different)}: labels are numbered in their sorted order, so both must "
+            "have the same classes",
         )
-        return _list(folders[0], sorted(classes[0])) if train else None, _list(folders[1], sorted(classes[-1]))
+        return _list(folders[0], sorted(classes[0])) if train else None, _list(
+            folders[1], sorted(classes[-1])
+        )
     except OSError as error:
         raise UserError(
-            f"{error.filename} cannot be listed ({error.strerror}), so its images would be missing: repair or remove it"
+            f"{error.filename} cannot be listed ({error.strerror}), so its images would be "
+            "missing: repair or remove it"
         ) from error
 
 
 def _list(folder: Path, classes: Sequence[str]) -> _Part:
     require(
-        len(classes) > 1, f"{folder} must contain a folder for each of two or more classes: sort the images into them"
+        len(classes) > 1,
+        f"{folder} must contain a folder for each of two or more classes: sort the images into "
+        "them",
     )
     lists = [_list_files(folder / name) for name in classes]
     empty = [name for name, paths in zip(classes, lists, strict=True) if not paths]
     require(
         not empty,
-        f"{folder}: no image in {_some(empty)}: add images ({', '.join(IMG_EXTENSIONS)}), or remove the class from "
-        "both folders",
+        f"{folder}: no image in {_some(empty)}: add images ({', '.join(IMG_EXTENSIONS)}), or "
+        "remove the class from both folders",
     )
-    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(paths) for paths in lists]))
+    labels = torch.arange(len(classes)).repeat_interleave(
+        torch.tensor([len(paths) for paths in lists])
+    )
     return Files([path for paths in lists for path in paths]), labels, classes
 
 
@@ -168,7 +208,8 @@ def _list_files(folder: Path) -> list[str]:
         place = Path(top)
         if place.is_symlink() and place.parent.resolve().is_relative_to(place.resolve()):
             raise UserError(
-                f"{top} is a link to a folder that contains it, so listing would never end: remove the link"
+                f"{top} is a link to a folder that contains it, so listing would never end: remove "
+                "the link"
             )
         found += [(top, name) for name in names if name.lower().endswith(IMG_EXTENSIONS)]
     return [f"{top}{os.sep}{name}" for top, name in sorted(found)]
@@ -181,12 +222,15 @@ def _some(names: Sequence[str]) -> str:
 def collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Make a batch: images (n, 3, size, size), uint8, channels_last, and labels (n,)."""
     images, labels = zip(*samples, strict=True)
-    batch = torch.empty(len(images), *images[0].shape, dtype=torch.uint8, memory_format=torch.channels_last)
+    batch = torch.empty(
+        len(images), *images[0].shape, dtype=torch.uint8, memory_format=torch.channels_last
+    )
     return torch.stack(images, out=batch), torch.stack(labels)
 
 
 def normalised(images: Tensor, options: Transform) -> Tensor:
-    """Convert uint8 images to float32 and normalise each channel, on their device: a quarter of the bytes is copied."""
+    """Convert uint8 images to float32 and normalise each channel, on their device."""
+    # So only a quarter of the bytes is copied to it.
     mean, std = (torch.tensor(one).mul(255).tolist() for one in (options.mean, options.std))
     scaled: Tensor = normalize(images.float(), mean, std, inplace=True)
     return scaled

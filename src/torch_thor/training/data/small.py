@@ -1,4 +1,4 @@
-"""The small data sets, which are kept in memory: digits, Fashion-MNIST, and the language reference of Python."""
+"""The small data sets, kept in memory: digits, Fashion-MNIST, and Python's language reference."""
 
 import gzip
 import pydoc_data.topics
@@ -14,7 +14,8 @@ from torch_thor.training.data.batches import epoch_order
 from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.recipe import Data
 
-DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
+# Debian's package dataset-fashion-mnist
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 DIGITS_TEST_SHARE = 0.2
 SYMBOLS = 128  # ASCII
 HELD_OUT = 20  # the last 1/20 of the text is held out
@@ -23,62 +24,84 @@ Labelled = tuple[Tensor, Tensor]  # images (N, C, H, W), float32, and labels (N,
 
 
 def load_images(data: Data) -> tuple[Labelled, Labelled]:
-    """Return the training and the test images, normalised by mean and standard deviation of the training images.
+    """Return training and test images, normalised by the training mean and standard deviation.
 
     Raises:
         UserError: If the files are missing or damaged and cannot be downloaded.
     """
     (train, labels), test = _digits() if data.name == "digits" else _fashion_mnist(data)
     mean, deviation = train.mean(), train.std()
-    return ((train - mean) / deviation, labels.long()), ((test[0] - mean) / deviation, test[1].long())
+    return ((train - mean) / deviation, labels.long()), (
+        (test[0] - mean) / deviation,
+        test[1].long(),
+    )
 
 
 def _digits() -> tuple[Labelled, Labelled]:
     from sklearn.datasets import load_digits  # slow to import, and needed for this data set only
 
     digits = load_digits()
-    images, labels = torch.from_numpy(digits.images).float().unsqueeze(1), torch.from_numpy(digits.target)
-    order = epoch_order(len(images), seed=0, epoch=0)  # the split does not depend on the seed of the run
+    images, labels = (
+        torch.from_numpy(digits.images).float().unsqueeze(1),
+        torch.from_numpy(digits.target),
+    )
+    # the split does not depend on the seed of the run
+    order = epoch_order(len(images), seed=0, epoch=0)
     cut = round(len(images) * DIGITS_TEST_SHARE)
     return (images[order[cut:]], labels[order[cut:]]), (images[order[:cut]], labels[order[:cut]])
 
 
 def _fashion_mnist(data: Data) -> tuple[Labelled, Labelled]:
     root, parts = data.folder(), []
-    places = [root, root / "FashionMNIST/raw", *([DEBIAN_FASHION_MNIST] if data.root is None else [])]
-    folder = next((place for place in places if (place / "train-images-idx3-ubyte.gz").is_file()), None)
+    places = [
+        root,
+        root / "FashionMNIST/raw",
+        *([DEBIAN_FASHION_MNIST] if data.root is None else []),
+    ]
+    folder = next(
+        (place for place in places if (place / "train-images-idx3-ubyte.gz").is_file()), None
+    )
     if folder is None:
-        from torchvision.datasets import FashionMNIST  # slow to import, and needed for a download only
+        # slow to import, and needed for a download only
+        from torchvision.datasets import FashionMNIST
 
         folder = places[1]
         try:
             FashionMNIST(str(root), download=data.download)
         except (RuntimeError, URLError, OSError) as error:
             raise UserError(
-                f"Fashion-MNIST is not in {', '.join(map(str, places))} ({first_line(error)}): set data.root to the "
-                "folder of its four files (.gz), install Debian's package dataset-fashion-mnist, or set "
-                "data.download=true and check the network"
+                f"Fashion-MNIST is not in {', '.join(map(str, places))} ({first_line(error)}): set "
+                "data.root to the folder of its four files (.gz), install Debian's package "
+                "dataset-fashion-mnist, or set data.download=true and check the network"
             ) from error
     for name in ("train", "t10k"):
-        images, labels = (read_idx(folder / f"{name}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
+        images, labels = (
+            read_idx(folder / f"{name}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1")
+        )
         parts.append((images.float().div_(255).unsqueeze(1), labels))
     return parts[0], parts[1]
 
 
 def read_idx(path: Path) -> Tensor:
-    """Return the content of a compressed file of bytes in the format of MNIST, in the shape of its header.
+    """Return the content of a compressed MNIST-format file of bytes, in the shape of its header.
 
     Raises:
         UserError: If the file is missing or damaged.
     """
     try:
         content = gzip.decompress(path.read_bytes())
-        require(content[:3] == b"\0\0\x08" and content[3] > 0, "it does not begin as an idx file of bytes")
+        require(
+            content[:3] == b"\0\0\x08" and content[3] > 0,
+            "it does not begin as an idx file of bytes",
+        )
         shape = np.frombuffer(content, ">u4", count=content[3], offset=4)
-        values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(shape.astype(int))
+        values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(
+            shape.astype(int)
+        )
     except (OSError, EOFError, zlib.error, ValueError, IndexError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}): fetch the data set again, or choose another data.root"
+            f"{path} cannot be read ({error}): fetch the data set again, or choose another "
+            "data.root"
         ) from error
     return torch.from_numpy(values.copy())
 
@@ -89,12 +112,14 @@ def python_text() -> str:
     Each Python version has another text, so losses are comparable within one version only.
     """
     topics = pydoc_data.topics.topics
-    whole = "\n\n".join(dict.fromkeys(part for name in sorted(topics) for part in topics[name].split("\n\n")))
+    whole = "\n\n".join(
+        dict.fromkeys(part for name in sorted(topics) for part in topics[name].split("\n\n"))
+    )
     return "".join(character for character in whole if ord(character) < SYMBOLS)
 
 
 def load_characters() -> tuple[Tensor, Tensor]:
-    """Return the training and the held-out part of that text as character codes, int64, in [0, SYMBOLS)."""
+    """Return that text's training and held-out parts as int64 character codes in [0, SYMBOLS)."""
     codes = torch.tensor(list(python_text().encode()), dtype=torch.long)
     cut = len(codes) * (HELD_OUT - 1) // HELD_OUT
     return codes[:cut], codes[cut:]

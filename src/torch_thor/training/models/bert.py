@@ -1,4 +1,7 @@
-"""Masked language models of transformers with random weights: BERT in common sizes, or any model by its config file."""
+"""Masked language models of transformers with random weights.
+
+They are BERT in common sizes, or any model by its config file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from torch_thor.training.errors import UserError, first_line, require
 if TYPE_CHECKING:  # recipes are checked without importing torch
     from torch import Tensor, nn
 
-# layers, hidden size, attention heads, feed-forward width (Devlin et al. 2019; Turc et al. 2019 for tiny and mini)
+# layers, hidden size, attention heads, feed-forward width (Devlin et al. 2019; Turc et al. 2019 for
+# tiny and mini)
 BERTS = {
     "bert-tiny": (2, 128, 2, 512),
     "bert-mini": (4, 256, 4, 1024),
@@ -29,18 +33,24 @@ def is_known(name: str) -> bool:
     return name in BERTS or name.endswith(CONFIGURATION)
 
 
-def build(name: str, vocab_size: int, length: int, pad: int, *, next_sentence: bool = True) -> nn.Module:
+def build(
+    name: str, vocab_size: int, length: int, pad: int, *, next_sentence: bool = True
+) -> nn.Module:
     """Build a network with random weights from torch's global generator.
 
     Args:
-        name: A size of BERT, or the path of a transformers configuration file (`config.json`) with a `model_type`.
-        vocab_size: Number of word pieces of the corpus; overrides the value of a configuration file.
+        name: A size of BERT, or the path of a transformers configuration file (`config.json`) with
+            a `model_type`.
+        vocab_size: Number of word pieces of the corpus; overrides the value of a configuration
+            file.
         length: Maximum number of tokens in an example.
         pad: The token id of [PAD].
-        next_sentence: Whether BERT has a head for next-sentence prediction; ignored for a configuration file.
+        next_sentence: Whether BERT has a head for next-sentence prediction; ignored for a
+            configuration file.
 
     Returns:
-        A `BertForPreTraining`, a `BertForMaskedLM`, or what `AutoModelForMaskedLM` builds from the configuration file.
+        A `BertForPreTraining`, a `BertForMaskedLM`, or what `AutoModelForMaskedLM` builds from the
+        configuration file.
 
     Raises:
         UserError: If the file describes no masked language model, or one with too few positions.
@@ -59,41 +69,56 @@ def build(name: str, vocab_size: int, length: int, pad: int, *, next_sentence: b
             max_position_embeddings=max(_POSITIONS, length),
             pad_token_id=pad,
         )
-        return transformers.BertForPreTraining(config) if next_sentence else transformers.BertForMaskedLM(config)
+        return (
+            transformers.BertForPreTraining(config)
+            if next_sentence
+            else transformers.BertForMaskedLM(config)
+        )
     file = Path(name)
-    require(file.is_file(), f"model={name}: there is no such file; give {', '.join(BERTS)} or a config.json")
+    require(
+        file.is_file(),
+        f"model={name}: there is no such file; give {', '.join(BERTS)} or a config.json",
+    )
     try:
         values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        own = transformers.AutoConfig.for_model(**values | {"vocab_size": vocab_size, "pad_token_id": pad})
+        own = transformers.AutoConfig.for_model(
+            **values | {"vocab_size": vocab_size, "pad_token_id": pad}
+        )
         model: nn.Module = transformers.AutoModelForMaskedLM.from_config(own)  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = first_line(error)
-        raise UserError(f"model={name} describes no masked language model of transformers: {reason}") from error
+        raise UserError(
+            f"model={name} describes no masked language model of transformers: {reason}"
+        ) from error
     try:
         with torch.no_grad():
             model.eval()(torch.full((1, length), (pad + 1) % vocab_size))
     except (IndexError, RuntimeError) as error:
         raise UserError(
-            f"model={name} cannot take the {length} tokens of an example ({first_line(error)}): set "
-            f"max_position_embeddings to {length} or more in the file (for RoBERTa and its like, which count from "
-            f"above padding, {length + pad + 1}), or lower data.text.length"
+            f"model={name} cannot take the {length} tokens of an example ({first_line(error)}): "
+            f"set max_position_embeddings to {length} or more in the file (for RoBERTa and its "
+            f"like, which count from above padding, {length + pad + 1}), or lower data.text.length"
         ) from error
     return model.train()
 
 
 @contextmanager
 def scored_tokens(model: nn.Module, rows: Tensor) -> Iterator[None]:
-    """Let a network score selected tokens only, by a hook that selects the inputs of its output layer.
+    """Let a network score selected tokens only: a hook selects the inputs of its output layer.
 
-    The scores are a product with the whole vocabulary, which takes most of the time of a step in small networks, and
-    only masked tokens need them.
+    The scores are a product with the whole vocabulary, which takes most of the time of a step in
+    small networks, and only masked tokens need them.
 
     Args:
-        model: A masked language model of transformers, or its distributed wrapper; it must not be compiled.
-        rows: The numbers of the tokens in the flattened batch, whose logits are (tokens, vocabulary).
+        model: A masked language model of transformers, or its distributed wrapper; it must not be
+            compiled.
+        rows: The numbers of the tokens in the flattened batch, whose logits are (tokens,
+            vocabulary).
     """
     inner: Any = getattr(model, "module", model)
-    hook = inner.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].flatten(0, 1)[rows],))
+    hook = inner.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: (inputs[0].flatten(0, 1)[rows],)
+    )
     try:
         yield
     finally:

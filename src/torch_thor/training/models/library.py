@@ -1,7 +1,7 @@
-"""Networks by name with random weights: the small ones of the application, torchvision's and timm's.
+"""Networks by name with random weights: the application's small ones, torchvision's and timm's.
 
-A name of a library is `torchvision:NAME`, `timm:NAME`, or just `NAME`, which is torchvision's if both have it.
-Pretrained weights are never downloaded.
+A name of a library is `torchvision:NAME`, `timm:NAME`, or just `NAME`, which is torchvision's if
+both have it. Pretrained weights are never downloaded.
 """
 
 import inspect
@@ -19,12 +19,13 @@ TORCHVISION, TIMM = "torchvision:", "timm:"
 
 
 def build_model(name: str, in_channels: int, classes: int) -> nn.Module:
-    """Return a new image classifier, on the CPU, built with torch's global random numbers (seed them first).
+    """Return a new CPU image classifier, built with torch's global random numbers (seed first).
 
     It returns only logits (N, classes), also in training mode.
 
     Raises:
-        UserError: If there is no such network, it does not classify images, or it cannot be built for them.
+        UserError: If there is no such network, it does not classify images, or it cannot be built
+            for them.
     """
     check_name(name)
     if name in CLASSIFIERS:
@@ -34,11 +35,14 @@ def build_model(name: str, in_channels: int, classes: int) -> nn.Module:
         return build_library_model(name, num_classes=classes, in_chans=in_channels)
     require(
         in_channels == 3,
-        f"model={name} takes images of 3 channels, and those of the data have {in_channels}: use a network of timm "
-        f"({TIMM}{own}, if it exists), which takes any number, or one of torch-thor itself",
+        f"model={name} takes images of 3 channels, and those of the data have {in_channels}: use a "
+        f"network of timm ({TIMM}{own}, if it exists), which takes any number, or one of "
+        "torch-thor itself",
     )
     # with their auxiliary heads these return three tensors
-    alone = {"aux_logits": False, "init_weights": True} if own in {"googlenet", "inception_v3"} else {}
+    alone = (
+        {"aux_logits": False, "init_weights": True} if own in {"googlenet", "inception_v3"} else {}
+    )
     return build_library_model(name, num_classes=classes, **alone)
 
 
@@ -59,7 +63,8 @@ def build_library_model(name: str, **options: Any) -> nn.Module:
             from torchvision import models
 
             if "weights_backbone" in inspect.signature(models.get_model_builder(own)).parameters:
-                options["weights_backbone"] = None  # the default is pretrained, whatever `weights` says
+                # the default is pretrained, whatever `weights` says
+                options["weights_backbone"] = None
             model = models.get_model(own, weights=None, **options)
     except (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"model={name} could not be built: {first_line(error)}") from error
@@ -101,12 +106,16 @@ def find_model(name: str) -> tuple[str, str]:
             if timm.is_model(own):
                 return TIMM, own
             known = [*known, *timm.list_models()]
-    raise UserError(f"model={name} is not a network{nearest(own, [*CLASSIFIERS, *known])}: {advice}")
+    raise UserError(
+        f"model={name} is not a network{nearest(own, [*CLASSIFIERS, *known])}: {advice}"
+    )
 
 
 @torch.no_grad()
 def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes: int) -> None:
-    """Refuse a classifier that cannot process images (C, H, W). Its weights, running statistics and mode do not change.
+    """Refuse a classifier that cannot process images (C, H, W).
+
+    Its weights, running statistics and mode do not change.
 
     Raises:
         UserError: If it fails on such images, or does not return logits (N, classes).
@@ -114,16 +123,19 @@ def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes:
     size = " x ".join(map(str, image_shape))
     parameter, training = next(model.parameters()), model.training
     try:
-        scores = model.eval()(torch.zeros(2, *image_shape, dtype=parameter.dtype, device=parameter.device))
+        scores = model.eval()(
+            torch.zeros(2, *image_shape, dtype=parameter.dtype, device=parameter.device)
+        )
     except (RuntimeError, ValueError, AssertionError) as error:
         raise UserError(
-            f"model={name} cannot process the data's images ({size}): {first_line(error)}; use another model, or other "
-            "data"
+            f"model={name} cannot process the data's images ({size}): {first_line(error)}; use "
+            "another model, or other data"
         ) from error
     finally:
         model.train(training)
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     require(
         shape == (2, classes),
-        f"model={name} returns {shape} for 2 images ({size}) instead of logits (2, {classes}): use a classifier",
+        f"model={name} returns {shape} for 2 images ({size}) instead of logits (2, {classes}): use "
+        "a classifier",
     )

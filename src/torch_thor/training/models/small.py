@@ -1,4 +1,4 @@
-"""The small networks of the application: image classifiers, an autoencoder and a character model."""
+"""The application's small networks: image classifiers, an autoencoder and a character model."""
 
 import itertools
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut (He et al., 2016), with a projection where the shape changes."""
+    """Two 3 x 3 convolutions and a shortcut, projected if the shape changes (He et al., 2016)."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -30,9 +30,11 @@ class BasicBlock(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """A residual network of a basic block for each width: 0.08 million weights, for 28 x 28 images."""
+    """A residual network, one basic block per width: 0.08 million weights, for 28 x 28 images."""
 
-    def __init__(self, in_channels: int, classes: int, widths: tuple[int, ...] = (16, 32, 64)) -> None:
+    def __init__(
+        self, in_channels: int, classes: int, widths: tuple[int, ...] = (16, 32, 64)
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(widths[0])
@@ -48,7 +50,7 @@ class SmallResNet(nn.Module):
 
 
 def small_cnn(in_channels: int, classes: int) -> nn.Module:
-    """Build two convolutions with a pooling layer between them, and one hidden linear layer, for 8 x 8 images."""
+    """Build two convolutions with pooling between, and a hidden linear layer, for 8 x 8 images."""
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(in_channels, 16, 3, padding=1),
@@ -65,7 +67,7 @@ def small_cnn(in_channels: int, classes: int) -> nn.Module:
 
 
 def cifar_resnet18(in_channels: int, classes: int) -> nn.Module:
-    """Return torchvision's ResNet-18 with the stem of He et al. 2016, section 4.2, for images of 32 x 32 pixels."""
+    """Return torchvision's ResNet-18 with the 32 x 32 pixel stem of He et al. 2016, section 4.2."""
     from torchvision.models import resnet18  # slow to import, and needed for this network only
 
     model: nn.Module = resnet18(num_classes=classes)
@@ -83,11 +85,20 @@ CLASSIFIERS: dict[str, Callable[[int, int], nn.Module]] = {
 }
 
 
-def deep_autoencoder(pixels: int, hidden: Sequence[int] = (128, 64, 32, 12, 32, 64, 128)) -> nn.Module:
-    """Return a smaller version of the autoencoder of Hinton and Salakhutdinov (2006) and Martens and Grosse (2015).
+def deep_autoencoder(
+    pixels: int, hidden: Sequence[int] = (128, 64, 32, 12, 32, 64, 128)
+) -> nn.Module:
+    """Build a smaller autoencoder after Hinton and Salakhutdinov (2006), Martens and Grosse (2015).
 
-    It has linear layers with tanh between them, from (N, pixels) to the logits of the pixels. The narrowest hidden
-    layer, the code, is linear. Weights are initialised by Glorot's uniform rule, biases with 0.
+    It has linear layers with tanh between them. The narrowest hidden layer, the code, is linear.
+    Weights are initialised by Glorot's uniform rule, biases with 0.
+
+    Args:
+        pixels: the size of the input.
+        hidden: the widths of the hidden layers.
+
+    Returns:
+        A network from (N, pixels) to the logits of the pixels.
     """
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise((pixels, *hidden, pixels)):
@@ -122,7 +133,7 @@ class Block(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """A transformer that returns the logits of the next character, for windows of at most `context` characters."""
+    """A transformer that gives next-character logits for windows of up to `context` characters."""
 
     def __init__(self, symbols: int, context: int) -> None:
         super().__init__()
@@ -133,7 +144,7 @@ class CharTransformer(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits, (N, L, symbols), of the character after each of (N, L), where L is at most `context`."""
+        """Return the logits, (N, L, symbols), of each next character of (N, L), L <= `context`."""
         places = self.places(torch.arange(x.shape[1], device=x.device))
         scores: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + places)))
         return scores

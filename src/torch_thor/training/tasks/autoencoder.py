@@ -1,8 +1,8 @@
 """A deep autoencoder of small images, a standard benchmark of the K-FAC literature.
 
-The training loss is the cross-entropy summed over the pixels of an image (Martens and Grosse 2015, section 13). The
-primary metric is the squared error of the reconstructions. A loss term is an image. A batch is a tensor of pixel values
-in [0, 1], (n, pixels).
+The training loss is the cross-entropy summed over the pixels of an image (Martens and Grosse 2015,
+section 13). The primary metric is the squared error of the reconstructions. A loss term is an
+image. A batch is a tensor of pixel values in [0, 1], (n, pixels).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from torch_thor.training.data.batches import batches_per_epoch, held_out_keys, in_memory, take, training_keys
+from torch_thor.training.data.batches import (
+    batches_per_epoch,
+    held_out_keys,
+    in_memory,
+    take,
+    training_keys,
+)
 from torch_thor.training.data.small import load_images
 from torch_thor.training.models.small import deep_autoencoder
 from torch_thor.training.parallel import Ranks
@@ -28,10 +34,19 @@ class Autoencoder:
     unit = "images"
     metrics: Sequence[Metric] = (
         Metric("loss", "cross-entropy", "test loss", higher_is_better=False),
-        Metric("squared_error", "squared error", "squared error", higher_is_better=False, primary=True),
+        Metric(
+            "squared_error", "squared error", "squared error", higher_is_better=False, primary=True
+        ),
     )
 
-    def __init__(self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool = True) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        train: bool = True,
+    ) -> None:
         (images, _), (test, _) = load_images(recipe.data)
         low, high = images.min(), images.max()
         self.train, self.test = (
@@ -59,7 +74,7 @@ class Autoencoder:
         return Terms(len(batch))
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Compute the cross-entropy, summed over the pixels of an image and averaged over images."""
+        """Compute the cross-entropy, summed over an image's pixels and averaged over images."""
         logits = net(batch)
         total = binary_cross_entropy_with_logits(logits, batch, reduction="sum")
         return Loss(total / len(batch), logits, "bernoulli")
@@ -68,4 +83,7 @@ class Autoencoder:
         """Compute the cross-entropy and the squared error, summed over images and pixels."""
         logits = net(batch)
         total = binary_cross_entropy_with_logits(logits, batch, reduction="sum")
-        return {"loss": total, "squared_error": (torch.sigmoid(logits) - batch).square().sum(1).sum()}
+        return {
+            "loss": total,
+            "squared_error": (torch.sigmoid(logits) - batch).square().sum(1).sum(),
+        }

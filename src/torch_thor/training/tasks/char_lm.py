@@ -1,7 +1,8 @@
 """A character language model of the language reference that is part of Python.
 
-A loss term is a predicted character. A batch is (characters, next characters), (n, CONTEXT) each, int64: windows with
-random starts, drawn anew for each batch. An epoch has as many windows as cover the text once.
+A loss term is a predicted character. A batch is (characters, next characters), (n, CONTEXT) each,
+int64: windows with random starts, drawn anew for each batch. An epoch has as many windows as cover
+the text once.
 """
 
 import itertools
@@ -31,11 +32,19 @@ class CharLM:
         Metric("loss", "loss", "held-out loss", higher_is_better=False, primary=True),
         Metric(
             "perplexity", "perplexity", "perplexity", higher_is_better=False,
-            derived=lambda means: math.exp(min(means["loss"], 700.0)),  # exp(700) is about the largest float
+            # exp(700) is about the largest float
+            derived=lambda means: math.exp(min(means["loss"], 700.0)),
         ),
     )  # fmt: skip
 
-    def __init__(self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool = True) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        train: bool = True,
+    ) -> None:
         self.train, test = (codes.to(device) for codes in load_characters())
         self.test = windows(test, torch.arange(0, len(test) - CONTEXT - 1, CONTEXT, device=device))
         self.recipe, self.samples = recipe, len(self.train) // CONTEXT
@@ -46,12 +55,14 @@ class CharLM:
         return CharTransformer(SYMBOLS, CONTEXT)
 
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
-        """Yield the training batches of a process; the windows of all are functions of (seed, epoch, batch)."""
+        """Yield a process's training batches; all windows are functions of (seed, epoch, batch)."""
         size, positions = self.recipe.batch_size, len(self.train) - CONTEXT
         per_epoch, share = batches_per_epoch(self.samples, size, ranks.world), size // ranks.world
         for number in itertools.count(start):
             seed = digest(self.recipe.seed, *divmod(number, per_epoch))
-            starts = torch.randint(positions, (size,), generator=torch.Generator().manual_seed(seed))
+            starts = torch.randint(
+                positions, (size,), generator=torch.Generator().manual_seed(seed)
+            )
             yield windows(self.train, starts[ranks.rank * share :][:share].to(self.train.device))
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
@@ -75,6 +86,6 @@ class CharLM:
 
 
 def windows(codes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut windows out of a text: the characters and the next character of each, (N, CONTEXT) each."""
+    """Cut windows out of a text: the characters and the next characters, (N, CONTEXT) each."""
     rows = codes[starts[:, None] + torch.arange(CONTEXT + 1, device=codes.device)]
     return rows[:, :-1], rows[:, 1:]

@@ -1,12 +1,13 @@
-"""Image classification: labelled images in memory or from files, cross-entropy, top-1 and top-5 accuracy.
+"""Image classification: labelled images in memory or files, cross-entropy, top-1, top-5 accuracy.
 
-A loss term is an image. A batch is (images (n, C, H, W), labels (n,)). With K outputs and smoothing s, the target
-distribution of a label y is
+A loss term is an image. A batch is (images (n, C, H, W), labels (n,)). With K outputs and smoothing
+s, the target distribution of a label y is
 
     torch        1 - s + s / K on y, s / K on every other output
     reference    1 - s on y, s / (K - 1) on every other output
 
-so that the reference form, that of THOR's reference trainings, with s is torch's form with s · K / (K - 1).
+so that the reference form, that of THOR's reference trainings, with s is torch's form with s · K /
+(K - 1).
 """
 
 import sys
@@ -18,7 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from torch_thor.training.data.batches import batches_per_epoch, held_out_keys, in_memory, loaded, training_keys
+from torch_thor.training.data.batches import (
+    batches_per_epoch,
+    held_out_keys,
+    in_memory,
+    loaded,
+    training_keys,
+)
 from torch_thor.training.data.small import load_images
 from torch_thor.training.errors import require
 from torch_thor.training.models.library import build_model, check_fits, check_name
@@ -27,11 +34,12 @@ from torch_thor.training.recipe import IN_MEMORY, Recipe
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
 EVALUATION_BATCH = 1000  # images in memory
-MOST_FROM_FILES = 256  # in an evaluation batch, because the batch size of a recipe may be that of many devices
+# in an evaluation batch, because the batch size of a recipe may be that of many devices
+MOST_FROM_FILES = 256
 
 
 def as_trained(recipe: Recipe, trained: Recipe) -> Recipe:
-    """Return a recipe to evaluate a network on other images, with the crops and the normalisation of its training.
+    """Return a recipe to evaluate a network on other images, cropped and normalised as in training.
 
     Raises:
         UserError: If the images have another size.
@@ -42,8 +50,8 @@ def as_trained(recipe: Recipe, trained: Recipe) -> Recipe:
     sizes = [" x ".join(map(str, one.data.image_shape)) for one in (recipe, trained)]
     require(
         sizes[0] == sizes[1],
-        f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: choose data "
-        "of that size, or set data.transform.size",
+        f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on "
+        f"{sizes[1]}: choose data of that size, or set data.transform.size",
     )
     return recipe
 
@@ -54,43 +62,69 @@ class ImageClassification:
     unit = "images"
     metrics: Sequence[Metric] = (
         Metric("loss", "loss", "test loss", higher_is_better=False),
-        Metric("top1", "accuracy, top-1", "accuracy", higher_is_better=True, primary=True, share=True),
+        Metric(
+            "top1", "accuracy, top-1", "accuracy", higher_is_better=True, primary=True, share=True
+        ),
         Metric("top5", "accuracy, top-5", "top-5 accuracy", higher_is_better=True, share=True),
     )
 
-    def __init__(self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool = True) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        train: bool = True,
+    ) -> None:
         check_name(recipe.model)
         self.recipe, self.files = recipe, recipe.data.name not in IN_MEMORY
         self.say = cache(say)  # which says each line once
-        self.say_on_others = cache(partial(print, file=sys.stderr, flush=True))  # `say` may be for the first process
+        # `say` may be for the first process
+        self.say_on_others = cache(partial(print, file=sys.stderr, flush=True))
         self.train: Any
         self.test: Any
         if self.files:
-            from torch_thor.training.data.images import open_images  # its import of torchvision's transforms is slow
+            # its import of torchvision's transforms is slow
+            from torch_thor.training.data.images import open_images
 
             self.train, self.test = open_images(recipe.data, recipe.seed, train=train)
-            self.samples, self.held, classes = len(self.train or ()), len(self.test), len(self.test.classes)
+            self.samples, self.held, classes = (
+                len(self.train or ()),
+                len(self.test),
+                len(self.test.classes),
+            )
         else:
-            self.train, self.test = ([one.to(device) for one in part] for part in load_images(recipe.data))
-            self.samples, self.held, classes = len(self.train[1]), len(self.test[1]), int(self.train[1].max()) + 1
+            self.train, self.test = (
+                [one.to(device) for one in part] for part in load_images(recipe.data)
+            )
+            self.samples, self.held, classes = (
+                len(self.train[1]),
+                len(self.test[1]),
+                int(self.train[1].max()) + 1,
+            )
         self.steps_per_epoch = batches_per_epoch(self.samples, recipe.batch_size) if train else 0
         self.outputs = recipe.classes or classes
         require(
             self.outputs >= classes,
-            f"classes={recipe.classes}: the data has {classes} classes; leave classes=null, or set {classes} or more",
+            f"classes={recipe.classes}: the data has {classes} classes; leave classes=null, or set "
+            f"{classes} or more",
         )
         most = (self.outputs - 1) / self.outputs
         require(
-            recipe.smoothing_form == "torch" or recipe.label_smoothing == 0 or recipe.label_smoothing < most,
-            f"label_smoothing={recipe.label_smoothing} with smoothing_form=reference must be below {most:.4g} for "
-            f"{self.outputs} outputs, or the label would not be the most probable one: lower it, or use "
-            "smoothing_form=torch",
+            recipe.smoothing_form == "torch"
+            or recipe.label_smoothing == 0
+            or recipe.label_smoothing < most,
+            f"label_smoothing={recipe.label_smoothing} with smoothing_form=reference must be below "
+            f"{most:.4g} for {self.outputs} outputs, or the label would not be the most probable "
+            "one: lower it, or use smoothing_form=torch",
         )
 
     def model(self) -> nn.Module:
         """Build the network, in channels_last, which makes convolutions faster on CPUs too."""
         shape = self.recipe.data.image_shape
-        model = build_model(self.recipe.model, shape[0], self.outputs).to(memory_format=torch.channels_last)
+        model = build_model(self.recipe.model, shape[0], self.outputs).to(
+            memory_format=torch.channels_last
+        )
         check_fits(self.recipe.model, model, shape, self.outputs)
         return model
 
@@ -103,17 +137,25 @@ class ImageClassification:
         """Return the evaluation batches of a process."""
         size = min(self.recipe.batch_size, MOST_FROM_FILES) if self.files else EVALUATION_BATCH
         keys, counts = zip(*held_out_keys(self.held, size, ranks), strict=True)
-        return zip(self._read(self.test, [[(0, index) for index in one] for one in keys], ranks), counts, strict=True)
+        return zip(
+            self._read(self.test, [[(0, index) for index in one] for one in keys], ranks),
+            counts,
+            strict=True,
+        )
 
-    def _read(self, images: Any, keys: Iterable[list[tuple[int, int]]], ranks: Ranks) -> Iterator[Batch]:
+    def _read(
+        self, images: Any, keys: Iterable[list[tuple[int, int]]], ranks: Ranks
+    ) -> Iterator[Batch]:
         if not self.files:
             return in_memory(images, keys)
         from torch_thor.training.data.images import collate, normalised
 
         data, crops = self.recipe.data, self.recipe.data.crops
         raw = loaded(
-            images, keys, workers=data.workers.count, prefetch=data.workers.prefetch, device=ranks.device,
-            max_broken=data.max_broken, say=self.say if ranks.first else self.say_on_others, collate=collate,
+            images, keys, workers=data.workers.count, prefetch=data.workers.prefetch,
+            device=ranks.device,
+            max_broken=data.max_broken, say=self.say if ranks.first else self.say_on_others,
+            collate=collate,
         )  # fmt: skip
         return ((normalised(pixels, crops), labels) for pixels, labels in raw)
 
@@ -130,7 +172,7 @@ class ImageClassification:
         return Loss(cross_entropy(scores, labels, label_smoothing=smoothing), scores)
 
     def measure(self, net: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the sum of the cross-entropy without smoothing, and the numbers of correctly classified images."""
+        """Return the summed unsmoothed cross-entropy, and counts of correctly classified images."""
         images, labels = batch
         scores = net(images)
         best = scores.topk(min(5, self.outputs), dim=1).indices == labels[:, None]

@@ -1,10 +1,11 @@
-"""Masked-language-model pretraining, with next-sentence prediction if the network has a head for it.
+"""Masked-language-model pretraining, with next-sentence prediction if the network has its head.
 
-The loss is the mean cross-entropy of the masked tokens, plus that of the next-sentence prediction (Devlin et al. 2019,
-section 3.1). Each masked token is one loss term. The rows of THOR's statistics are the tokens other than padding.
+The loss is the mean cross-entropy of the masked tokens, plus that of the next-sentence prediction
+(Devlin et al. 2019, section 3.1). Each masked token is one loss term. The rows of THOR's statistics
+are the tokens other than padding.
 
-A batch is a mapping of tensors on the device, but for the number of masked tokens of each example: it stays on the CPU,
-so that counting loss terms does not wait for the device.
+A batch is a mapping of tensors on the device, but for the number of masked tokens of each example:
+it stays on the CPU, so that counting loss terms does not wait for the device.
 """
 
 import math
@@ -19,7 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from torch_thor.training.data.batches import Key, batches_per_epoch, held_out_keys, loaded, training_keys
+from torch_thor.training.data.batches import (
+    Key,
+    batches_per_epoch,
+    held_out_keys,
+    loaded,
+    training_keys,
+)
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
@@ -43,20 +50,30 @@ class MaskedLM:
     unit = "masked tokens"
     metrics: Sequence[Metric] = (
         Metric("loss", "masked-token loss", "held-out loss", False),
-        Metric("mlm_accuracy", "masked-token accuracy", "masked-token accuracy", True, primary=True, share=True),
+        Metric("mlm_accuracy", "masked-token accuracy", "masked-token accuracy", True, primary=True,
+        share=True),
         Metric(
             "perplexity", "perplexity", "perplexity", False,
-            derived=lambda means: math.exp(min(means["loss"], 700.0)),  # larger exponents would overflow a float
+            # larger exponents would overflow a float
+            derived=lambda means: math.exp(min(means["loss"], 700.0)),
         ),
         Metric("nsp_accuracy", _FOLLOWING, _FOLLOWING, True, share=True, over="examples"),
     )  # fmt: skip
 
-    def __init__(self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool = True) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        train: bool = True,
+    ) -> None:
         self.recipe, self.device, self._say = recipe, device, say
         own = recipe.data.text.length
         # without phases, one without end
         self._phases: list[tuple[int | None, int, int]] = [
-            (phase.steps, phase.length or own, phase.batch_size or recipe.batch_size) for phase in recipe.phases
+            (phase.steps, phase.length or own, phase.batch_size or recipe.batch_size)
+            for phase in recipe.phases
         ] or [(None, own, recipe.batch_size)]
         lengths = sorted({own, *(length for _, length, _ in self._phases)})
         self.longest, data = lengths[-1], recipe.data
@@ -65,7 +82,10 @@ class MaskedLM:
 
             self._folder = python_corpus(data.folder(), data.text.vocab_size, lengths, say)
         else:
-            require(data.root is not None, "data.root is not set: give the folder that torch-thor prepare has written")
+            require(
+                data.root is not None,
+                "data.root is not set: give the folder that torch-thor prepare has written",
+            )
             self._folder = data.folder()
         self._held_out = self._maker(HELD_OUT, own, seed=0)
         if not self._held_out.pairs:
@@ -73,7 +93,9 @@ class MaskedLM:
         self._train: dict[int, PairMaker] = {}
         for number, (_, length, _) in enumerate(self._phases if train else []):
             with self._of_phase(number, f".length={length}"):
-                self._train[length] = self._train.get(length) or self._maker(TRAIN, length, recipe.seed)
+                self._train[length] = self._train.get(length) or self._maker(
+                    TRAIN, length, recipe.seed
+                )
         self.samples = sum(len(maker.corpus) for maker in self._train.values())
         self.steps_per_epoch = sum(phase.steps for phase in recipe.phases)
         if train and not recipe.phases:
@@ -90,7 +112,9 @@ class MaskedLM:
         try:
             yield
         except UserError as error:
-            raise UserError(f"phases[{number}]{key}: {error}" if self.recipe.phases else str(error)) from error
+            raise UserError(
+                f"phases[{number}]{key}: {error}" if self.recipe.phases else str(error)
+            ) from error
 
     @property
     def tokenizer_file(self) -> Path:
@@ -106,7 +130,14 @@ class MaskedLM:
         """Return the tokenizer as a `PreTrainedTokenizerFast` of transformers."""
         from transformers import PreTrainedTokenizerFast
 
-        from torch_thor.training.text.wordpiece import CLASS, MASK, PAD, SEPARATOR, UNKNOWN, load_tokenizer
+        from torch_thor.training.text.wordpiece import (
+            CLASS,
+            MASK,
+            PAD,
+            SEPARATOR,
+            UNKNOWN,
+            load_tokenizer,
+        )
 
         return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=load_tokenizer(self.tokenizer_file),
@@ -122,13 +153,18 @@ class MaskedLM:
     def model(self) -> nn.Module:
         """Build the network with random weights from torch's global generator, on the CPU."""
         maker, name = self._held_out, self.recipe.model
-        model: Any = bert.build(name, maker.vocab_size, self.longest, maker.pad, next_sentence=maker.pairs)
+        model: Any = bert.build(
+            name, maker.vocab_size, self.longest, maker.pad, next_sentence=maker.pairs
+        )
         if self.recipe.activation_checkpointing:
             kind = f"{type(model).__name__} of model={name}"
             rule = f"activation_checkpointing=true: {kind} does not support it; leave it false"
             require(bool(model.supports_gradient_checkpointing), rule)
             # transformers before 5.20 has only the second name
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable = (
+                getattr(model, "activation_checkpointing_enable", None)
+                or model.gradient_checkpointing_enable
+            )
             enable({"use_reentrant": False})
         trained: nn.Module = model.train()
         return trained
@@ -136,19 +172,22 @@ class MaskedLM:
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
         """Return the training batches of a process from a step on, without end."""
         parts = []
-        epoch = first = 0  # epochs count on from phase to phase, so that no two of the same length have the same masks
+        # epochs count on from phase to phase, so that no two of the same length have the same masks
+        epoch = first = 0
         for number, (steps, length, size) in enumerate(self._phases):
             maker, done = self._train[length], max(0, start - first)
             with self._of_phase(number):
                 per_epoch = batches_per_epoch(len(maker.corpus), size, ranks.world)
-            keys = training_keys(len(maker.corpus), size, self.recipe.seed, ranks, epoch * per_epoch + done)
+            keys = training_keys(
+                len(maker.corpus), size, self.recipe.seed, ranks, epoch * per_epoch + done
+            )
             parts.append((maker, keys if steps is None else islice(keys, max(0, steps - done))))
             epoch, first = epoch + math.ceil((steps or 0) / per_epoch), first + (steps or 0)
         for maker, keys in parts:  # one after the other, so that only one has worker processes
             yield from self._loaded(maker, keys)
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
-        """Return the evaluation batches of a process, the same in each epoch and for each seed, and which count."""
+        """Return a process's evaluation batches, same for all epochs and seeds, and which count."""
         dealt = list(held_out_keys(len(self._held_out.corpus), EVALUATION_BATCH, ranks))
         keys = ([(0, number) for number in numbers] for numbers, _ in dealt)
         return zip(self._loaded(self._held_out, keys), (counts for _, counts in dealt), strict=True)
@@ -159,7 +198,11 @@ class MaskedLM:
             maker, keys, workers=data.workers.count, prefetch=data.workers.prefetch, device=_CPU,
             max_broken=data.max_broken, say=self._say, collate=default_collate,
         ):  # fmt: skip
-            ready = {key: value.pin_memory() for key, value in batch.items()} if self.device.type == "cuda" else batch
+            ready = (
+                {key: value.pin_memory() for key, value in batch.items()}
+                if self.device.type == "cuda"
+                else batch
+            )
             yield {
                 key: value if key == _MASKED else value.to(self.device, non_blocking=True)
                 for key, value in ready.items()
@@ -170,7 +213,7 @@ class MaskedLM:
         return Terms(int(batch[_MASKED].sum()), batch["attention_mask"].bool())
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Compute the training loss, and the scores of the masked tokens, (masked tokens, vocabulary)."""
+        """Compute the training loss and the masked tokens' scores, (masked tokens, vocabulary)."""
         scores, labels, following = self._predict(net, batch)
         mean = functional.cross_entropy(scores, labels)
         if following is not None:
@@ -190,7 +233,7 @@ class MaskedLM:
         return found
 
     def _predict(self, net: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the scores and labels of the masked tokens, and the scores of the next-sentence prediction."""
+        """Return the masked tokens' scores and labels, and next-sentence prediction scores."""
         pairs, labels = self._held_out.pairs, batch["labels"].flatten()
         inputs = {key: batch[key] for key in (*_INPUTS, *([_KINDS] if pairs else []))}
         # their number is known, so that finding them does not wait for the device

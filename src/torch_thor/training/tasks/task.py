@@ -1,9 +1,10 @@
 """What a training loop needs of a task: its network, its data, its loss and its metrics.
 
-A batch is a tree of tensors (tuples, lists, mappings) whose leaves have the samples in their first dimension. The loop
-moves, splits and counts batches; only the task knows what they contain. The loss of a step is a mean over N loss terms:
-images for a classifier, predicted characters for a language model. A task returns the mean, because dividing a sum
-afterwards would be rounded differently; the means of micro-batches and of processes are weighted by their terms.
+A batch is a tree of tensors (tuples, lists, mappings) whose leaves have the samples in their first
+dimension. The loop moves, splits and counts batches; only the task knows what they contain. The
+loss of a step is a mean over N loss terms: images for a classifier, predicted characters for a
+language model. A task returns the mean, because dividing a sum afterwards would be rounded
+differently; the means of micro-batches and of processes are weighted by their terms.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +25,8 @@ class Terms:
 
     Args:
         number: N, the number of terms that the loss averages over.
-        row_mask: bool, with the leading dimensions of the layers' inputs; True for rows that enter THOR's statistics.
-            None stands for all rows.
+        row_mask: bool, with the leading dimensions of the layers' inputs; True for rows that enter
+            THOR's statistics. None stands for all rows.
     """
 
     number: int
@@ -37,8 +38,8 @@ class Loss:
     """The training loss of a batch, and the predictions of the network.
 
     Args:
-        mean: The mean over the loss terms of the batch, a tensor without dimensions, which can be differentiated; 0
-            where a part of a batch has no term.
+        mean: The mean over the loss terms of the batch, a tensor without dimensions, which can be
+            differentiated; 0 where a part of a batch has no term.
         output: The output of the network, not detached.
         distribution: The distribution of the labels given the output, as for `THOR.sample_fisher`.
         dim: The class dimension of categorical logits; None stands for the last of two dimensions.
@@ -59,10 +60,13 @@ class Metric:
         title: The name in tables and plots.
         word: The name in a printed line.
         higher_is_better: Whether larger values are better.
-        primary: Whether it decides which checkpoint is best and when a target is reached; one metric of a task is.
+        primary: Whether it decides which checkpoint is best and when a target is reached; one
+            metric of a task is.
         share: Whether it is a fraction in [0, 1], which is printed in per cent.
-        derived: Computes the metric from the means of the others, by name; None if it is a mean itself.
-        over: The name under which `measure` returns the number of items that the mean is over; None for loss terms.
+        derived: Computes the metric from the means of the others, by name; None if it is a mean
+            itself.
+        over: The name under which `measure` returns the number of items that the mean is over; None
+            for loss terms.
     """
 
     name: str
@@ -75,7 +79,7 @@ class Metric:
     over: str | None = None
 
     def text(self, value: float) -> str:
-        """Format a value: per cent with two decimals for a fraction, and four significant digits otherwise."""
+        """Format a value: fractions in per cent with two decimals, else four significant digits."""
         return f"{value:.2%}" if self.share else f"{value:.4g}"
 
     def better(self, value: float, than: float) -> bool:
@@ -96,7 +100,10 @@ class Task(Protocol):
     samples: int  # of the training set; a run continues with the same number only
 
     def model(self) -> nn.Module:
-        """Build the network on the CPU, in training mode, with torch's global random numbers (seed them first)."""
+        """Build the network on the CPU, in training mode.
+
+        It uses torch's global random numbers, so seed them first.
+        """
         ...
 
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
@@ -104,15 +111,17 @@ class Task(Protocol):
 
         Args:
             ranks: The process among those that share each batch.
-            start: The number of steps already taken. Batches are functions of the seed and their number.
+            start: The number of steps already taken. Batches are functions of the seed and their
+                number.
         """
         ...
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process, and whether each counts.
 
-        All processes have equally many, because the forward passes of a divided network communicate; a process with
-        fewer than another repeats one, which does not count. Each sample counts once, in the batches of one process.
+        All processes have equally many, because the forward passes of a divided network
+        communicate; a process with fewer than another repeats one, which does not count. Each
+        sample counts once, in the batches of one process.
         """
         ...
 
@@ -121,13 +130,14 @@ class Task(Protocol):
         ...
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Run the network, which may be compiled or wrapped, on a batch, and compute its training loss."""
+        """Run the network, perhaps compiled or wrapped, on a batch; compute its training loss."""
         ...
 
     def measure(self, net: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Compute the sum of each metric that is not derived over an evaluation batch, by name, without dimensions.
+        """Compute underived metrics' sums over an evaluation batch, by name, without dimensions.
 
-        If a metric is a mean over other items than loss terms, also their number, under the name `Metric.over`.
+        If a metric is a mean over other items than loss terms, also their number, under the name
+        `Metric.over`.
         """
         ...
 

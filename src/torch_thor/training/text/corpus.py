@@ -1,8 +1,9 @@
 """A prepared corpus: its files, and random access to its examples, which are mapped into memory.
 
-`train.arrow` and `held-out.arrow` have one document per row. `tokens` are the ids of all its sentences, and `ends` the
-end of each sentence in `tokens`. The column with the name of a length holds the examples of that length: the first and
-last (exclusive) sentences, whose tokens fill an example together with [CLS] and two [SEP].
+`train.arrow` and `held-out.arrow` have one document per row. `tokens` are the ids of all its
+sentences, and `ends` the end of each sentence in `tokens`. The column with the name of a length
+holds the examples of that length: the first and last (exclusive) sentences, whose tokens fill an
+example together with [CLS] and two [SEP].
 """
 
 import hashlib
@@ -17,10 +18,16 @@ from typing import Any
 
 from torch_thor.training.errors import require
 
-MANIFEST, TOKENIZER, TRAIN, HELD_OUT = "manifest.json", "tokenizer.json", "train.arrow", "held-out.arrow"
+MANIFEST, TOKENIZER, TRAIN, HELD_OUT = (
+    "manifest.json",
+    "tokenizer.json",
+    "train.arrow",
+    "held-out.arrow",
+)
 FORMAT = 4  # of the manifest and the files
 SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
-_AGAIN = "delete its folder, then prepare the corpus again"  # `prepare` leaves a finished corpus as it is
+# `prepare` leaves a finished corpus as it is
+_AGAIN = "delete its folder, then prepare the corpus again"
 
 
 def sha256(file: Path) -> str:
@@ -35,14 +42,21 @@ def _known_sha256(file: Path, size: int, modified: int) -> str:
     return sha256(file)
 
 
-def open_manifest(folder: Path, names: Sequence[str] = (TOKENIZER, TRAIN, HELD_OUT)) -> dict[str, Any]:
-    """Read the manifest of a corpus, and refuse the corpus if one of the files is missing or has changed."""
+def open_manifest(
+    folder: Path, names: Sequence[str] = (TOKENIZER, TRAIN, HELD_OUT)
+) -> dict[str, Any]:
+    """Read a corpus's manifest, and refuse the corpus if a file is missing or has changed."""
     file = folder / MANIFEST
-    require(file.is_file(), f"{folder} is no prepared corpus (no {MANIFEST}): make one with torch-thor prepare")
+    require(
+        file.is_file(),
+        f"{folder} is no prepared corpus (no {MANIFEST}): make one with torch-thor prepare",
+    )
     try:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         expected = (
-            {name: manifest["sha256"][name] for name in names} if manifest["format"] == FORMAT else {MANIFEST: ""}
+            {name: manifest["sha256"][name] for name in names}
+            if manifest["format"] == FORMAT
+            else {MANIFEST: ""}
         )
     except (ValueError, KeyError, TypeError):
         expected = {MANIFEST: ""}
@@ -58,7 +72,10 @@ def open_manifest(folder: Path, names: Sequence[str] = (TOKENIZER, TRAIN, HELD_O
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive sentences, from `first` to before `last`, of a document whose sentences begin and end at `bounds`."""
+    """Consecutive sentences of a document, from `first` to before `last`.
+
+    The sentences of the document begin and end at `bounds`.
+    """
 
     document: tuple[int, int]
     tokens: Any
@@ -74,7 +91,8 @@ class Passage:
 class Corpus:
     """The examples of one length in the training or held-out documents of a corpus.
 
-    A corpus that is not complete, or a file of it that has changed, is refused. `side` is `TRAIN` or `HELD_OUT`.
+    A corpus that is not complete, or a file of it that has changed, is refused. `side` is `TRAIN`
+    or `HELD_OUT`.
     """
 
     def __init__(self, folder: Path, side: str, length: int) -> None:
@@ -83,12 +101,14 @@ class Corpus:
         lengths = manifest["lengths"]
         require(
             length in lengths,
-            f"{folder} was prepared for examples of {', '.join(map(str, lengths))} tokens, not {length}: choose one of "
-            f"them, or prepare it with --seq-len {length}",
+            f"{folder} was prepared for examples of {', '.join(map(str, lengths))} tokens, not "
+            f"{length}: choose one of them, or prepare it with --seq-len {length}",
         )
         self.tokenizer_checksum: str = manifest["sha256"][TOKENIZER]
         batches = map(self._file.get_batch, range(self._file.num_record_batches))
-        self._firsts = list(accumulate((len(batch[str(length)].values) for batch in batches), initial=0))
+        self._firsts = list(
+            accumulate((len(batch[str(length)].values) for batch in batches), initial=0)
+        )
         require(len(self) > 0, f"{folder} has no examples in {side}: prepare a larger corpus")
 
     def __len__(self) -> int:
@@ -96,7 +116,8 @@ class Corpus:
         return self._firsts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_file"}  # each process maps its own file
+        # each process maps its own file
+        return {key: value for key, value in vars(self).items() if key != "_file"}
 
     @cached_property
     def _file(self) -> Any:

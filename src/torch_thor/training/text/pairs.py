@@ -1,9 +1,10 @@
-"""Training examples for BERT: pairs of text segments with masked tokens, drawn at random in each epoch.
+"""Training examples for BERT: pairs of text segments with masked tokens, random in each epoch.
 
-The draws depend only on the seed, the epoch and the number of the example. Pairs follow Devlin et al. (2019, section
-3.1): an example is split into segments A and B at the end of a sentence, and in half of the examples B is replaced by
-text of another document that is as long. The lengths of the segments therefore tell nothing about the label. Of the
-tokens to predict, 80 % are replaced by [MASK], 10 % by a random word piece, and 10 % are left unchanged.
+The draws depend only on the seed, the epoch and the number of the example. Pairs follow Devlin et
+al. (2019, section 3.1): an example is split into segments A and B at the end of a sentence, and in
+half of the examples B is replaced by text of another document that is as long. The lengths of the
+segments therefore tell nothing about the label. Of the tokens to predict, 80 % are replaced by
+[MASK], 10 % by a random word piece, and 10 % are left unchanged.
 """
 
 from typing import Any
@@ -12,9 +13,18 @@ from torch.utils.data import Dataset
 
 from torch_thor.training.errors import require
 from torch_thor.training.text.corpus import SPECIAL_TOKENS, TOKENIZER, Corpus, Passage
-from torch_thor.training.text.wordpiece import CLASS, CONTINUES, MASK, PAD, SEPARATOR, SPECIAL, load_tokenizer
+from torch_thor.training.text.wordpiece import (
+    CLASS,
+    CONTINUES,
+    MASK,
+    PAD,
+    SEPARATOR,
+    SPECIAL,
+    load_tokenizer,
+)
 
-IGNORED = -100  # the label of tokens that are not predicted: the default ignore_index of torch's cross-entropy
+# the label of tokens that are not predicted: the default ignore_index of torch's cross-entropy
+IGNORED = -100
 _TRIES = 10  # maximum number of attempts to find another document that is long enough
 
 
@@ -30,21 +40,40 @@ class PairMaker(Dataset[dict[str, Any]]):
     """
 
     def __init__(
-        self, corpus: Corpus, masked: float = 0.15, *, whole_words: bool = False, pairs: bool = True, seed: int = 0
+        self,
+        corpus: Corpus,
+        masked: float = 0.15,
+        *,
+        whole_words: bool = False,
+        pairs: bool = True,
+        seed: int = 0,
     ) -> None:
         import numpy as np
 
-        self.corpus, self.masked, self.whole_words, self.pairs, self.seed = corpus, masked, whole_words, pairs, seed
+        self.corpus, self.masked, self.whole_words, self.pairs, self.seed = (
+            corpus,
+            masked,
+            whole_words,
+            pairs,
+            seed,
+        )
         pieces = load_tokenizer(corpus.folder / TOKENIZER).get_vocab()
-        self.pad, self.begin, self.end, self.mask = (pieces[one] for one in (PAD, CLASS, SEPARATOR, MASK))
+        self.pad, self.begin, self.end, self.mask = (
+            pieces[one] for one in (PAD, CLASS, SEPARATOR, MASK)
+        )
         self.vocab_size = len(pieces)
-        self._ordinary = np.array(sorted(number for piece, number in pieces.items() if piece not in SPECIAL), np.int64)
+        self._ordinary = np.array(
+            sorted(number for piece, number in pieces.items() if piece not in SPECIAL), np.int64
+        )
         self._continues = np.zeros(self.vocab_size, bool)
-        self._continues[[number for piece, number in pieces.items() if piece.startswith(CONTINUES)]] = True
+        self._continues[
+            [number for piece, number in pieces.items() if piece.startswith(CONTINUES)]
+        ] = True
         require(
             not whole_words or bool(self._continues.any()),
-            f"data.text.whole_words=true: the tokenizer of {corpus.folder} has no pieces that begin with {CONTINUES}, "
-            f"so that words cannot be recognised; set it to false, or prepare the corpus with a WordPiece tokenizer",
+            f"data.text.whole_words=true: the tokenizer of {corpus.folder} has no pieces that "
+            f"begin with {CONTINUES}, so that words cannot be recognised; set it to false, or "
+            "prepare the corpus with a WordPiece tokenizer",
         )
 
     def __len__(self) -> int:
@@ -55,11 +84,16 @@ class PairMaker(Dataset[dict[str, Any]]):
         return self.example(number, self.seed, epoch)
 
     def example(self, number: int, seed: int, epoch: int) -> dict[str, Any]:
-        """Make an example, as int64 arrays; `next_sentence_label` is 1 if B is from another document."""
+        """Make an example, as int64 arrays."""
+        # `next_sentence_label` is 1 if B is from another document.
         import numpy as np
 
-        random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch, number))))
-        first, second, is_random = self._segments(number, random, self.corpus.length - SPECIAL_TOKENS)
+        random = np.random.Generator(
+            np.random.Philox(np.random.SeedSequence((seed, epoch, number)))
+        )
+        first, second, is_random = self._segments(
+            number, random, self.corpus.length - SPECIAL_TOKENS
+        )
         tokens = [self.begin, *first, self.end, *([*second, self.end] if self.pairs else [])]
         ids = np.full(self.corpus.length, self.pad, np.int64)
         types, attended = np.zeros_like(ids), np.zeros_like(ids)
@@ -76,7 +110,7 @@ class PairMaker(Dataset[dict[str, Any]]):
         }
 
     def _segments(self, number: int, random: Any, room: int) -> tuple[Any, Any, bool]:
-        """Return the tokens of A and B, cut to fit into the example, and whether B is from another document."""
+        """Return A's and B's tokens, cut to the example, and whether B is of another document."""
         own = self.corpus.passage(number)
         if not self.pairs:
             whole = own.between(own.first, own.last)
@@ -86,14 +120,19 @@ class PairMaker(Dataset[dict[str, Any]]):
         first, second = own.between(own.first, cut), own.between(cut, own.last)
         other = None
         if random.random() < 0.5 or sentences == 1:  # after a single sentence nothing follows
-            other = self._of_another_document(own, len(first), len(second) or len(first), random, room)
+            other = self._of_another_document(
+                own, len(first), len(second) or len(first), random, room
+            )
         first, rest = _shortened(first, second if other is None else other, room, random)
         return first, rest, other is not None
 
-    def _of_another_document(self, own: Passage, first: int, second: int, random: Any, room: int) -> Any | None:
-        """Return whole sentences of a random other document in place of B, or None if no attempt found enough.
+    def _of_another_document(
+        self, own: Passage, first: int, second: int, random: Any, room: int
+    ) -> Any | None:
+        """Return whole sentences of another random document for B, or None if no try found enough.
 
-        A has `first` tokens, the B that is replaced `second`, and there is room for `room` together.
+        A has `first` tokens, the B that is replaced `second`, and there is room for `room`
+        together.
         """
         import numpy as np
 
@@ -101,14 +140,22 @@ class PairMaker(Dataset[dict[str, Any]]):
         wanted = max(1, room - first) if fills else second
         for _ in range(_TRIES):
             other = self.corpus.passage(int(random.integers(len(self.corpus))))
-            last_start = int(np.searchsorted(other.bounds, other.bounds[-1] - wanted, side="right")) - 1
+            last_start = (
+                int(np.searchsorted(other.bounds, other.bounds[-1] - wanted, side="right")) - 1
+            )
             if other.document == own.document or last_start < 0:
                 continue
             start = min(int(random.integers(other.first, other.last)), last_start)
             end = other.bounds[start] + wanted
-            stop = int(np.searchsorted(other.bounds, end))  # the end of the sentence that reaches `wanted` tokens
-            if not fills and stop - 1 > start and end - other.bounds[stop - 1] < other.bounds[stop] - end:
-                stop -= 1  # the end before it is closer: as long as the B that is replaced, not longer
+            # the end of the sentence that reaches `wanted` tokens
+            stop = int(np.searchsorted(other.bounds, end))
+            if (
+                not fills
+                and stop - 1 > start
+                and end - other.bounds[stop - 1] < other.bounds[stop] - end
+            ):
+                # the end before it is closer: as long as the B that is replaced, not longer
+                stop -= 1
             return other.between(start, stop)
         return None
 
@@ -117,7 +164,9 @@ class PairMaker(Dataset[dict[str, Any]]):
         import numpy as np
 
         labels = np.full_like(ids, IGNORED)
-        places = np.flatnonzero((ids != self.begin) & (ids != self.end) & (np.arange(len(ids)) < length))
+        places = np.flatnonzero(
+            (ids != self.begin) & (ids != self.end) & (np.arange(len(ids)) < length)
+        )
         count = max(1, round(self.masked * len(places)))
         if self.whole_words:
             continues = self._continues[ids[places]]
@@ -138,12 +187,12 @@ class PairMaker(Dataset[dict[str, Any]]):
 
 
 def _shortened(first: Any, second: Any, room: int, random: Any) -> tuple[Any, Any]:
-    """Cut the longer segment, or both to the same length, until they fit into `room` tokens together."""
+    """Cut the longer segment, or both to one length, until together they fit into `room` tokens."""
     kept = min(len(first), max(room - len(second), (room + 1) // 2))
     return _window(first, kept, random), _window(second, room - kept, random)
 
 
 def _window(tokens: Any, length: int, random: Any) -> Any:
-    """Return at most `length` consecutive tokens that begin at a random position, so that all are seen in time."""
+    """Return up to `length` consecutive tokens from a random position, so all are seen in time."""
     start = int(random.integers(max(0, len(tokens) - length) + 1))
     return tokens[start : start + length]

@@ -1,8 +1,9 @@
-"""`torch-thor prepare`: converts dumps and text files to a corpus for training a masked language model.
+"""`torch-thor prepare`: converts dumps and text files to a corpus to train a masked language model.
 
-Processes clean units of the source text to files of documents; then a tokenizer is trained and the documents are
-encoded, by threads of the library. All files are written under other names first. A preparation can be stopped at any
-time, and the same command continues it: finished units and a finished tokenizer stay.
+Processes clean units of the source text to files of documents; then a tokenizer is trained and the
+documents are encoded, by threads of the library. All files are written under other names first. A
+preparation can be stopped at any time, and the same command continues it: finished units and a
+finished tokenizer stay.
 """
 
 import hashlib
@@ -30,7 +31,16 @@ from rich.progress import Progress
 from torch_thor import __version__
 from torch_thor.files import REMAINS, whole_file, write_text
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.text.corpus import FORMAT, HELD_OUT, MANIFEST, TOKENIZER, TRAIN, mapped, open_manifest, sha256
+from torch_thor.training.text.corpus import (
+    FORMAT,
+    HELD_OUT,
+    MANIFEST,
+    TOKENIZER,
+    TRAIN,
+    mapped,
+    open_manifest,
+    sha256,
+)
 from torch_thor.training.text.documents import Document, read
 from torch_thor.training.text.encoding import encode, is_in_share
 from torch_thor.training.text.sources import PYTHON, Source, Unit, find_sources, units
@@ -40,9 +50,11 @@ SAMPLE = 200_000_000  # the approximate number of characters that a tokenizer is
 _BEGUN, _CLEAN, _LOCK = "begun.json", "clean", ".lock"  # names in the folder of a corpus
 _SHOWN = 20  # faults that are printed
 _LIBRARIES = ("pyarrow", "tokenizers", "sentencex", "mwparserfromhell", "beautifulsoup4")
-# The languages for which sentencex has rules; for others it would take those of English. It has no list of them.
+# The languages for which sentencex has rules; for others it would take those of English. It has no
+# list of them.
 _LANGUAGES = (
-    "am", "ar", "bg", "bn", "ca", "da", "de", "el", "en", "es", "fi", "fr", "gu", "hi", "hy", "it", "ja", "kk", "kn",
+    "am", "ar", "bg", "bn", "ca", "da", "de", "el", "en", "es", "fi", "fr", "gu", "hi", "hy", "it",
+    "ja", "kk", "kn",
     "ml", "mr", "my", "nl", "pa", "pl", "pt", "ru", "sk", "ta", "te", "uk",
 )  # fmt: skip
 
@@ -82,8 +94,9 @@ def prepare(
         The manifest of the corpus.
 
     Raises:
-        UserError: If a value is out of range, a source is missing or has changed since the preparation was started, too
-            many documents are unreadable, the corpus is empty or cannot be written, or another process is preparing it.
+        UserError: If a value is out of range, a source is missing or has changed since the
+            preparation was started, too many documents are unreadable, the corpus is empty or
+            cannot be written, or another process is preparing it.
     """
     console = console or Console(file=StringIO())
     unequal = 0 < len(lengths) == len(set(lengths)) and min(lengths) >= 16
@@ -92,30 +105,42 @@ def prepare(
         (vocab_size >= 100, f"--vocab-size {vocab_size} must be 100 or more"),
         (0 < held_out < 1, f"--held-out {held_out} must lie between 0 and 1: it is a share"),
         (0 <= max_faults <= 1, f"--max-faults {max_faults} must lie in [0, 1]: it is a share"),
-        (unequal, f"--seq-len {','.join(map(str, lengths))} must be different lengths of 16 tokens or more"),
-        (language in _LANGUAGES, f"--language {language}: give the nearest of {', '.join(_LANGUAGES)}"),
+        (
+            unequal,
+            f"--seq-len {','.join(map(str, lengths))} must be different lengths of 16 tokens or "
+            "more",
+        ),
+        (
+            language in _LANGUAGES,
+            f"--language {language}: give the nearest of {', '.join(_LANGUAGES)}",
+        ),
     ):
         require(holds, rule)
     found = find_sources(sources)
     given = None if tokenizer is None else load_tokenizer(tokenizer, lowercase).to_str(pretty=True)
     settings = {
-        "vocab_size": vocab_size, "lowercase": lowercase, "lengths": list(lengths), "held_out": held_out, "seed": seed,
+        "vocab_size": vocab_size, "lowercase": lowercase, "lengths": list(lengths),
+        "held_out": held_out, "seed": seed,
         "language": language, "tokenizer": given and hashlib.sha256(given.encode()).hexdigest(),
     }  # fmt: skip
     require(not out.exists() or out.is_dir(), f"--out {out} is a file: give a folder")
     own = not out.exists() or (out / _BEGUN).exists()
-    foreign = [] if own else [one for one in out.iterdir() if not one.name.startswith((_LOCK, REMAINS))]
+    foreign = (
+        [] if own else [one for one in out.iterdir() if not one.name.startswith((_LOCK, REMAINS))]
+    )
     require(not foreign, f"--out {out} is not empty and holds no corpus: give another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / _LOCK, timeout=0):
             return _prepare(found, out, settings, given, workers, max_faults, console)
     except Timeout as error:
-        raise UserError(f"--out {out}: another process prepares it: wait for it, or give another --out") from error
+        raise UserError(
+            f"--out {out}: another process prepares it: wait for it, or give another --out"
+        ) from error
     except OSError as error:
         raise UserError(
-            f"--out {error.filename or out} cannot be written ({error.strerror or error}): make room or mend its "
-            "permissions, then give the same command again: what is finished stays"
+            f"--out {error.filename or out} cannot be written ({error.strerror or error}): make "
+            "room or mend its permissions, then give the same command again: what is finished stays"
         ) from error
 
 
@@ -132,7 +157,10 @@ def _prepare(
     if (out / _BEGUN).exists():
         before = json.loads((out / _BEGUN).read_text(encoding="utf-8"))
         changed = [key for key in begun if before.get(key) != begun[key]]
-        rule = f"{out} was begun with other {', '.join(changed)}: give the same as in its {_BEGUN}, or another --out"
+        rule = (
+            f"{out} was begun with other {', '.join(changed)}: give the same as in its {_BEGUN}, "
+            "or another --out"
+        )
         require(not changed, rule)
     write_text(out / _BEGUN, json.dumps(begun, indent=1))
     if (out / MANIFEST).exists():
@@ -144,13 +172,22 @@ def _prepare(
         files, faults = _clean(sources, out / _CLEAN, settings, workers, max_faults, progress)
         for fault in faults[:_SHOWN]:
             _say(console, f"left out: {fault}")
-        _say(console, f"left out: {len(faults)} in all, listed in {MANIFEST}" if faults else "nothing was left out")
+        _say(
+            console,
+            f"left out: {len(faults)} in all, listed in {MANIFEST}"
+            if faults
+            else "nothing was left out",
+        )
         if not (out / TOKENIZER).exists():
             progress.add_task("tokenizer", total=None)
             write_text(out / TOKENIZER, given or _trained(files, settings))
         totals = encode(files, out, settings, progress)
     for side, counted in totals.items():
-        _say(console, f"{side}: " + ", ".join(f"{counted[key]} {key}" for key in ("documents", "sentences", "tokens")))
+        _say(
+            console,
+            f"{side}: "
+            + ", ".join(f"{counted[key]} {key}" for key in ("documents", "sentences", "tokens")),
+        )
     manifest = {
         **begun,
         "totals": totals,
@@ -159,19 +196,27 @@ def _prepare(
         | {name: importlib.metadata.version(name) for name in _LIBRARIES},
         "sha256": {name: sha256(out / name) for name in (TOKENIZER, TRAIN, HELD_OUT)},
     }
-    write_text(out / MANIFEST, json.dumps(manifest, indent=1))  # the corpus is finished when it exists
+    # the corpus is finished when it exists
+    write_text(out / MANIFEST, json.dumps(manifest, indent=1))
     shutil.rmtree(out / _CLEAN, ignore_errors=True)
     _say(console, f"the corpus is in {out}")
     return manifest
 
 
 def _clean(
-    sources: list[Source], folder: Path, settings: dict[str, Any], workers: int, max_faults: float, progress: Progress
+    sources: list[Source],
+    folder: Path,
+    settings: dict[str, Any],
+    workers: int,
+    max_faults: float,
+    progress: Progress,
 ) -> tuple[list[Path], list[str]]:
     """Clean the units that are not cleaned yet; returns the files of all units, and the faults."""
     size = max(1, sum(source.size for source in sources))
     bar = progress.add_task("cleaning", total=size)
-    found = units(sources, lambda path: progress.wrap_file(path.open("rb"), total=size, task_id=bar))
+    found = units(
+        sources, lambda path: progress.wrap_file(path.open("rb"), total=size, task_id=bar)
+    )
     jobs = ((unit, folder / f"{unit.number:06d}.arrow", settings["language"]) for unit in found)
     files = list(in_order(clean_unit, jobs, workers))
     tables = [mapped(file).schema for file in files]
@@ -181,19 +226,22 @@ def _clean(
     require(
         len(faults) <= max_faults * total,
         f"{len(faults)} of {total} documents cannot be read, and --max-faults {max_faults} allows "
-        f"{int(max_faults * total)}; the first: {''.join(faults[:1])}. Mend the sources and give another --out, or "
-        "raise --max-faults",
+        f"{int(max_faults * total)}; the first: {''.join(faults[:1])}. Mend the sources and give "
+        "another --out, or raise --max-faults",
     )
     require(
         documents > 0,
-        "the sources have no prose: paragraphs of five words or more, separated by blank lines (or <p> in HTML)",
+        "the sources have no prose: paragraphs of five words or more, separated by blank lines (or "
+        "<p> in HTML)",
     )
     progress.update(bar, completed=size)
     return files, faults
 
 
-def in_order(work: Callable[..., Any], jobs: Iterable[tuple[Any, ...]], workers: int) -> Iterator[Any]:
-    """Call a function with the arguments of each job, of which few are taken at a time: they may need much memory."""
+def in_order(
+    work: Callable[..., Any], jobs: Iterable[tuple[Any, ...]], workers: int
+) -> Iterator[Any]:
+    """Call a function with each job's arguments, few jobs at a time: they may need much memory."""
     if workers == 1:
         yield from (work(*job) for job in jobs)
         return
@@ -207,22 +255,25 @@ def in_order(work: Callable[..., Any], jobs: Iterable[tuple[Any, ...]], workers:
             yield from (future.result() for future in pending)
         except BrokenProcessPool as error:
             raise UserError(
-                "a process that prepares text was ended from outside (was memory short?): give the same command "
-                "again, it goes on with what is missing; fewer --workers need less memory"
+                "a process that prepares text was ended from outside (was memory short?): give the "
+                "same command again, it goes on with what is missing; fewer --workers need less "
+                "memory"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def _start() -> None:
-    """Let a worker end with its parent process, for whose jobs it would otherwise wait for ever, and not by Ctrl-C."""
+    """Let a worker end with its parent process, and not by Ctrl-C."""
+    # Otherwise it would wait for jobs of the parent for ever.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def clean_unit(unit: Unit, file: Path, language: str) -> Path:
-    """Write the documents of a unit, as sentences, to a file, unless it exists; its metadata are the faults."""
+    """Write the documents of a unit, as sentences, to a file, unless it exists."""
+    # The metadata of the file are the faults.
     import pyarrow as pa
     from sentencex import segment
 
@@ -233,7 +284,10 @@ def clean_unit(unit: Unit, file: Path, language: str) -> Path:
     for one in found:
         if isinstance(one, Document):
             sentences = [
-                text for whole in one.paragraphs for part in segment(language, whole) if (text := part.strip())
+                text
+                for whole in one.paragraphs
+                for part in segment(language, whole)
+                if (text := part.strip())
             ]
             rows += [{"name": one.name, "sentences": sentences}] if sentences else []
     faults = [one for one in found if isinstance(one, str)]
@@ -248,7 +302,9 @@ def _trained(files: Sequence[Path], settings: dict[str, Any]) -> str:
     import pyarrow.compute as pc
 
     tables = [mapped(file).read_all() for file in files]
-    characters = sum(pc.sum(pc.utf8_length(pc.list_flatten(table["sentences"]))).as_py() or 0 for table in tables)
+    characters = sum(
+        pc.sum(pc.utf8_length(pc.list_flatten(table["sentences"]))).as_py() or 0 for table in tables
+    )
     share = SAMPLE / max(1, characters)
 
     def sentences() -> Iterator[str]:
@@ -257,18 +313,25 @@ def _trained(files: Sequence[Path], settings: dict[str, Any]) -> str:
                 if share >= 1 or is_in_share(name.as_py(), share, settings["seed"]):
                     yield from own.as_py()
 
-    return str(train_tokenizer(sentences, settings["vocab_size"], settings["lowercase"]).to_str(pretty=True))
+    return str(
+        train_tokenizer(sentences, settings["vocab_size"], settings["lowercase"]).to_str(
+            pretty=True
+        )
+    )
 
 
-def python_corpus(cache: Path, vocab_size: int, lengths: Sequence[int], say: Callable[[str], None]) -> Path:
-    """Return the corpus of the language reference of Python in a cache; it is prepared there when it is first used."""
+def python_corpus(
+    cache: Path, vocab_size: int, lengths: Sequence[int], say: Callable[[str], None]
+) -> Path:
+    """Return the corpus of Python's language reference in a cache, prepared there at first use."""
     facts = json.dumps([FORMAT, vocab_size, list(lengths), platform.python_version()])
     folder = cache / f"python-text-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # several processes may call this function at the same time
         if not (folder / MANIFEST).exists():
             say(f"preparing the text that Python carries, in {folder}")
-            prepare([PYTHON], folder, vocab_size=vocab_size, lengths=lengths, held_out=0.05)  # of about 70 documents
+            # of about 70 documents
+            prepare([PYTHON], folder, vocab_size=vocab_size, lengths=lengths, held_out=0.05)
     return folder
 
 

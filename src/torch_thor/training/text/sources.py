@@ -1,8 +1,9 @@
 """The source files of a corpus, cut into pieces that can be read independently of each other.
 
-A piece is a page of a Wikipedia dump, an HTML file, or a text file; a long text file is cut at blank lines, and a dump
-at `</page>`, which no page contains because its text is escaped. Files are read as streams of bytes, so that memory use
-does not depend on their size, and a page that is not well-formed affects no other page.
+A piece is a page of a Wikipedia dump, an HTML file, or a text file; a long text file is cut at
+blank lines, and a dump at `</page>`, which no page contains because its text is escaped. Files are
+read as streams of bytes, so that memory use does not depend on their size, and a page that is not
+well-formed affects no other page.
 """
 
 import bz2
@@ -21,10 +22,22 @@ from typing import IO, Any
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.text.documents import Piece, fault, paragraphs_of
 
-PYTHON = "python"  # given instead of a path: the language reference that every Python installation contains
-TEXT, HTML, DUMP = (".txt", ".text", ".md", ".rst", ".pod", ".dict"), (".html", ".htm", ".xhtml"), (".xml",)
-COMPRESSED: dict[str, Any] = {".bz2": bz2.open, ".gz": gzip.open, ".dz": gzip.open, ".xz": lzma.open}
-_KINDS = f"a name that ends in {', '.join((*TEXT, *HTML, *DUMP))}, perhaps with {', '.join(COMPRESSED)}"
+# given instead of a path: the language reference that every Python installation contains
+PYTHON = "python"
+TEXT, HTML, DUMP = (
+    (".txt", ".text", ".md", ".rst", ".pod", ".dict"),
+    (".html", ".htm", ".xhtml"),
+    (".xml",),
+)
+COMPRESSED: dict[str, Any] = {
+    ".bz2": bz2.open,
+    ".gz": gzip.open,
+    ".dz": gzip.open,
+    ".xz": lzma.open,
+}
+_KINDS = (
+    f"a name that ends in {', '.join((*TEXT, *HTML, *DUMP))}, perhaps with {', '.join(COMPRESSED)}"
+)
 UNIT = 1 << 22  # approximate number of bytes of source text in a unit
 PART = 1 << 16  # number of bytes after which a text file is cut at the next blank line
 _LONGEST = 1 << 20  # number of bytes after which a text without a blank line is cut
@@ -47,7 +60,10 @@ class Source:
 
 @dataclass
 class Unit:
-    """A few megabytes of source text, which are processed as a whole; they do not depend on the number of processes."""
+    """A few megabytes of source text, which are processed as a whole.
+
+    Units do not depend on the number of processes.
+    """
 
     number: int
     pieces: list[Piece]
@@ -55,11 +71,14 @@ class Unit:
 
 
 def find_sources(given: Sequence[str]) -> list[Source]:
-    """Find the files that are given, and those in given folders, sorted; refuse what would be read twice or never."""
+    """Find the files that are given, and those in given folders, sorted."""
+    # It refuses what would be read twice or never.
     require(bool(given), "no source: name a Wikipedia dump, text files or folders, or python")
     found: list[Source] = []
     # not resolved, because the name of a link says what kind of file it is
-    tops = {place: Path(os.path.normpath(Path(place).absolute())) for place in given if place != PYTHON}
+    tops = {
+        place: Path(os.path.normpath(Path(place).absolute())) for place in given if place != PYTHON
+    }
     distinct = set(tops.values())
     # as many parts of the given paths belong to the names as tell them apart
     depth = next(n for n in count(1) if len({top.parts[-n:] for top in distinct}) == len(distinct))
@@ -68,36 +87,63 @@ def find_sources(given: Sequence[str]) -> list[Source]:
             found.append(Source(PYTHON, PYTHON, 0, 0))
             continue
         top = tops[place]
-        require(top.exists(), f"{place} does not exist: name a Wikipedia dump, a text file or a folder of text files")
+        require(
+            top.exists(),
+            f"{place} does not exist: name a Wikipedia dump, a text file or a folder of text files",
+        )
         paths = [path for path in (_inside(top) if top.is_dir() else [top]) if _kind(path)]
         require(bool(paths), f"{place} is and holds no file of a known kind: give {_KINDS}")
         for path in paths:
-            require(path.is_file(), f"{path} is not a regular file, or a link to nothing: move it out of the folder")
-            name = str(Path(*path.parts[max(0, len(top.parts) - depth) :])).encode("utf-8", "backslashreplace").decode()
+            require(
+                path.is_file(),
+                f"{path} is not a regular file, or a link to nothing: move it out of the folder",
+            )
+            name = (
+                str(Path(*path.parts[max(0, len(top.parts) - depth) :]))
+                .encode("utf-8", "backslashreplace")
+                .decode()
+            )
             found.append(Source(str(path), name, path.stat().st_size, path.stat().st_mtime_ns))
     known: dict[str, Source] = {}
     for one in found:
         other = known.setdefault(os.path.realpath(one.path), one)
-        require(other is one, f"{one.path} is given twice, the first time as {other.path}: leave one out")
+        require(
+            other is one,
+            f"{one.path} is given twice, the first time as {other.path}: leave one out",
+        )
     return found
 
 
 def _inside(top: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename} cannot be listed ({error.strerror}): make it readable or name other folders")
+        raise UserError(
+            f"{error.filename} cannot be listed ({error.strerror}): make it readable or name other "
+            "folders"
+        )
 
     found = []
     for here, folders, names in os.walk(top, onerror=refuse):
         for path in (Path(here) / name for name in folders):
-            require(not path.is_symlink(), f"{path} is a link to a folder: name that folder too, and remove the link")
+            require(
+                not path.is_symlink(),
+                f"{path} is a link to a folder: name that folder too, and remove the link",
+            )
         found += [Path(here) / name for name in names]
     return sorted(found)
 
 
 def _kind(path: Path) -> str | None:
-    """Return `page`, `html` or `text` by the suffix before that of a compression, or None if it is not known."""
+    """Return `page`, `html` or `text` by the suffix before a compression's, or None if unknown."""
     suffix = (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
-    return "page" if suffix in DUMP else "html" if suffix in HTML else "text" if suffix in TEXT else None
+    return (
+        "page"
+        if suffix in DUMP
+        else "html"
+        if suffix in HTML
+        else "text"
+        if suffix in TEXT
+        else None
+    )
 
 
 def units(sources: Sequence[Source], opened: Callable[[Path], IO[bytes]]) -> Iterator[Unit]:
@@ -118,7 +164,8 @@ def units(sources: Sequence[Source], opened: Callable[[Path], IO[bytes]]) -> Ite
 
 
 def _pieces(source: Source, opened: Callable[[Path], IO[bytes]]) -> Iterator[Piece | str]:
-    """Cut a file; yields pieces, and descriptions of faults. What comes before damaged data is kept."""
+    """Cut a file, and yield pieces and descriptions of faults."""
+    # What comes before damaged data is kept.
     path, name, done, faults = Path(source.path), source.name, 0, []
 
     def chunks() -> Iterator[bytes]:
@@ -126,13 +173,19 @@ def _pieces(source: Source, opened: Callable[[Path], IO[bytes]]) -> Iterator[Pie
         try:
             with opened(path) as raw:
                 unpack = COMPRESSED.get(path.suffix.lower())
-                read_some: Callable[[int], bytes] = raw.read if unpack is None else unpack(raw).read1
+                read_some: Callable[[int], bytes] = (
+                    raw.read if unpack is None else unpack(raw).read1
+                )
                 while chunk := read_some(1 << 20):
                     done += len(chunk)
                     yield chunk
         except _DAMAGED as error:
             faults.append(
-                fault(name, done, f"it cannot be read, or the compressed data end here or are damaged ({error})")
+                fault(
+                    name,
+                    done,
+                    f"it cannot be read, or the compressed data end here or are damaged ({error})",
+                )
             )
 
     match _kind(path):
@@ -152,13 +205,18 @@ def _pages(name: str, chunks: Iterable[bytes]) -> Iterator[Piece | str]:
         *ended, rest = (rest + chunk).split(_END)
         for text in ended:
             if (number := text.count(_BEGIN)) != 1:
-                yield fault(name, offset, f"{number} times {_BEGIN.decode()} before {_END.decode()}")
-            if number:  # from the last <page> on: of a page without an end, the page after it is kept
+                yield fault(
+                    name, offset, f"{number} times {_BEGIN.decode()} before {_END.decode()}"
+                )
+            # from the last <page> on: of a page without an end, the page after it is kept
+            if number:
                 begin = text.rindex(_BEGIN)
                 yield Piece("page", name, "", offset + begin, text[begin:] + _END)
             offset, found = offset + len(text) + len(_END), True
         if len(rest) > LARGEST_PAGE:
-            yield fault(name, offset, f"more than {LARGEST_PAGE >> 20} MB without the end of a page")
+            yield fault(
+                name, offset, f"more than {LARGEST_PAGE >> 20} MB without the end of a page"
+            )
             offset, rest = offset + len(rest) - len(_BEGIN), rest[-len(_BEGIN) :]
     if not found:
         yield fault(name, 0, "it has no whole <page>: is it a Wikipedia dump?")
@@ -172,7 +230,11 @@ def _parts(name: str, chunks: Iterable[bytes]) -> Iterator[Piece]:
     for chunk in chunks:
         rest += chunk
         while len(rest) > PART and ((blank := _BLANK.search(rest, PART)) or len(rest) >= _LONGEST):
-            cut = blank.end() if blank else rest.rfind(b"\n", 0, PART) + 1 or rest.rfind(b" ", 0, PART) + 1 or PART
+            cut = (
+                blank.end()
+                if blank
+                else rest.rfind(b"\n", 0, PART) + 1 or rest.rfind(b" ", 0, PART) + 1 or PART
+            )
             number += 1
             yield Piece("text", name, f"{name}#{number}", offset, bytes(rest[:cut]))
             del rest[:cut]
@@ -183,6 +245,7 @@ def _parts(name: str, chunks: Iterable[bytes]) -> Iterator[Piece]:
 def _python() -> Iterator[Piece]:
     seen: set[str] = set()
     for topic, text in sorted(pydoc_data.topics.topics.items()):
-        found = [paragraph for paragraph in paragraphs_of(text) if paragraph not in seen]  # many are in several topics
+        # many are in several topics
+        found = [paragraph for paragraph in paragraphs_of(text) if paragraph not in seen]
         seen.update(found)
         yield Piece("text", PYTHON, f"{PYTHON}:{topic}", 0, "\n\n".join(found).encode())

@@ -1,4 +1,4 @@
-"""Wikitext, the markup of Wikipedia: reduction to paragraphs of plain text with mwparserfromhell."""
+"""Wikitext, Wikipedia's markup: reduction to paragraphs of plain text with mwparserfromhell."""
 
 import itertools
 import re
@@ -6,27 +6,37 @@ from collections import Counter
 from typing import Any
 
 _NO_PROSE = {
-    "ref", "references", "gallery", "math", "chem", "timeline", "syntaxhighlight", "source", "score", "pre", "code",
-    "table", "imagemap", "graph", "templatestyles", "hiero", "ce", "mapframe", "maplink", "categorytree", "inputbox",
+    "ref", "references", "gallery", "math", "chem", "timeline", "syntaxhighlight", "source",
+    "score", "pre", "code",
+    "table", "imagemap", "graph", "templatestyles", "hiero", "ce", "mapframe", "maplink",
+    "categorytree", "inputbox",
 }  # fmt: skip
 _LIST_ITEMS = {"li", "dt", "dd"}
-_BLOCKS = {"p", "div", "center", "blockquote", "poem", "hr", "ul", "ol", "dl"}  # they begin and end a paragraph
-# Link targets such as `File:a.jpg`, which are no part of the text. With a colon before, they are ordinary links.
+# they begin and end a paragraph
+_BLOCKS = {"p", "div", "center", "blockquote", "poem", "hr", "ul", "ol", "dl"}
+# Link targets such as `File:a.jpg`, which are no part of the text. With a colon before, they are
+# ordinary links.
 _PREFIXED = re.compile(r"^\s*[^\s:|\[\]][^:|\[\]]*:\S")
-# Lines with nothing but comments. MediaWiki removes them with their line break, so they do not end a paragraph.
+# Lines with nothing but comments. MediaWiki removes them with their line break, so they do not end
+# a paragraph.
 _COMMENT_LINES = re.compile(r"(?<=\n)[ \t]*(?:<!--(?:[^-<]|-(?!->)|<(?!!--))*-->[ \t]*)+\n")
-_SWITCH = re.compile(r"__[^\W\da-z_](?:[^\W\da-z_]|_(?!_))*__")  # `__NOTOC__` and the like, in any language
-# Characters that XML cannot contain mark list items, and lines that begin with a space, which are paragraphs.
+# `__NOTOC__` and the like, in any language
+_SWITCH = re.compile(r"__[^\W\da-z_](?:[^\W\da-z_]|_(?!_))*__")
+# Characters that XML cannot contain mark list items, and lines that begin with a space, which are
+# paragraphs.
 _ITEM, _INDENT = "\x01", "\x02"
 _ITEM_LINE, _INDENTED = re.compile(rf"(?m)^.*{_ITEM}.*$"), re.compile(rf"(?m)^{_INDENT}(.*)$")
 _BLANK = re.compile(r"\n\s*\n")
-_UNENDED = re.compile(r"(?m)\{\{|^(?:\||\{\|)")  # templates and tables without an end, which the parser keeps
+# templates and tables without an end, which the parser keeps
+_UNENDED = re.compile(r"(?m)\{\{|^(?:\||\{\|)")
 _SPACE = re.compile(r"\s+")
 _EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;]*\s*\)")
 _BEFORE_POINT = re.compile(r"\s+([,.;:!?])")
 _TAG = re.compile(r"<(/?)([a-zA-Z]+)([^<>]*)(>?)")
-_MOST_OPEN = 500  # the time of the parser grows faster than the square of the number of elements without an end
-LEAST_WORDS = 5  # a paragraph with fewer words is assumed to be a caption, a heading or the remainder of a template
+# the time of the parser grows faster than the square of the number of elements without an end
+_MOST_OPEN = 500
+# a paragraph with fewer words is assumed to be a caption, a heading or the remainder of a template
+LEAST_WORDS = 5
 
 
 def clean(wikitext: str) -> list[str]:
@@ -39,7 +49,8 @@ def clean(wikitext: str) -> list[str]:
     parser, builder = Parser(), Builder()  # type: ignore[no-untyped-call]
     tokens = parser._tokenizer.tokenize(_COMMENT_LINES.sub("", wikitext))
     _collect(builder.build(_without_markup(tokens)).nodes, pieces)  # type: ignore[no-untyped-call]
-    prose = "".join(pieces).encode("utf-8", "replace").decode()  # &#xD800; and the like are no characters
+    # &#xD800; and the like are no characters
+    prose = "".join(pieces).encode("utf-8", "replace").decode()
     prose = _INDENTED.sub(r"\n\1\n", _ITEM_LINE.sub("", _SWITCH.sub("", prose)))
     found = []
     for paragraph in _BLANK.split(prose):
@@ -67,21 +78,26 @@ def _check_ends(wikitext: str) -> None:
 
 
 def _without_markup(tokens: list[Any]) -> list[Any]:
-    """Remove templates, comments, headings and tags without prose: two thirds of the time is building their nodes."""
+    """Remove templates, comments, headings and tags without prose."""
+    # Building their nodes takes two thirds of the time.
     from mwparserfromhell.parser import tokens as kinds
 
     dropped = {kinds.TemplateOpen, kinds.ArgumentOpen, kinds.CommentStart, kinds.HeadingStart}
     begins = {*dropped, kinds.TagOpenOpen}
     ends = {
-        kinds.TemplateClose, kinds.ArgumentClose, kinds.CommentEnd, kinds.HeadingEnd, kinds.TagCloseClose,
+        kinds.TemplateClose, kinds.ArgumentClose, kinds.CommentEnd, kinds.HeadingEnd,
+        kinds.TagCloseClose,
         kinds.TagCloseSelfclose,
     }  # fmt: skip
-    kept, depth = [], 0  # depth: number of open elements, counted from the outermost one that is removed
+    # depth: number of open elements, counted from the outermost one that is removed
+    kept, depth = [], 0
     for token, following in itertools.pairwise([*tokens, None]):
         kind = type(token)
         if depth:
             depth += (kind in begins) - (kind in ends)
-        elif kind in dropped or (kind is kinds.TagOpenOpen and str(following.text).strip().lower() in _NO_PROSE):
+        elif kind in dropped or (
+            kind is kinds.TagOpenOpen and str(following.text).strip().lower() in _NO_PROSE
+        ):
             depth = 1
         else:
             kept.append(token)
@@ -89,7 +105,8 @@ def _without_markup(tokens: list[Any]) -> list[Any]:
 
 
 def _collect(nodes: Any, pieces: list[str]) -> None:
-    """Append the plain text of nodes to `pieces`, with `_ITEM` in list items and `_INDENT` before indented lines."""
+    """Append the plain text of nodes to `pieces`."""
+    # `_ITEM` stands in list items, and `_INDENT` before indented lines.
     from mwparserfromhell.nodes import ExternalLink, HTMLEntity, Tag, Text, Wikilink
 
     for node in nodes:

@@ -1,7 +1,7 @@
-"""BERT's WordPiece tokenizers, trained on a corpus or loaded from a `tokenizer.json` or `vocab.txt`.
+"""BERT's WordPiece tokenizers, trained on a corpus or loaded from `tokenizer.json` or `vocab.txt`.
 
-The library `tokenizers` trains them. It merges the most frequent pairs, as in BPE, because Google never published its
-own training algorithm.
+The library `tokenizers` trains them. It merges the most frequent pairs, as in BPE, because Google
+never published its own training algorithm.
 """
 
 import re
@@ -14,25 +14,31 @@ from torch_thor.training.errors import UserError, first_line, require
 
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUES = "##"  # the prefix of a piece that does not begin a word
-# The largest number of characters with pieces of their own: ALPHABET, but in small vocabularies one in 16 pieces or
-# 128, whichever is larger. Each takes two pieces, one of which begins with ##, so that the rare characters of a large
-# text would otherwise take most of a small vocabulary. Words with other characters are unknown.
+# The largest number of characters with pieces of their own: ALPHABET, but in small vocabularies one
+# in 16 pieces or 128, whichever is larger. Each takes two pieces, one of which begins with ##, so
+# that the rare characters of a large text would otherwise take most of a small vocabulary. Words
+# with other characters are unknown.
 ALPHABET, SMALL_ALPHABET, ALPHABET_SHARE = 1000, 128, 1 / 16
 
 
 def new_tokenizer(lowercase: bool, vocabulary: dict[str, int] | None = None) -> Any:
-    """Create a `tokenizers.Tokenizer` with BERT's normaliser and pre-tokeniser; untrained without a vocabulary."""
+    """Create a `tokenizers.Tokenizer` with BERT's normaliser and pre-tokeniser."""
+    # It is untrained without a vocabulary.
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=100))
+    tokenizer = Tokenizer(
+        models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=100)
+    )
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
 
 
-def train_tokenizer(sentences: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool) -> Any:
-    """Train a tokenizer, the same for any order of the sentences; a small text may give fewer pieces."""
+def train_tokenizer(
+    sentences: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool
+) -> Any:
+    """Train a tokenizer, the same for any sentence order; a small text may give fewer pieces."""
     from tokenizers import Regex, normalizers, trainers
 
     tokenizer = new_tokenizer(lowercase)
@@ -45,24 +51,34 @@ def train_tokenizer(sentences: Callable[[], Iterable[str]], vocab_size: int, low
             characters[character] += count
     most = min(ALPHABET, max(SMALL_ALPHABET, int(ALPHABET_SHARE * vocab_size)))
     alphabet = sorted(sorted(characters, key=lambda one: (-characters[one], one))[:most])
-    # The library assigns ids to single-character pieces in the order of a hash table, which differs between runs, and
-    # it breaks ties between merges by these ids. Pieces that are passed as special tokens have fixed ids.
+    # The library assigns ids to single-character pieces in the order of a hash table, which differs
+    # between runs, and it breaks ties between merges by these ids. Pieces that are passed as
+    # special tokens have fixed ids.
     fixed = [*SPECIAL, *alphabet, *(f"{CONTINUES}{one}" for one in alphabet)]
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=fixed, limit_alphabet=len(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=fixed,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
     )
     # the library would choose an alphabet of its own among characters that are equally frequent
     others = Regex(f"[^{''.join(map(re.escape, alphabet))}]")
-    tokenizer.normalizer = normalizers.Sequence([tokenizer.normalizer, normalizers.Replace(others, " ")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [tokenizer.normalizer, normalizers.Replace(others, " ")]
+    )
     tokenizer.train_from_iterator(sentences(), trainer)
     return _complete(new_tokenizer(lowercase, tokenizer.get_vocab()), "")
 
 
 def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
-    """Load a `tokenizer.json`, or a `vocab.txt` with one word piece per line, to which `lowercase` applies."""
+    """Load a `tokenizer.json`, or a `vocab.txt` with one word piece per line."""
+    # `lowercase` applies to the latter.
     from tokenizers import Tokenizer, models
 
-    require(path.is_file(), f"--tokenizer {path}: there is no such file; give a tokenizer.json or a vocab.txt")
+    require(
+        path.is_file(),
+        f"--tokenizer {path}: there is no such file; give a tokenizer.json or a vocab.txt",
+    )
     try:
         if path.suffix == ".txt":
             tokenizer = new_tokenizer(lowercase, models.WordPiece.read_file(str(path)))
@@ -70,7 +86,9 @@ def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
             tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception objects
         reason = first_line(error)
-        raise UserError(f"--tokenizer {path} cannot be read ({reason}): give a tokenizer.json or vocab.txt") from error
+        raise UserError(
+            f"--tokenizer {path} cannot be read ({reason}): give a tokenizer.json or vocab.txt"
+        ) from error
     return _complete(tokenizer, path)
 
 
@@ -82,11 +100,14 @@ def _complete(tokenizer: Any, path: Path | str) -> Any:
     ids = sorted(tokenizer.get_vocab().values())
     require(
         ids == list(range(len(ids))),
-        f"--tokenizer {path} has {len(ids)} different word pieces with ids up to {max(ids, default=0)}: the ids must "
-        f"be 0 to {len(ids) - 1}, each once",
+        f"--tokenizer {path} has {len(ids)} different word pieces with ids up to "
+        f"{max(ids, default=0)}: the ids must be 0 to {len(ids) - 1}, each once",
     )
     missing = [piece for piece in SPECIAL if tokenizer.token_to_id(piece) is None]
-    require(not missing, f"--tokenizer {path} has no {', '.join(missing)}: BERT needs {', '.join(SPECIAL)}")
+    require(
+        not missing,
+        f"--tokenizer {path} has no {', '.join(missing)}: BERT needs {', '.join(SPECIAL)}",
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{CLASS} $A {SEPARATOR}",
         pair=f"{CLASS} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
