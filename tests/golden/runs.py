@@ -133,6 +133,11 @@ RUNS = {
         "max_update_ratio=null",
         "update_interval=5", "trace_thresholds=thor", "split_dim=null",
     ),
+    # Nesterov's momentum without kl_clip: other rounding than the options beside it
+    "digits-nesterov": partial(
+        application, "digits", "optimizer=thor", "epochs=1", "nesterov=true", "weight_decay=0.001",
+        "update_interval=5",
+    ),
     "digits-options": partial(
         application, "digits", "optimizer=thor", "epochs=1", "fisher=sampled", "accumulation=2",
         "kl_clip=0.01",
