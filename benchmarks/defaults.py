@@ -432,6 +432,11 @@ def run(job: Job) -> Result:
         return {"failure": str(error)}
 
 
+def optimizers(job: Job) -> list[str]:
+    """Name ours: all but AdamW is ThorMuon."""
+    return [] if job["optimizer"].startswith("AdamW") else ["ThorMuon"]
+
+
 def table(rows: dict[str, Result]) -> str:
     """Return the tables, with the median and each seed's figure in each cell.
 

@@ -102,6 +102,12 @@ def run(job: Job) -> dict[str, Any]:
     return {"seconds": {str(world): on_ranks(world, session)[0] for world in order}}
 
 
+def optimizers(job: Job) -> list[str]:
+    """Name ours: the form of a job, ThorMuon where rows are divided, otherwise THOR."""
+    form = job.get("form", "thor-muon" if job["part"] == "rows" else "thor")
+    return [OURS[form].__name__]
+
+
 # ---- bytes ---------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         }
 
 
+def optimizers(job: dict[str, Any]) -> list[str]:
+    """Name ours, each of which trains every model."""
+    return [kind.__name__ for kind in OURS.values()]
+
+
 def coverage(name: str) -> dict[str, Any]:
     """Return the number of parameters that are trained, and the share that is preconditioned."""
     result: dict[str, Any] = {}

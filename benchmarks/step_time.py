@@ -55,6 +55,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return {"value": median_ratio(found["seconds"]["ThorMuon"], found["seconds"]["SGD"]), **found}
 
 
+def optimizers(job: dict[str, Any]) -> list[str]:
+    """Name ours, which take turns with the others in every job."""
+    return ["THOR", "ThorMuon"]
+
+
 def headlines(rows: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the network that README shows; its value is ThorMuon's ordinary step over SGD's."""
     return jobs(rows)[:1]

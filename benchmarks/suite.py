@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from suite_optimizers import CONTENDERS, FEWEST_RATES, ONE, PEERS, make
+from suite_optimizers import CLASSES, CONTENDERS, FEWEST_RATES, ONE, PEERS, make
 from suite_report import README, Contest, contests, picture, tables
 from suite_tasks import TASKS, Task
 from torch_thor.bench.stores import key_of
@@ -166,6 +166,12 @@ def time_steps(task: Task, job: Job) -> dict[str, Any]:
         "milliseconds": {name: round(1000 * value, 3) for name, value in spans.items()},
         "state_bytes": {name: round(value, 2) for name, value in own.items()},
     }
+
+
+def optimizers(job: Job) -> list[str]:
+    """Name ours among those that a job trains or times."""
+    names = job.get("settings", [job.get("optimizer")])
+    return sorted({CLASSES[name] for name in names if name in CLASSES})
 
 
 # ---- what is run ---------------------------------------------------------------------------------

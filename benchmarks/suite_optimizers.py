@@ -92,6 +92,7 @@ OURS = {
     "thor": Contender(0.1, _momentum(0.8), partial(THOR, weight_decay=5e-4)),
     "thor-paper": Contender(0.05, ({"damping": 0.1}, {"damping": 0.3}), _paper),
 }
+CLASSES = {"thor-muon": "ThorMuon", "thor": "THOR", "thor-paper": "THOR"}  # of ours
 CONTENDERS = {**PEERS, **OURS}
 ONE = {"optimizer": "thor-muon", "lr": 0.08}  # ThorMuon's setting for all tasks
 

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 
+from golden import compare, record
 from golden.compare import (
     FIRST_STEPS,
     FOLDER,
@@ -14,7 +15,7 @@ from golden.compare import (
     other_machine,
     read,
 )
-from golden.runs import RUNS, UnavailableError, end_ranks, settled
+from golden.runs import RUNS, RUNS_OF, UnavailableError, end_ranks, settled
 
 
 class OtherMachineWarning(UserWarning):
@@ -53,7 +54,14 @@ def test_every_bit_is_as_recorded(name):
 
 
 def test_every_file_is_of_a_run():
-    assert {path.stem for path in FOLDER.glob("*.json")} == set(RUNS)
+    assert {path.stem for path in FOLDER.glob("*.json")} == {*RUNS, "numbers"}
+
+
+def test_a_run_belongs_to_the_optimizer_that_it_trains():
+    words = {"THOR": "thor", "ThorMuon": "thor-muon", "AGCSGD": "agc-sgd", "LAMB": "lamb"}
+    for optimizer, own in RUNS_OF.items():
+        named = {word for name in own for word in read(name)["settings"] if "optimizer=" in word}
+        assert named == {f"optimizer={words[optimizer]}"}
 
 
 def test_runs_meet_every_decision():
@@ -125,3 +133,54 @@ def test_another_machine_is_allowed_its_rounding_and_no_more(golden):
     )
     (line,) = differences("digits", golden, found)
     assert "state.2.momentum_buffer" in line
+
+
+# ---- the numbers of the optimizers ---------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(golden, tmp_path, monkeypatch):
+    """What record.py makes of the numbers where the run of digits gives a content now."""
+    monkeypatch.setattr(compare, "FOLDER", tmp_path)
+    compare.write("numbers", {"numbers": {"THOR": 4, "ThorMuon": 7}, "harmless": []})
+    compare.write("digits", golden)
+
+    def record_(now, *words):
+        monkeypatch.setitem(record.RUNS, "digits", lambda: now)
+        record.main([*words, "digits"])
+        return compare.read("numbers")
+
+    return record_
+
+
+def test_other_bits_raise_the_number_of_the_optimizer_that_the_run_trains(recorded, golden):
+    moved = nudged(golden, 44, 1e-9)
+    assert recorded(moved) == {"numbers": {"THOR": 5, "ThorMuon": 7}, "harmless": []}
+    assert compare.read("digits") == moved
+    assert recorded(moved)["numbers"]["THOR"] == 5  # these are the bits on record
+
+
+def test_neither_a_rename_nor_another_machine_raises_a_number(recorded, golden):
+    renamed = copy.deepcopy(golden)
+    renamed["settings"][-1] = "thresholds=[0.1,0.0022]"
+    renamed["optimizer"]["state.0.velocity"] = renamed["optimizer"].pop("state.0.momentum_buffer")
+    assert recorded(renamed)["numbers"]["THOR"] == 4
+    assert compare.read("digits") == renamed
+    elsewhere = nudged(golden, 1, 0.1) | {"fingerprint": {"processor": "another"}}
+    assert recorded(elsewhere)["numbers"]["THOR"] == 4
+    assert compare.read("digits") == elsewhere
+
+
+def test_a_move_is_declared_harmless_up_to_a_limit(recorded, golden):
+    found = recorded(nudged(golden, 44, 9e-8), "--harmless", "sums in another order")
+    assert found["numbers"] == {"THOR": 4, "ThorMuon": 7}
+    (declared,) = found["harmless"]
+    assert declared["reason"] == "sums in another order"
+    assert declared["moves"] == {"digits": pytest.approx(9e-8, rel=0.01)}
+    before = compare.read("digits")
+    shorter = {**before, "losses": before["losses"][:-1]}
+    for far in (nudged(before, 3, 1.1e-7), nudged(before, 3, float("nan")), shorter):
+        with pytest.raises(SystemExit, match="may move by 1e-07 at most, and here those of digits"):
+            recorded(far, "--harmless", "too far")
+        assert compare.read("digits") == before
+        assert compare.read("numbers") == found

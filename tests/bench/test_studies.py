@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from golden.runs import RUNS_OF
 from torch_thor.bench.figures import FIGURES
+from torch_thor.bench.golden import present_numbers
 from torch_thor.bench.stores import key_of
 from torch_thor.bench.study import Lines, load
 
@@ -17,6 +19,21 @@ STUDIES = ("defaults", "many_devices", "models", "step_time")
 
 def study(name):
     return load(str(ROOT / "benchmarks" / f"{name}.py"))
+
+
+def test_rows_have_the_numbers_of_the_optimizers_that_made_them():
+    present, results = present_numbers(), ROOT / "benchmarks" / "results"
+    assert present.keys() == RUNS_OF.keys()
+    made_by = {f"{name}.jsonl": study(name) for name in (*STUDIES, "suite")}
+    made_by |= {f"figures/{name}.jsonl": figure for name, figure in FIGURES.items()}
+    assert {str(path.relative_to(results)) for path in results.rglob("*.jsonl")} == made_by.keys()
+    seen = set()
+    for file, module in made_by.items():
+        for key, row in Lines(results / file).rows.items():
+            assert row["numbers"].keys() == set(module.optimizers(row["job"])), (file, key)
+            assert all(number <= present[name] for name, number in row["numbers"].items())
+            seen |= row["numbers"].keys()
+    assert seen == {"THOR", "ThorMuon", "LAMB"}
 
 
 def test_bytes_that_are_sent():

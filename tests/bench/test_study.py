@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_thor.bench import study
+from torch_thor.bench import golden, study
 from torch_thor.bench.stores import Lines, key_of
 from torch_thor.training import UserError
 
@@ -33,6 +33,9 @@ def run(job):
     with open("ran", "a") as file:
         file.write(f"{job}\\n")
     return {"value": (job["lr"] - 2) ** 2 + 0.1 * job.get("seed", 0) + (told == "drift")}
+
+def optimizers(job):
+    return ["THOR"] if job["lr"] == 2 else []
 
 def table(rows):
     return f"best {min(row['value'] for row in rows.values())} of {len(rows)}"
@@ -79,16 +82,31 @@ def test_results_lead_to_jobs_until_none_is_missing(call, tmp_path):
     ]
     for row in rows:
         assert re.fullmatch(r"[0-9a-f]{40}|unknown", row["commit"])
-        assert row["sources"] == study.sources()
+        thor = golden.present_numbers()["THOR"]
+        assert row["numbers"] == ({"THOR": thor} if row["job"]["lr"] == 2 else {})
         assert row["command"] == "python -m torch_thor.bench toy"
         assert {"dirty", "processor", "instructions", "blas", "threads", "torch"} <= set(row)
     assert "stale" not in call("--table")
     assert len(ran()) == 5
+    assert key_of({"seed": 0, "lr": 1}) == "lr 1, seed 0"
     store = Lines(Path("benchmarks/results/toy.jsonl"))
-    key = key_of({"seed": 0, "lr": 1})
-    assert key == "lr 1, seed 0"
-    store.keep(key, {**store.rows[key], "sources": "older"})
+    row = store.rows["lr 2, seed 0"]
+    store.keep("lr 2, seed 0", {**row, "numbers": {"THOR": row["numbers"]["THOR"] - 1}})
     assert "stale: 1 of 5 rows" in call("--table")
+
+
+def test_without_golden_runs_rows_have_no_numbers_and_none_is_stale(monkeypatch, tmp_path):
+    row = {"numbers": golden.numbers_of(["THOR", "LAMB"])}
+    earlier = {"numbers": {**row["numbers"], "LAMB": 0}}
+    assert not golden.is_stale({"numbers": {}})
+    assert not golden.is_stale(row)
+    assert golden.is_stale(earlier)
+    monkeypatch.setattr(golden, "FILE", tmp_path / "numbers.json")
+    unknown = {"numbers": golden.numbers_of(["THOR"])}
+    assert unknown == {"numbers": {"THOR": None}}
+    assert not golden.is_stale(earlier)
+    monkeypatch.undo()
+    assert golden.is_stale(unknown)
 
 
 def test_what_is_left_after_a_failure_or_a_kill_is_run_again(call):
@@ -143,17 +161,3 @@ def test_bad_words_and_full_disks_are_one_line(call, monkeypatch, tmp_path):
         store.keep("lr 2", {"job": {"lr": 2}})
     monkeypatch.undo()
     assert set(Lines(store.path).rows) == {"lr 1"}
-
-
-def test_the_hash_of_sources_sees_code_and_nothing_that_is_for_people():
-    alike = (
-        '"""One text."""\nx = 1  # a\nraise ValueError(f"lr={x}: too large")\n',
-        '"""Two texts."""\n\nx = (1)\nraise ValueError("too large: lower it")\n',
-    )
-    others = (
-        'x = 1\nraise TypeError("too large: lower it")\n',
-        'x = "A"\nraise ValueError("too large")\n',
-    )
-    trees = [study._shape(study.ast.parse(text)) for text in (*alike, *others)]
-    assert trees[0] == trees[1]
-    assert len({*map(repr, trees)}) == 3

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from golden.compare import differences  # noqa: E402
+from golden.compare import computed_differences  # noqa: E402
 
 TRAIN = """
 import json, sys
@@ -68,9 +68,7 @@ def main(old, new, *names):
         ]:
             lines = [f"{name}: no such run in {' and '.join(missing)}"]
         else:
-            # the keys of the optimizer's state may change their form; what it computes may not
-            same = {key: before[name][key] for key in ("settings", "optimizer")}
-            lines = differences(name, before[name], {**after[name], **same})
+            lines = computed_differences(name, before[name], after[name])
         print("\n".join(lines) or f"{name}: the same bits, {len(after[name]['losses'])} steps")
         code = max(code, bool(lines))
     return int(code)

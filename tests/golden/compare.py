@@ -69,6 +69,11 @@ def read(name):
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
+def write(name, content):
+    """Write the file of a run, one value a line."""
+    (FOLDER / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def other_machine(golden, now):
     """In what this machine is not the one that recorded; empty where every bit must be the same."""
     recorded, here = golden["fingerprint"], now["fingerprint"]
@@ -101,6 +106,27 @@ def differences(name, golden, now):
     return lines
 
 
+def computed_differences(name, golden, now):
+    """As `differences`, of what was computed alone: a name of a setting or of state may change."""
+    same = {key: golden[key] for key in ("settings", "optimizer")}
+    return differences(name, golden, {**now, **same})
+
+
+def move_of_losses(golden, now):
+    """The largest relative move of a loss; infinite where one run has more steps."""
+    if len(golden["losses"]) != len(now["losses"]):
+        return math.inf
+    return max(map(_relative, golden["losses"], now["losses"]))
+
+
+def _relative(old, new):
+    if old == new:
+        return 0.0
+    old, new = float.fromhex(old), float.fromhex(new)
+    by = abs(new - old) / abs(old) if old else math.inf
+    return by if math.isfinite(by) else math.inf
+
+
 def _nearly(old, new):
     """Whether two evaluations agree but for the rounding of the loss."""
     (step, loss, *rest), (found_step, found, *found_rest) = old.split(), new.split()
@@ -119,10 +145,10 @@ def _of_losses(name, golden, now, exact):
         old, new = float.fromhex(recorded), float.fromhex(found)
         if recorded == found if exact else math.isclose(old, new, rel_tol=tolerance):
             continue
-        by = abs(new - old) / abs(old) if old else math.inf
         return [
             f"{name}: step {step} of {count} is the first whose loss differs: "
-            f"{recorded} ({old:.9g}) was recorded, {found} ({new:.9g}) is found; by {by:.1e}"
+            f"{recorded} ({old:.9g}) was recorded, {found} ({new:.9g}) is found; "
+            f"by {_relative(recorded, found):.1e}"
             + ("" if exact else f", and {tolerance:g} is allowed on another machine")
         ]
     return []

@@ -119,59 +119,64 @@ def settled():
 
 # Under these there are layers that take new factors, that keep what they have, and that stop.
 TRACE_RULE = ("damping=0.003", "trace_thresholds=[0.1,0.0022]")
-RUNS = {
-    "digits": partial(
-        application, "digits", "optimizer=thor", "epochs=2", "update_interval=5", *TRACE_RULE
-    ),
-    # at 0.08, the default lr, rounding grows so fast that another machine is past the tolerance in
-    # ten steps
-    "digits-scale-free": partial(
-        application, "digits", "optimizer=thor-muon", "epochs=2", "lr=0.04", "weight_decay=0.01"
-    ),
-    "digits-paper": partial(
-        application, "digits", "optimizer=thor", "epochs=1", "lr=0.01", "damping=0.01",
-        "max_update_ratio=null",
-        "update_interval=5", "trace_thresholds=thor", "split_dim=null",
-    ),
-    # Nesterov's momentum without kl_clip: other rounding than the options beside it
-    "digits-nesterov": partial(
-        application, "digits", "optimizer=thor", "epochs=1", "nesterov=true", "weight_decay=0.001",
-        "update_interval=5",
-    ),
-    "digits-options": partial(
-        application, "digits", "optimizer=thor", "epochs=1", "fisher=sampled", "accumulation=2",
-        "kl_clip=0.01",
-        "split_dim=24", "factor_decay=0.7", "nesterov=true", "weight_decay=0.01",
-        "decay_filter='*.weight'",
-        "layers=[-head]", "update_interval={kind: geometric, first: 1, last: 8, factor: 1.5}",
-        "trace_thresholds=thor_nt", "label_smoothing=0.1", "ema_decay=0.9",
-        "damping_schedule.kind=linear",
-    ),
-    "digits-agc-sgd": partial(
-        application, "digits", "optimizer=agc-sgd", "epochs=1", "clip_factor=0.02", "momentum=0.9",
-        "nesterov=true",
-        "weight_decay=0.001",
-    ),
-    "digits-lamb": partial(application, "digits", "optimizer=lamb", "epochs=1"),
-    "fashion-mnist": partial(
-        application, "fashion-mnist", "data.download=false", "optimizer=thor", "epochs=2",
-        "update_interval=6",
-        change=first_images,
-    ),
-    "image-folder": partial(
-        image_folder, "digits", "optimizer=thor", "data.name=image-folder", "data.workers.count=0",
-        "data.max_broken=0.5", "data.transform.size=24", "data.transform.resize=28",
-        "model=small-resnet",
-        "batch_size=8", "epochs=12", "update_interval=4", "lr=0.05",
-    ),
-    "two-ranks": partial(
-        two_ranks, "digits", "optimizer=thor", "epochs=1", "update_interval=5", *TRACE_RULE
-    ),
-    "two-ranks-scale-free": partial(two_ranks, "digits", "optimizer=thor-muon", "epochs=1"),
-    "every-layer": partial(
-        every_layer, 40, lr=0.02, damping=0.05, update_interval=4, trace_thresholds=(0.2, 0.03),
-        split_dim=24,
-        factor_decay=0.3,
-    ),
-    "every-layer-scale-free": partial(every_layer, 40, ThorMuon, lr=0.02, split_dim=24),
+# a run belongs to the optimizer that it trains
+RUNS_OF = {
+    "THOR": {
+        "digits": partial(
+            application, "digits", "optimizer=thor", "epochs=2", "update_interval=5", *TRACE_RULE
+        ),
+        "digits-paper": partial(
+            application, "digits", "optimizer=thor", "epochs=1", "lr=0.01", "damping=0.01",
+            "max_update_ratio=null", "update_interval=5", "trace_thresholds=thor",
+            "split_dim=null",
+        ),
+        "digits-options": partial(
+            application, "digits", "optimizer=thor", "epochs=1", "fisher=sampled",
+            "accumulation=2", "kl_clip=0.01", "split_dim=24", "factor_decay=0.7", "nesterov=true",
+            "weight_decay=0.01", "decay_filter='*.weight'", "layers=[-head]",
+            "update_interval={kind: geometric, first: 1, last: 8, factor: 1.5}",
+            "trace_thresholds=thor_nt", "label_smoothing=0.1", "ema_decay=0.9",
+            "damping_schedule.kind=linear",
+        ),
+        # Nesterov's momentum without kl_clip: other rounding than the options beside it
+        "digits-nesterov": partial(
+            application, "digits", "optimizer=thor", "epochs=1", "nesterov=true",
+            "weight_decay=0.001", "update_interval=5",
+        ),
+        "fashion-mnist": partial(
+            application, "fashion-mnist", "data.download=false", "optimizer=thor", "epochs=2",
+            "update_interval=6", change=first_images,
+        ),
+        "image-folder": partial(
+            image_folder, "digits", "optimizer=thor", "data.name=image-folder",
+            "data.workers.count=0", "data.max_broken=0.5", "data.transform.size=24",
+            "data.transform.resize=28", "model=small-resnet", "batch_size=8", "epochs=12",
+            "update_interval=4", "lr=0.05",
+        ),
+        "two-ranks": partial(
+            two_ranks, "digits", "optimizer=thor", "epochs=1", "update_interval=5", *TRACE_RULE
+        ),
+        "every-layer": partial(
+            every_layer, 40, lr=0.02, damping=0.05, update_interval=4,
+            trace_thresholds=(0.2, 0.03), split_dim=24, factor_decay=0.3,
+        ),
+    },
+    "ThorMuon": {
+        # at 0.08, the default lr, rounding grows so fast that another machine is past the
+        # tolerance in ten steps
+        "digits-scale-free": partial(
+            application, "digits", "optimizer=thor-muon", "epochs=2", "lr=0.04",
+            "weight_decay=0.01",
+        ),
+        "two-ranks-scale-free": partial(two_ranks, "digits", "optimizer=thor-muon", "epochs=1"),
+        "every-layer-scale-free": partial(every_layer, 40, ThorMuon, lr=0.02, split_dim=24),
+    },
+    "AGCSGD": {
+        "digits-agc-sgd": partial(
+            application, "digits", "optimizer=agc-sgd", "epochs=1", "clip_factor=0.02",
+            "momentum=0.9", "nesterov=true", "weight_decay=0.001",
+        ),
+    },
+    "LAMB": {"digits-lamb": partial(application, "digits", "optimizer=lamb", "epochs=1")},
 }  # fmt: skip
+RUNS = {name: run for own in RUNS_OF.values() for name, run in own.items()}

@@ -3,16 +3,15 @@
 A study is a module of jobs, and each result is one line.
 
 A study defines ``jobs(rows)``, which lists the jobs that are known from the results so far,
-``run(job)`` and ``table(rows)``, perhaps ``draw(rows)``; jobs and results are mappings of JSON
-values. ``headlines(rows)`` lists a cheap job for each number that README shows,
-``tolerance(rows, job)`` how far a job's value may differ on another machine. A job with the entry
-``alone`` runs when no other does, because its time counts.
+``run(job)``, ``optimizers(job)``, which names the classes of ours that make the result, and
+``table(rows)``, perhaps ``draw(rows)``; jobs and results are mappings of JSON values.
+``headlines(rows)`` lists a cheap job for each number that README shows, ``tolerance(rows, job)``
+how far a job's value may differ on another machine. A job with the entry ``alone`` runs when no
+other does, because its time counts.
 
 Results are stored as they come, and a study that was cut off goes on.
 """
 
-import ast
-import hashlib
 import importlib
 import multiprocessing
 import os
@@ -21,35 +20,17 @@ import threading
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch_thor
+from torch_thor.bench.golden import is_stale, numbers_of
 from torch_thor.bench.machine import provenance
 from torch_thor.bench.stores import Lines, key_of
 from torch_thor.training.errors import first_line, require
 
 FOLDER = Path("benchmarks")
-# what computes a step; checks of arguments, reports, state dicts and other optimizers do not
-STEP = (
-    *("curvature", "capture", "distributed", "intervals.py", "training/muon.py"),
-    *(
-        f"optim/{name}.py"
-        for name in ("natural", "orthogonal", "plan", "refresh_step", "step", "thor", "thor_muon")
-    ),
-)
-NO_STEP = ("capture/coverage.py", "capture/patterns.py")
-# Hashes of earlier sources that take the same steps bit for bit, as
-# `python tests/golden/between.py COMMIT HEAD` shows.
-SAME_STEP = {
-    "46a67cef64b9d1cb": (
-        "2cb7c653; since then messages, and what is done where LAPACK gives no numbers"
-    ),
-    "1ef8afba734fde49": "7b351593; since then how coverage prints",
-}
 Row = dict[str, Any]
 Job = Mapping[str, Any]
 
@@ -93,10 +74,8 @@ def main() -> None:
         study.draw(store.rows)
     stale = sum(map(is_stale, store.rows.values()))
     if stale:
-        print(
-            f"\nstale: {stale} of {len(store.rows)} rows come from other sources of the step "
-            f"({sources()} is current)"
-        )
+        what = "whose optimizers take other steps by now"
+        print(f"\nstale: {stale} of {len(store.rows)} rows are of earlier numbers, {what}")
 
 
 def complete(
@@ -170,10 +149,11 @@ def measure(
 
 def result_of(name: str, job: Job) -> Row:
     """Run a job, and return the result with what it was measured on."""
+    study = load(name)
     return {
         "job": dict(job),
-        **load(name).run(dict(job)),
-        "sources": sources(),
+        **study.run(dict(job)),
+        "numbers": numbers_of(study.optimizers(job)),
         **provenance(),
         "command": f"python -m torch_thor.bench {Path(name).stem}",
     }
@@ -207,51 +187,3 @@ def load(name: str) -> ModuleType:
     if file.stem not in sys.modules:
         sys.path.insert(0, str(file.parent.absolute()))
     return importlib.import_module(file.stem)
-
-
-@cache
-def sources() -> str:
-    """Return a hash of the sources that compute a step.
-
-    Comments, docstrings, messages and formatting do not count.
-    """
-    root = Path(torch_thor.__file__).parent
-    files = sorted(
-        file
-        for part in STEP
-        for file in ((root / part).rglob("*.py") if "." not in part else [root / part])
-    )
-    found = hashlib.sha256()
-    for file in files:
-        name = file.relative_to(root).as_posix()
-        if name not in NO_STEP:
-            found.update(repr((name, _shape(ast.parse(file.read_bytes())))).encode())
-    return found.hexdigest()[:16]
-
-
-def is_stale(row: Row) -> bool:
-    """Return whether a row comes from sources that may take other steps than the current ones."""
-    return row["sources"] not in (sources(), *SAME_STEP)
-
-
-def _shape(node: Any) -> Any:
-    """Return a syntax tree as nested tuples, alike in all versions of Python."""
-    if isinstance(node, list):
-        return tuple(
-            _shape(item)
-            for item in node
-            if not (isinstance(item, ast.Expr) and _is_text(item.value))
-        )
-    if _is_text(node):
-        return "text"
-    if isinstance(node, ast.AST):
-        parts = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
-        return type(node).__name__, tuple((name, _shape(value)) for name, value in parts)
-    return repr(node)
-
-
-def _is_text(node: Any) -> bool:
-    """Return whether a constant is for people: a docstring, or a message, which has spaces."""
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, str) and " " in node.value
-    return isinstance(node, ast.JoinedStr) and any(map(_is_text, node.values))

@@ -3,8 +3,8 @@
 Each is a study, whose results are stored in NAME.jsonl.
 
 A figure is a module with `ABOUT`, `TAKES` (its options), `jobs(options, device)`, `run(job)`,
-`table(rows)` and `draw(rows, path)`. All that changes a result is in its job, so other options are
-other jobs of the same file.
+`optimizers(job)`, `table(rows)` and `draw(rows, path)`. All that changes a result is in its job, so
+other options are other jobs of the same file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,9 @@ from torch.distributed import is_torchelastic_launched
 
 from torch_thor.bench.figures import batch_sizes, bert, curves, fisher_norm, split_dim
 from torch_thor.bench.figures.training import Options, Row
+from torch_thor.bench.golden import is_stale
 from torch_thor.bench.stores import Lines, key_of, write_whole
-from torch_thor.bench.study import complete, is_stale
+from torch_thor.bench.study import complete
 from torch_thor.files import check_place, writing
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.keys import nearest
@@ -136,7 +137,7 @@ def _make(figure: ModuleType, jobs: Sequence[Row], store: Lines, console: Consol
 
 
 def _origin(rows: Sequence[Row]) -> str:
-    """Say what was measured, on which machines, and whether the sources have changed since."""
+    """Say what was measured, on which machines, and whether their optimizers have changed since."""
     first = rows[0]["job"].get("recipe", rows[0]["job"])
     first = {**first, "data": first.get("data", {}).get("name")}
     what = ", ".join(f"{key} {first[key]}" for key in SHOWN if first.get(key) is not None)
@@ -148,8 +149,6 @@ def _origin(rows: Sequence[Row]) -> str:
     found = (
         f"Measured: {len(rows)} jobs, the first with {what}. Machine: {'; '.join(sorted(where))}."
     )
-    return found + (
-        f" Stale: {stale} of {len(rows)} results come from other sources of the step."
-        if stale
-        else ""
-    )
+    if not stale:
+        return found
+    return f"{found} Stale: {stale} of {len(rows)}, whose optimizers take other steps by now."

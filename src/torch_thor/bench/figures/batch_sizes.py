@@ -72,7 +72,7 @@ def scaled(recipe: tuple[str, list[str]], optimizer: str, size: int) -> list[str
     return [f"batch_size={size}", f"lr={own['lr'] * math.sqrt(share):.6g}", *words]
 
 
-run = measured
+run, optimizers = measured, training.optimizers
 
 
 def table(rows: Sequence[Row]) -> str:

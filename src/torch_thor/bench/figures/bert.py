@@ -38,4 +38,4 @@ def table(rows: Sequence[Row]) -> str:
     return curves.comparison(rows, MINUTES, THEIRS)
 
 
-run, draw = measured, curves.draw
+run, optimizers, draw = measured, curves.optimizers, curves.draw

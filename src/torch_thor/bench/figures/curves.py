@@ -59,7 +59,7 @@ def jobs(options: Options, device: str) -> list[Row]:
     )
 
 
-run = measured
+run, optimizers = measured, training.optimizers
 
 
 def table(rows: Sequence[Row]) -> str:

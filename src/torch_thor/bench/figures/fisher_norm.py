@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torch_thor.bench import markdown
 from torch_thor.bench.drawing import draw_band, save
+from torch_thor.bench.figures import training
 from torch_thor.bench.figures.training import (
     FASHION,
     Options,
@@ -122,6 +123,9 @@ class Norms(Observer):
 def jobs(options: Options, device: str) -> list[Row]:
     """List the trainings."""
     return jobs_of(words_of(options, FASHION, QUICK), options, device, [({}, "thor", WORDS)])
+
+
+optimizers = training.optimizers
 
 
 def run(job: Row) -> Row:

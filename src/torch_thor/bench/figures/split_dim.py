@@ -40,6 +40,11 @@ def run(job: Row) -> Row:
     return measure_split_dim(job.pop("model"), Console(), data=None, **job)[1]
 
 
+def optimizers(job: Row) -> list[str]:
+    """Name the optimizer whose factors are split."""
+    return ["THOR"]
+
+
 def _choice(rows: Sequence[Row]) -> SplitChoice:
     return SplitChoice(**{item.name: rows[0][item.name] for item in fields(SplitChoice)})
 

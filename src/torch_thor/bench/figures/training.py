@@ -10,16 +10,17 @@ from typing import Any
 import torch
 import yaml
 
-from torch_thor import training
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, training
 from torch_thor.bench.markdown import reached, summary
 from torch_thor.bench.numbers import running_mean
 from torch_thor.training import Observer, Point, Run
-from torch_thor.training.optimizers import settings_of
+from torch_thor.training.optimizers import OPTIMIZERS, settings_of
 from torch_thor.training.recipes import parse
 
 Row = dict[str, Any]
 # those that were given: data, epochs, eval_interval, seeds, batch_sizes, model, pixels
 Options = Mapping[str, Any]
+OURS = (THOR, ThorMuon, LAMB, AGCSGD)
 Setting = tuple[Row, str, Sequence[str]]  # its names in the figure, its optimizer, key=value words
 FASHION = "fashion-mnist"
 # keys of a recipe that change nothing that is measured
@@ -67,6 +68,12 @@ def jobs_of(
             {**own, "seed": seed, "recipe": tree, "device": str(training.device_of(device))}
         )
     return list(json.loads(json.dumps(found)))
+
+
+def optimizers(job: Row) -> list[str]:
+    """Return the names of our optimizers that a job trains."""
+    kinds = [OPTIMIZERS[name][0] for name in job["recipe"]["optimizers"]]
+    return [kind.__name__ for kind in kinds if kind in OURS]
 
 
 class Clock(Observer):
