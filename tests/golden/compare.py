@@ -19,9 +19,6 @@ TOLERANCE = 1e-3  # relative, of a loss; kernels for SSE differ from those for A
 # where it is another: decoders and resizing round to whole pixel values, which changes these losses
 # by 1e-3
 TOLERANCES = {"image-folder": 2e-2}
-# Their evaluations were recorded when each process summed its half in float32. Now they are those
-# of one process.
-OF_HALVES, HALVES_TOLERANCE = ("two-ranks", "two-ranks-scale-free"), 1e-6
 FIRST_STEPS = 8  # later, rounding has grown, and may have changed what a refresh decides
 MOST_LINES = 8  # of differences that are listed
 # what decodes images, and what computes parts of the layers that are not torch's
@@ -94,9 +91,7 @@ def differences(name, golden, now):
     lines = _of_losses(name, golden["losses"], now["losses"], exact)
     for kind in ("refreshes", "evaluations") if exact else ():
         for old, new in zip_longest(golden[kind], now[kind], fillvalue="nothing"):
-            if old != new and not (
-                name in OF_HALVES and kind == "evaluations" and _nearly(old, new)
-            ):
+            if old != new:
                 lines.append(
                     f"{name}: {kind}: '{old}' was recorded, '{new}' is the first that differs"
                 )
@@ -125,13 +120,6 @@ def _relative(old, new):
     old, new = float.fromhex(old), float.fromhex(new)
     by = abs(new - old) / abs(old) if old else math.inf
     return by if math.isfinite(by) else math.inf
-
-
-def _nearly(old, new):
-    """Whether two evaluations agree but for the rounding of the loss."""
-    (step, loss, *rest), (found_step, found, *found_rest) = old.split(), new.split()
-    near = math.isclose(float.fromhex(loss), float.fromhex(found), rel_tol=HALVES_TOLERANCE)
-    return near and (step, rest) == (found_step, found_rest)
 
 
 def _of_losses(name, golden, now, exact):
