@@ -188,7 +188,7 @@ def leave_no_listeners(but=None):
     may keep its own.
     """
     for listener in listeners():
-        if but is None or listener is not but._capture._calls:
+        if but is None or listener is not but._curvature.capture._calls:
             listener.close()
 
 

@@ -52,7 +52,7 @@ FAULTS = {  # what is done on the second rank, the error of both (or of each), a
         r"row_mask of shape \(2, 9\) fits no layer",
     ),
     "due": (
-        lambda _, o: o._capture.gathering.discard(o.curvature["rows"]),
+        lambda _, o: o._curvature.capture.gathering.discard(o.curvature["rows"]),
         RuntimeError,
         "rank 0 has .*layer 'rows'.*rank 1 has .*layer 'head'",
     ),
@@ -105,7 +105,7 @@ def faulty(rank, world, name):
     optimizer.zero_grad()
     optimizer.row_mask = optimizer.loss_terms = None
     optimizer.param_groups[0].update(group)
-    optimizer._capture.listen()
+    optimizer._curvature.capture.listen()
     decisions = train(model, optimizer, shares(batches, rank, world))
     twin, other = alone()
     assert_same_training((model, optimizer, decisions), (twin, other, train(twin, other, batches)))

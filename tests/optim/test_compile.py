@@ -295,7 +295,9 @@ def test_a_layer_that_is_used_late_is_refreshed_when_it_is():
     refreshes = []
     for i, (x, _) in enumerate(stream(6)):
         compiled(x, i >= 3).square().mean().backward()
-        assert not optimizer._capture.inside_transform, "the compiler has traced a hook of ours"
+        assert not optimizer._curvature.capture.inside_transform, (
+            "the compiler has traced a hook of ours"
+        )
         optimizer.step()
         optimizer.zero_grad()
         refreshes.append(optimizer.curvature["late"].refreshes)

@@ -168,7 +168,9 @@ def test_accelerators_are_not_waited_for(monkeypatch):
     """A meta tensor has no numbers: asking it for one is an error. Only the gradients are asked,
     once.
     """
-    monkeypatch.setattr("torch_thor.optim.step._largest_gradient", lambda optimizer: 1.0)
+    monkeypatch.setattr(
+        "torch_thor.optim.preconditioner.largest_gradient", lambda groups, plan: 1.0
+    )
     for options in (
         {},
         {"kl_clip": 1e-3},

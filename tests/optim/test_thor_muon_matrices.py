@@ -160,7 +160,8 @@ def test_coverage_says_which_matrices_are_orthogonalised():
         in repr(optimizer)
     )
     split_rows(linear, (2, 3))
+    assert {e.name: e.matrices for e in optimizer.coverage() if e.matrices} == shapes
     with pytest.raises(
         ValueError, match=r"split_rows of layer '1': \(2, 3\) must add up to its 6 outputs"
     ):
-        optimizer.coverage()
+        ThorMuon(nn.Sequential(attention, linear))

@@ -84,6 +84,22 @@ class Cut:
         """Whether all blocks are numbers."""
         return self.width == 1
 
+    @cached_property
+    def one_group(self) -> "Cut":
+        """The cut of one group; all have the same."""
+        sizes = [size for count, size in self.blocks for _ in range(count)]
+        own = sizes[: len(sizes) // self.groups]
+        return Cut(tuple((len(list(same)), size) for size, same in itertools.groupby(own)))
+
+    def times(self, count: int) -> "Cut":
+        """Return the cut of several matrices with this cut, as groups of one."""
+        merged: list[tuple[int, int]] = []
+        for blocks, size in self.blocks * count:
+            if merged and merged[-1][1] == size:
+                blocks, size = merged[-1][0] + blocks, merged.pop()[1]
+            merged.append((blocks, size))
+        return Cut(tuple(merged), self.groups * count)
+
     def held(self, bounds: Sequence[Sequence[int]], process: int) -> "Cut":
         """Return the cut of the blocks that a process holds.
 
@@ -111,6 +127,15 @@ class Blocks:
             found.append(
                 self.rows[run.first : run.last, : run.size].unflatten(0, (run.count, run.size))
             )
+        return found
+
+    @cached_property
+    def of_groups(self) -> list[Tensor]:
+        """The blocks of each run of one group, for all groups, ``(groups · count, size, size)``."""
+        rows, found = self.rows.unflatten(0, (self.cut.groups, -1)), []
+        for run in self.cut.one_group.runs:
+            own = rows[:, run.first : run.last, : run.size].unflatten(1, (run.count, run.size))
+            found.append(own.flatten(0, 1))
         return found
 
     def add_second_moment_(self, samples: Tensor) -> None:
@@ -158,11 +183,28 @@ class Blocks:
         if self.cut.is_diagonal:
             # rows may be wider: other processes' blocks are larger
             return (self.rows[:, :1] * flat).view_as(matrix)
+        if self._in_batches and len(self.cut.runs) > 1:
+            found = torch.empty_like(matrix, memory_format=torch.contiguous_format)
+            for run, part in zip(self.cut.one_group.runs, self.of_groups, strict=True):
+                own = (
+                    matrix[:, run.first : run.last]
+                    .unflatten(1, (run.count, run.size))
+                    .flatten(0, 1)
+                )
+                into = found[:, run.first : run.last].unflatten(1, (run.count, run.size))
+                into.copy_(product(part, own).view_as(into))
+            return found
         solved = []
         for run, part in zip(self.cut.runs, self.parts, strict=True):
             own = flat[run.first : run.last].reshape(run.count, run.size, -1)
             solved.append(product(part, own).flatten(0, 1))
         return (solved[0] if len(solved) == 1 else torch.cat(solved)).view(matrix.shape)
+
+    @property
+    def _in_batches(self) -> bool:
+        """Whether the groups are multiplied together."""
+        # That takes few large kernels, for which parts of matrices are copied.
+        return self.cut.groups > 1 and self.rows.device.type != "cpu"
 
     def accumulate_right_product_(
         self, matrix: Tensor, scale: float, into: Tensor, decay: float
@@ -179,6 +221,16 @@ class Blocks:
             (into.mul_(decay) if decay else into.zero_()).addcmul_(matrix, diagonal, value=scale)
         elif self.cut.width == size:  # one block for each group
             add_product_(into, matrix, self.parts[0], decay, scale)
+        elif self._in_batches:
+            for run, part in zip(self.cut.one_group.runs, self.of_groups, strict=True):
+                shape = run.count, run.size
+                head = matrix[..., run.first : run.last].unflatten(-1, shape).transpose(1, 2)
+                target = into[..., run.first : run.last].unflatten(-1, shape).transpose(1, 2)
+                found = product(head.flatten(0, 1), part).view(target.shape)
+                if decay:
+                    target.mul_(decay).add_(found, alpha=scale)
+                else:
+                    target.copy_(found if scale == 1.0 else found * scale)
         else:  # one batched product per run, because the strides do not allow one for all groups
             for index in range(groups):
                 own = self if groups == 1 else self.group(index)
@@ -254,6 +306,13 @@ def ieee_float32(device_type: str) -> Iterator[None]:
             yield
     finally:
         matmul.fp32_precision = before
+
+
+def to_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return numbers of the host on a device, without waiting until it has them."""
+    # a copy from memory that is not pinned waits for the device
+    pinned = device.type == "cuda"
+    return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

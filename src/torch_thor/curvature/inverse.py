@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks, ieee_float32
+from torch_thor.curvature.blocks import Blocks, ieee_float32, to_device
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.processes import ALONE, Bounds, Processes
 
@@ -58,16 +58,19 @@ def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
         )
         processes.sum_to_owners_(parts, bounds)
     owned = [slice(of_ranks[processes.rank], of_ranks[processes.rank + 1]) for of_ranks in bounds]
-    pieces = [_averaged(one, run, own) for (one, run), own in zip(runs, owned, strict=True)]
-    inverses, levels = invert_own(
-        [blocks for blocks, *_ in pieces], [damping for _, damping, _ in pieces]
-    )
+    of_runs = runs, parts, owned
+    keeps = _flags_of_blocks([one.keeps for one, _ in runs], *of_runs)
+    without_inverse = _flags_of_blocks([one.plain for one, _ in runs], *of_runs)
+    damping = _of_blocks([one.damping for one, _ in runs], *of_runs)
+    blocks = [
+        _averaged(one, run, own, kept)
+        for (one, run), own, kept in zip(runs, owned, keeps, strict=True)
+    ]
+    inverses, levels = invert_own(blocks, damping)
     for i, (one, _) in enumerate(runs):
-        one.raised, one.failed = (
-            one.raised or levels[i] > 0,
-            one.failed or levels[i] == _NOT_POSITIVE,
-        )
-        plain = pieces[i][2]
+        one.raised = one.raised or levels[i] > 0
+        one.failed = one.failed or levels[i] == _NOT_POSITIVE
+        plain = without_inverse[i]
         if plain is not None:
             identity = torch.eye(inverses[i].shape[-1]).to(inverses[i])
             inverses[i] = torch.where(plain[:, None, None], identity, inverses[i])
@@ -77,33 +80,68 @@ def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
             of_all[own] = inverses[i]
             inverses[i] = of_all
         _share_(new, runs, parts, inverses, bounds, processes)
-    for (one, _), blocks, inverse in zip(runs, parts, inverses, strict=True):
-        one.blocks.append(blocks)
+    for (one, _), part, inverse in zip(runs, parts, inverses, strict=True):
+        one.blocks.append(part)
         one.inverses.append(inverse)
 
 
-def _averaged(of: NewFactor, index: int, own: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Average own blocks of a run with those in use."""
-    # The result is the blocks, their damping, and which have no inverse (plain).
-    cut, owners, new = of.sums.cut, of.factor.owners, of.sums.parts[index][own]
-    run, rows = cut.runs[index], max(1, cut.rows // cut.groups)
-    # the group of each block
-    groups = (torch.arange(run.first, run.last, run.size) // rows)[own].to(new.device)
-    if of.in_use is not None and len(new):
-        if owners is None:
-            old = of.in_use.parts[index][own]
-        else:  # it has the own blocks alone, of those runs that have any
-            source = owners.source
-            old = of.in_use.parts[
-                sum(of_run[source] < of_run[source + 1] for of_run in owners.bounds[:index])
-            ]
-        if any(of.keeps):
-            keeps = torch.tensor(of.keeps, device=new.device)[groups]
-            new.copy_(torch.where(keeps[:, None, None], old, new))
-        if of.decay:
-            new.lerp_(old, of.decay)
-    plain = torch.tensor(of.plain, device=new.device)[groups] if any(of.plain) else None
-    return new, new.new_tensor(of.damping)[groups], plain
+def _of_blocks(
+    numbers: Sequence[Sequence[float]],
+    runs: Sequence[tuple[NewFactor, int]],
+    parts: Sequence[Tensor],
+    owned: Sequence[slice],
+) -> list[Tensor]:
+    """Return the number of the group of each own block, for each run; given are those of groups."""
+    together: defaultdict[tuple[torch.device, torch.dtype], list[float]] = defaultdict(list)
+    lengths = []
+    for of_groups, (one, index), part, own in zip(numbers, runs, parts, owned, strict=True):
+        cut = one.sums.cut
+        run, rows = cut.runs[index], max(1, cut.rows // cut.groups)
+        groups = [first // rows for first in range(run.first, run.last, run.size)][own]
+        together[part.device, part.dtype] += [of_groups[group] for group in groups]
+        lengths.append(len(groups))
+    places = dict.fromkeys(together, 0)
+    sent = {key: to_device(of_all, *key) for key, of_all in together.items()}
+    found = []
+    for part, length in zip(parts, lengths, strict=True):
+        key = part.device, part.dtype
+        found.append(sent[key][places[key] : places[key] + length])
+        places[key] += length
+    return found
+
+
+def _flags_of_blocks(
+    flags: Sequence[Sequence[bool]],
+    runs: Sequence[tuple[NewFactor, int]],
+    parts: Sequence[Tensor],
+    owned: Sequence[slice],
+) -> list[Tensor | None]:
+    """Return whether each own block is one of the marked groups; None where no group is marked."""
+    if not any(any(of) for of in flags):  # as a rule: only experts may be marked
+        return [None] * len(runs)
+    numbers = [
+        of or [False] * one.sums.cut.groups for of, (one, _) in zip(flags, runs, strict=True)
+    ]
+    marked = _of_blocks(numbers, runs, parts, owned)
+    return [of_run > 0 if any(of) else None for of_run, of in zip(marked, flags, strict=True)]
+
+
+def _averaged(of: NewFactor, index: int, own: slice, keeps: Tensor | None) -> Tensor:
+    """Return own blocks of a run, averaged with those in use."""
+    owners, new = of.factor.owners, of.sums.parts[index][own]
+    if of.in_use is None or not len(new):
+        return new
+    if owners is None:
+        old = of.in_use.parts[index][own]
+    else:  # it has the own blocks alone, of those runs that have any
+        source = owners.source
+        before = sum(of_run[source] < of_run[source + 1] for of_run in owners.bounds[:index])
+        old = of.in_use.parts[before]
+    if keeps is not None:
+        new.copy_(torch.where(keeps[:, None, None], old, new))
+    if of.decay:
+        new.lerp_(old, of.decay)
+    return new
 
 
 def _share_(
@@ -142,29 +180,53 @@ def _share_(
 def invert_own(
     blocks: Sequence[Tensor], damping: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[int]]:
-    """Invert blocks in one batch for each size."""
-    # The result is the inverses, and the highest damping raise of each tensor.
+    """Invert blocks in one batch for each size; return the highest damping raise of each tensor."""
     alike: defaultdict[tuple[int, torch.dtype, torch.device], list[int]] = defaultdict(list)
     for i, one in enumerate(blocks):
         if len(one):
             alike[one.shape[-1], one.dtype, one.device].append(i)
-    inverses, worst = list(blocks), [0] * len(blocks)
-    # for each batch, the index of the damping raise with which each block was inverted
-    levels: list[Tensor] = []
-    for (*_, device), members in alike.items():
-        of_batch = torch.cat([blocks[i] for i in members]), torch.cat([damping[i] for i in members])
-        with ieee_float32(device.type):
-            inverse, level = _invert_batch(*of_batch)
-        levels.append(level)
-        for i, own in zip(members, inverse.split([len(blocks[i]) for i in members]), strict=True):
-            inverses[i] = own
-    highest = [level.amax().to(levels[0].device) for level in levels]
+    batches = [
+        _Batch(torch.cat([blocks[i] for i in of]), torch.cat([damping[i] for i in of]))
+        for of in alike.values()
+    ]
+    for batch in batches:
+        batch.invert()
+    highest = [batch.levels.amax().to(batches[0].blocks.device) for batch in batches]
     # one host–device synchronisation for all batches
-    if highest and any(torch.stack(highest).tolist()):
-        for members, level in zip(alike.values(), levels, strict=True):
-            for i, own in zip(members, level.split([len(blocks[i]) for i in members]), strict=True):
+    raised = torch.stack(highest).tolist() if highest else []
+    inverses, worst = list(blocks), [0] * len(blocks)
+    for batch, level, members in zip(batches, raised, alike.values(), strict=True):
+        if level:
+            batch.raise_damping()
+        counts = [len(blocks[i]) for i in members]
+        for i, own in zip(members, batch.inverses.split(counts), strict=True):
+            inverses[i] = own
+        if level:
+            for i, own in zip(members, batch.levels.split(counts), strict=True):
                 worst[i] = int(own.amax())
     return inverses, worst
+
+
+class _Batch:
+    """Blocks of one size that are inverted together."""
+
+    inverses: Tensor
+    levels: Tensor  # the index of the damping raise with which each block was inverted
+
+    def __init__(self, blocks: Tensor, damping: Tensor) -> None:
+        self.blocks, self.damping = blocks, damping
+
+    def invert(self) -> None:
+        """Invert the blocks; on an accelerator with the first damping alone, and without a look."""
+        invert = _invert_batch if self.blocks.device.type == "cpu" else _invert_unseen
+        with ieee_float32(self.blocks.device.type):
+            self.inverses, self.levels = invert(self.blocks, self.damping)
+
+    def raise_damping(self) -> None:
+        """Invert the blocks again with as much damping as they need, where that was not seen."""
+        if self.blocks.device.type != "cpu":
+            with ieee_float32(self.blocks.device.type):
+                self.inverses, self.levels = _invert_batch(self.blocks, self.damping)
 
 
 def inverse_of(blocks: Blocks, damping: float) -> Blocks | None:
@@ -213,10 +275,29 @@ def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     return inverse, torch.where(good, level, _NOT_POSITIVE)
 
 
+def _invert_unseen(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """Do the same on an accelerator, with the first damping alone and no look at a result."""
+    if blocks.shape[-1] == 1:
+        return _invert_numbers(blocks.flatten(), damping)
+    damped = blocks.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
+    factor, info = torch.linalg.cholesky_ex(damped)
+    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(
+        factor
+    )
+    # cholesky_inverse would look whether it has succeeded
+    root = torch.linalg.solve_triangular(
+        torch.where(info[:, None, None] == 0, factor, identity), identity, upper=False
+    )
+    inverse = torch.bmm(root.mT, root)
+    failed = (info != 0) | ~inverse.isfinite().flatten(1).all(-1)
+    return inverse, failed.int() * _NOT_POSITIVE
+
+
 def _invert_numbers(numbers: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     """Do the same for blocks of one number."""
     # LAPACK would be called for each token of an embedding.
-    damped = numbers + damping.new_tensor(DAMPING_RAISES)[:, None] * damping
+    damped = torch.stack([numbers + raised * damping for raised in DAMPING_RAISES])
     level = (damped > 0).int().argmax(0)  # the first that is positive; 0 if none is
     inverse = damped.gather(0, level[None])[0].sqrt().square().reciprocal()  # not finite if none is
     return inverse[:, None, None], torch.where(inverse.isfinite(), level, _NOT_POSITIVE).int()

@@ -49,20 +49,34 @@ def unit_polars(
     alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
         alike[matrix.dtype, matrix.device, matrix.shape[1:]].append(i)
-    polars = orthogonalise([torch.cat([matrices[i] for i in own]) for own in alike.values()], rows)
+    own_limits = (
+        None if limits is None else [torch.cat([limits[i] for i in own]) for own in alike.values()]
+    )
+    polars = unit_polars_(
+        [torch.cat([matrices[i] for i in own]) for own in alike.values()], rows, own_limits
+    )
     found = list(matrices)
     for own, polar in zip(alike.values(), polars, strict=True):
+        for i, one in zip(own, polar.split([len(matrices[i]) for i in own]), strict=True):
+            found[i] = one
+    return found
+
+
+def unit_polars_(
+    batches: Sequence[Tensor], rows: int | None, limits: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Do this for batches of wide matrices with the same sides."""
+    polars = orthogonalise(batches, rows)
+    for i, polar in enumerate(polars):
         # clamped for matrices of zeros, whose step is zero
         norms = torch.linalg.matrix_norm(polar, keepdim=True).clamp_(
             min=torch.finfo(polar.dtype).tiny
         )
         if limits is not None:
-            norms /= torch.cat([limits[i] for i in own])[:, None, None]
+            norms /= limits[i][:, None, None]
         # in place: a result of orthogonalise() shares no memory with other tensors
         polar.div_(norms)
-        for i, one in zip(own, polar.split([len(matrices[i]) for i in own]), strict=True):
-            found[i] = one
-    return found
+    return polars
 
 
 def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Tensor]:

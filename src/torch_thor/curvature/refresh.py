@@ -169,8 +169,23 @@ def refresh(
     *,
     relative: bool = False,
     processes: Processes = ALONE,
+    unless: Tensor | None = None,
 ) -> tuple[RefreshEvent, ...]:
-    """Apply the trace rule to each layer, then invert the new factors of all layers together."""
+    """Apply the trace rule to each layer, then invert the new factors of all layers together.
+
+    Args:
+        candidates: the layers with their new factors.
+        report: told of problems of a layer.
+        relative: whether the damping is relative to the mean diagonal of a factor.
+        processes: those that train together.
+        unless: a number on the device, 1 if a gradient of this step is not finite.
+
+    Returns:
+        The decisions, one for each layer.
+
+    Raises:
+        FloatingPointError: ``unless`` is 1; nothing has changed.
+    """
     if not candidates:
         return ()
     # with one host–device synchronisation for all layers
@@ -183,7 +198,10 @@ def refresh(
         traces[i] = trace.to(
             device, torch.float64 if trace.dtype == torch.float64 else torch.float32
         )
-    numbers: list[float] = torch.cat(traces).tolist()
+    extra = [] if unless is None else [unless.reshape(1).to(traces[0])]
+    numbers: list[float] = torch.cat([*traces, *extra]).tolist()
+    if unless is not None and numbers.pop():
+        raise FloatingPointError("gradients are not finite")
     new, in_use = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
     if processes.count > 1:
         rows = processes.gather(numbers)

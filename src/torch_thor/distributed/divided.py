@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_thor.curvature.blocks import Blocks
-from torch_thor.curvature.factor import Factor, collected
+from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.shards import Owners
@@ -73,12 +73,13 @@ def is_divided(layers: Iterable[LayerCurvature]) -> bool:
     return any(factor.divided for layer in layers for factor in layer.stored)
 
 
-def collected_turns(group: Mapping[str, Any], plan: Any) -> Iterator[frozenset[int]]:
-    """Collect the inverses of a group, for some parameters (by id) at a time."""
-    # All processes consume it.
+def turns_of_group(
+    group: Mapping[str, Any], bound: Any
+) -> list[tuple[frozenset[int], list[Factor]]]:
+    """Return in which turns a group's inverses are collected, for some parameters (by id) each."""
     needs: list[tuple[int, list[Factor]]] = []
     for parameter in group["params"]:
-        shares = [share for share in plan.shares(parameter) if share.layer.refreshes]
+        shares = [share for share in bound.shares(parameter) if share.layer.refreshes]
         if shares:
             of_shares = [
                 (share, factor)
@@ -89,14 +90,7 @@ def collected_turns(group: Mapping[str, Any], plan: Any) -> Iterator[frozenset[i
             needs.append(
                 (id(parameter), [f for share, f in of_shares if share.is_weight or f.side == "G"])
             )
-    for parameters, factors in turns_of(needs):
-        for factor, whole in zip(factors, collected(factors, inverse=True), strict=True):
-            factor.whole = whole
-        try:
-            yield parameters
-        finally:
-            for factor in factors:
-                factor.whole = None
+    return list(turns_of(needs))
 
 
 def turns_of(

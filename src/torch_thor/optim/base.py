@@ -1,6 +1,7 @@
 """What THOR and ThorMuon share: construction, step, refresh of the layers' curvature, reports."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -9,19 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.coverage import Coverage
-from torch_thor.capture.gathering import Capture
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import check_shards_fit
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
+from torch_thor.distributed.divided import is_divided
 from torch_thor.distributed.processes import Distributed
 from torch_thor.optim import persistence, report
-from torch_thor.optim.loss_scale import asked_by_lightning, remove_scale
+from torch_thor.optim.check import Check
+from torch_thor.optim.inputs import Inputs, Request, creates_state_only, nonfinite_message
+from torch_thor.optim.loss_scale import LossScale, asked_by_lightning, remove_scale
 from torch_thor.optim.options import check
 from torch_thor.optim.parameters import Group, check_known, parameters_of_model
-from torch_thor.optim.plan import Plan
-from torch_thor.optim.refresh_step import refresh_layers
-from torch_thor.optim.step import Inputs, creates_state_only, plan_now, read_inputs, renew
+from torch_thor.optim.plan import Bound
+from torch_thor.optim.preconditioner import Form, Preconditioner
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 
@@ -52,6 +54,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     # whether the damping is relative to the mean diagonal of a factor
     relative_damping: ClassVar[bool]
     trace_thresholds: ClassVar[tuple[float, float]]  # where a group has none
+    lr_is_usual: ClassVar[bool]  # whether one lr serves all tasks, so that another is told
 
     def __init__(
         self,
@@ -72,55 +75,57 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 "defaults"
             )
         check(type(self), {**options, "loss_reduction": loss_reduction, "fisher": fisher})
-        self._model, self._layers, self._fisher, self._loss_reduction = (
-            model,
-            layers,
-            fisher,
-            loss_reduction,
-        )
         self._distributed = Distributed() if distributed is None else distributed
+        form = Form(
+            type(self),
+            tuple({**options, **COUNTERS}),
+            self.sides,
+            self.relative_damping,
+            self.trace_thresholds,
+            loss_reduction,
+            fisher,
+        )
+        self._curvature = Preconditioner(model, form, layers, self._distributed)
         self.loss_terms: LossTerms = None
         self.nonfinite = "raise"
         self.grad_scaler: Any = None
-        self.skipped_steps = 0
-        self._last_refresh: tuple[RefreshEvent, ...] = ()
-        self._warnings = report.StepWarnings()
-        self._capture = Capture(sampled=fisher == "sampled")
-        self._complete = False  # whether all state is there
-        self._renewed = False  # whether the plan was made anew in this step
-        # options of each group that have passed the check
-        self._checked: dict[int, dict[str, Any]] = {}
+        self._skipped_steps = 0
+        self._check: Check | None = None  # of the gradients of the step before, on an accelerator
         # the entries that processes divide, collected
         self._whole: dict[Tensor, dict[str, Any]] | None = None
         super().__init__(params, {**options, **COUNTERS})
-        self._plan: Plan
-        renew(self)
-        self._capture.listen()
+        bound = self._bound()
+        self._curvature.listen()
         check_shards_fit(
-            [(n, p) for n, (p, s) in self._plan.sharded.items() if s],
+            [(n, p) for n, (p, s) in bound.plan.sharded.items() if s],
             self.distributed.process_group,
         )
         entries = self.coverage()
         # what the model has got later may be adapters
         self._known = {entry.name for entry in entries}
         used = any(e.preconditioned and e.trained for e in entries)
-        if not used and ("G" in self.sides or not any(entry.trained for entry in entries)):
-            raise ValueError(report.nothing_found(self, self._plan, entries))
+        if not used and (form.has_g or not any(entry.trained for entry in entries)):
+            raise ValueError(report.nothing_found(type(self), bound))
         report.warn_of_little(entries, label, stacklevel=3)
 
     # what is read at construction alone
-    model = property(attrgetter("_model"), doc="The model whose layers are preconditioned.")
+    model = property(
+        attrgetter("_curvature.model"), doc="The model whose layers are preconditioned."
+    )
     layers = property(
-        attrgetter("_layers"), doc="The layers that are preconditioned, as they were given."
+        attrgetter("_curvature.chosen"),
+        doc="The layers that are preconditioned, as they were given.",
     )
     distributed = property(
         attrgetter("_distributed"), doc="How this optimizer trains with other processes."
     )
     loss_reduction = property(
-        attrgetter("_loss_reduction"), doc='Whether the loss is a ``"mean"`` or a ``"sum"``.'
+        attrgetter("_curvature.form.loss_reduction"),
+        doc='Whether the loss is a ``"mean"`` or a ``"sum"``.',
     )
     fisher = property(
-        attrgetter("_fisher"), doc='The labels of the statistics: ``"empirical"`` or ``"sampled"``.'
+        attrgetter("_curvature.form.fisher"),
+        doc='The labels of the statistics: ``"empirical"`` or ``"sampled"``.',
     )
 
     # ---- the step --------------------------------------------------------------------------------
@@ -142,59 +147,112 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             RuntimeError: layers to refresh have gradients but no statistics, or the state does not
                 fit; no change.
         """
-        self._last_refresh = ()
+        curvature = self._curvature
+        curvature.last_refresh = ()
+        self._settle()
         try:
             loss = None if closure is None else torch.enable_grad()(closure)()
-            state_only = not self.state and creates_state_only(self)
-            inputs = read_inputs(self, state_only)
+            state_only = not self.state and creates_state_only(self.param_groups)
+            inputs = curvature.read(
+                self.param_groups, self.state, self._request(state_only=state_only)
+            )
             if inputs.skip:
-                self._capture.discard()
-                self.skipped_steps += inputs.nonfinite
+                curvature.capture.discard()
+                self._skipped_steps += inputs.nonfinite
                 return loss
-            if inputs.due or not self._complete:
-                refresh_layers(self, inputs, state_only)
+            bound = curvature.refresh(inputs, self._make_parameter_state, state_only=state_only)
             # nothing raises from here on, so a step is taken completely or not at all
             if not state_only:
-                self._update(self._plan)
+                self._update(bound, inputs.unless)
                 self._advance(inputs)
             return loss
         except BaseException as error:
             remove_scale(self)  # GradScaler removes it only after a step that succeeds
             if isinstance(error, FloatingPointError):
-                self._capture.discard()
+                curvature.capture.discard()
             raise
 
-    def _update(self, plan: Plan) -> None:
-        """Update every parameter that has a gradient."""
+    def _request(self, *, state_only: bool) -> Request:
+        """Return what the user has set for this step."""
+
+        def scale() -> LossScale | None:  # GradScaler sets this attribute before it calls step()
+            return (
+                LossScale(self)
+                if self.grad_scaler is not None or hasattr(self, "found_inf")
+                else None
+            )
+
+        return Request(self.loss_terms, self.nonfinite, scale, state_only)
+
+    def _bound(self) -> Bound:
+        """Return the plan, bound to the groups and the state as they are now."""
+        return self._curvature.current(self.param_groups, self.state)
+
+    def _update(self, bound: Bound, unless: Tensor | None) -> None:
+        """Update every parameter with a gradient; on an accelerator, none where ``unless`` is 1."""
         raise NotImplementedError
 
-    def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
+    def _make_parameter_state(
+        self, bound: Bound, parameter: Tensor, state: dict[str, Any], group: Group
+    ) -> None:
         """Add the entries of the update that the state of a parameter lacks."""
         raise NotImplementedError
 
+    def _settle(self, *, raises: bool = True) -> None:
+        """Learn whether the step before changed anything, where the device was not waited for."""
+        check = self._check
+        if check is None:
+            return
+        failed = check.failed()
+        if failed:
+            check.undo()
+            check.undo = lambda: None
+            if self.nonfinite == "raise" and not raises:
+                return  # the next step raises the error
+        self._check = None
+        if failed and self.nonfinite == "skip":
+            self._skipped_steps += 1
+        elif failed:
+            self._curvature.capture.discard()
+            raise FloatingPointError(nonfinite_message(self._bound(), check.bad()))
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were skipped because a gradient was not finite."""
+        self._settle(raises=False)
+        return self._skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self._skipped_steps = count
+
     def _advance(self, inputs: Inputs) -> None:
         """Count the step, and register the hooks that the next one needs."""
+        if inputs.check is not None:
+            self._check, counters = (
+                inputs.check,
+                [(group["step"], group["next_refresh"]) for group in self.param_groups],
+            )
+            self._check.undo = partial(self._undo, counters)
+            self._check.send()
         for group, at in zip(self.param_groups, inputs.next_refreshes, strict=True):
             group["step"], group["next_refresh"] = group["step"] + 1, at
         self._whole = None  # what consolidate_state_dict() has collected is that of the step before
-        if not inputs.largest and self._plan.first_shards is None:
-            report.note_nothing_trained(self)
-        if self.param_groups[0]["step"] in report.LR_JUDGED:
-            report.note_lr(self)
-        changed = self._renewed or bool(inputs.due)
-        if not inputs.due and self._capture.gathering:
-            changed = self._capture.finish_step() or changed
-        for group in self.param_groups:
-            if group["step"] >= group["next_refresh"]:
-                for layer in self._plan.layers.values():
-                    if layer.weight_view.options is group:
-                        layer.record(due=not layer.stopped)
-                changed = True
-        if changed:
-            self._renewed = False
-            self._capture.listen()
-        if self._warnings.pending:
-            self._warnings.issue()
+        warnings, bound = self._curvature.warnings, inputs.bound
+        if not inputs.largest and bound.plan.first_shards is None:
+            warnings.note_nothing_trained(bound, self._known)
+        if self.lr_is_usual and self.param_groups[0]["step"] in report.LR_JUDGED:
+            warnings.note_lr(self.param_groups)
+        self._curvature.finish(inputs)
+
+    def _undo(self, counters: list[tuple[int, int]]) -> None:
+        """Put the counters of a step back that has changed nothing."""
+        for group, (step, at) in zip(self.param_groups, counters, strict=True):
+            group["step"], group["next_refresh"] = step, at
+            for layer in self.curvature.values() if step < at else ():
+                if layer.weight_view.options is group and layer.refreshes:
+                    layer.record(due=False)
+        self._curvature.listen()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and drop their statistics.
@@ -204,9 +262,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: as in ``torch.optim.Optimizer.zero_grad``.
         """
-        sampler = self._capture.sampler
-        if self._capture.awaited and (sampler is None or sampler.trained):
-            self._capture.discard()
+        capture = self._curvature.capture
+        if capture.awaited and (capture.sampler is None or capture.sampler.trained):
+            capture.discard()
         super().zero_grad(set_to_none)
 
     @property
@@ -231,9 +289,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             check_known(self.param_groups[-1]["params"], self.model)
-            if hasattr(self, "_plan"):
-                plan_now(self)
-                self._capture.listen()
+            if self._curvature.plan is not None:
+                self._bound()
+                self._curvature.listen()
         except BaseException:
             del self.param_groups[before:]
             raise
@@ -252,7 +310,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             RuntimeError: the curvature is divided among processes (``divide_curvature=True``), and
                 has not been collected by ``consolidate_state_dict`` since the last step.
         """
-        with persistence.whole_state(self):
+        self._settle(raises=False)
+        assert self._curvature.plan is not None
+        divided = is_divided(self._curvature.plan.layers.values())
+        with persistence.whole_state(self.state, self._whole, divided=divided):
             state_dict = super().state_dict()
         for group in state_dict["param_groups"]:
             group["update_interval"] = persistence.plain_interval(group["update_interval"])
@@ -271,7 +332,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 parameters, or tensors of other shapes; it was saved with other ``layers``; or it
                 holds NaN or inf, an option that is out of range, or an unknown schedule.
         """
-        persistence.load(self, super().load_state_dict, state_dict)
+        persistence.load(self, self._curvature, super().load_state_dict, state_dict)
+        self._whole = None
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Collect the curvature that is divided among the processes, for the next ``state_dict``.
@@ -283,7 +345,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             to: the rank that collects, in the process group; None for all, as
                 torch.distributed.checkpoint needs it.
         """
-        persistence.consolidate(self, to)
+        self._whole = None
+        self._whole = persistence.consolidated(self._bound(), self._curvature, to)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -297,7 +360,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     @property
     def curvature(self) -> Mapping[str, LayerCurvature]:
         """The preconditioned layers, by module name."""
-        return MappingProxyType(self._plan.layers)
+        assert self._curvature.plan is not None
+        return MappingProxyType(self._curvature.plan.layers)
 
     @property
     def row_mask(self) -> Tensor | None:
@@ -310,7 +374,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         embeddings whose input has this shape. It does not change the number of loss terms: see
         ``loss_terms``.
         """
-        return self._capture.row_mask
+        return self._curvature.capture.row_mask
 
     @row_mask.setter
     def row_mask(self, mask: Tensor | None) -> None:
@@ -322,7 +386,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 f"row_mask={what}: must be a bool tensor (N, L), True for the rows that count, or "
                 f"None; use attention_mask.bool()"
             )
-        self._capture.row_mask = mask
+        self._curvature.capture.row_mask = mask
 
     @property
     def last_refresh(self) -> tuple[RefreshEvent, ...]:
@@ -330,7 +394,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
         They are not part of checkpoints.
         """
-        return self._last_refresh
+        return self._curvature.last_refresh
 
     def coverage(self) -> Coverage:
         """List how each parameter of the model is trained.
@@ -339,7 +403,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             One entry per parameter, in the model's order: its kind and factor sizes, or the reason
             why it has none. It prints as a table.
         """
-        return Coverage(report.current(plan_now(self).entries, self._plan))
+        return Coverage(report.current(self._bound()))
 
     def __repr__(self) -> str:
         return report.described(self)

@@ -13,7 +13,7 @@ from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.parameters import Group, States
-from torch_thor.optim.plan import Plan
+from torch_thor.optim.plan import Bound, parameters
 
 StateDict = dict[str, Any]
 
@@ -62,7 +62,7 @@ def loading(
         # tensors with the dict. Not every checkpoint format keeps strides, and the rounding of
         # matrix products depends on them.
         ids = [i for group in saved["param_groups"] for i in group["params"]]
-        for i, parameter in zip(ids, Plan.parameters(optimizer.param_groups), strict=True):
+        for i, parameter in zip(ids, parameters(optimizer.param_groups), strict=True):
             for key, value in saved["state"].get(i, {}).items():
                 if isinstance(value, Tensor):
                     optimizer.state[parameter][key] = _as_made(
@@ -124,7 +124,7 @@ def _as_made(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> 
 
 def _misfits(
     states: States,
-    parameters: Iterable[Tensor],
+    trained: Iterable[Tensor],
     name: Callable[[Tensor], str],
     layers: Iterable[LayerCurvature],
 ) -> Iterator[str]:
@@ -136,7 +136,7 @@ def _misfits(
                 f"split_dim={layer.weight_view.options['split_dim']}: {key} of layer {layer.name!r}"
             )
             expected.append((what, layer.state.get(key), shape))
-    for p in parameters:
+    for p in trained:
         expected += [
             (f"{k} of parameter {name(p)!r}", states.get(p, {}).get(k), tuple(p.shape))
             for k in MOMENTS
@@ -149,20 +149,20 @@ def _misfits(
 
 def check_loaded(
     states: States,
-    parameters: Iterable[Tensor],
+    trained: Iterable[Tensor],
     name: Callable[[Tensor], str],
     layers: Iterable[LayerCurvature] = (),
 ) -> None:
     """Check that loaded tensors have the shapes that model and options need, and are finite."""
-    parameters = list(parameters)
-    for misfit in _misfits(states, parameters, name, layers):
+    trained = list(trained)
+    for misfit in _misfits(states, trained, name, layers):
         raise ValueError(
             f"{misfit}: the state dict belongs to another model or option, or its parameters stand "
             "in another order; load it into the model, and with the options, that it was saved "
             "with"
         )
     tensors = [
-        (k, p, v) for p in parameters for k, v in states.get(p, {}).items() if isinstance(v, Tensor)
+        (k, p, v) for p in trained for k, v in states.get(p, {}).items() if isinstance(v, Tensor)
     ]
     bad = [
         f"{k!r} of parameter {name(p)!r}"
@@ -176,17 +176,17 @@ def check_loaded(
         )
 
 
-def conform(plan: Plan, groups: Iterable[Group], states: States) -> None:
+def conform(bound: Bound) -> None:
     """Check that state fits parameters, then move and convert it to their devices and dtypes."""
     # between two steps a model may be moved or converted (model.double(), model.to(device))
-    parameters = plan.parameters(groups)
-    for misfit in _misfits(states, parameters, plan.name, plan.layers.values()):
+    plan, states, trained = bound.plan, bound.states, parameters(bound.groups)
+    for misfit in _misfits(states, trained, plan.name, plan.layers.values()):
         raise RuntimeError(
             f"{misfit}: a weight or an option was changed, and the state cannot follow; put it "
             "back, or make the optimizer again. Weights and optimizer state are as before this "
             "step"
         )
-    for parameter in parameters:
+    for parameter in trained:
         state, dtype = states.get(parameter, {}), factor_dtype(parameter.dtype)
         for key, value in state.items():
             # AdamW's step is a counter that is stored as a tensor, and stays on the CPU in float32

@@ -1,341 +1,283 @@
-"""The paper's update: natural gradient, weight decay, bound on the step, momentum, in this order.
+"""A step's natural gradient: a parameter's preconditioned matrices, and products with inverses.
 
-Parameters that are not preconditioned take the step of :class:`torch.optim.SGD`, with the same
-rounding. The natural gradient of early, low-rank factors can be many times longer than the weights,
-and without a bound most networks that were not tuned for it diverge within a few steps. There are
-two bounds, both applied before momentum:
-
-- relative to each parameter (the default): ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)``. LARS (You et
-  al. 2017, section 4) gives every layer a step of that proportion; used as a limit, it leaves a
-  shorter natural gradient as it is.
-- over all preconditioned layers (``kl_clip``): ``Σ lr² ⟨d, ∇⟩ ≤ κ`` (Ba et al. 2017, section 5).
+On a CPU the directions of all works share one memory. On an accelerator those of matrices of one
+shape are views of one tensor, the result of a batched product.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import factor_dtype, ieee_float32
+from torch_thor.curvature.blocks import Blocks, factor_dtype, ieee_float32
 from torch_thor.curvature.factor import Factor, local
-from torch_thor.curvature.kinds.base import Kind
-from torch_thor.distributed.divided import collected_turns, is_divided
-from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.curvature.kinds import MatrixWeight
+from torch_thor.distributed.divided import is_divided, turns_of_group
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.plan import Plan, free_rows
-
-# A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so
-# its norm counts as at least this number times √d_out. That is a twentieth of the norm of a newly
-# initialised linear layer, √(d_out / 3).
-SMALLEST_SHARE = 0.03
+from torch_thor.optim.plan import Bound, free_rows
+from torch_thor.optim.works import Batch, Matrix, Turn, Work, grouped, here, work_of
 
 
-@dataclass
-class _Piece:
-    """Rows of a parameter, and how they are preconditioned."""
+def natural_gradients(works: Iterable[Work]) -> Iterator[tuple[Work, list[Tensor]]]:
+    """Yield the natural gradients of the parameters of each work that have a gradient.
 
-    rows: slice | None  # None for all
-    kind: Kind | None = None  # None where the rows take their plain gradient
-    # those on the left and on the right of a weight, or the one of a bias
-    factors: Sequence[Factor] = ()
-    scale: float = 1.0  # 1 / T
-    scales: Tensor | None = None  # 1 / T of each expert, for a bias
-
-
-@dataclass
-class _Work:
-    """A trained parameter with all that its steps need until the next refresh."""
-
-    parameter: Tensor
-    own: Tensor  # the rows that this process holds
-    state: dict[str, Any]
-    pieces: list[_Piece]  # none if the parameter is not preconditioned
-    dtype: torch.dtype  # of directions and momentum
-    smallest: float  # the smallest norm that is assumed for the bound
-    order: int  # its place in the model
-    # the momentum of the own rows; None where momentum has been 0 so far
-    buffer: Tensor | None = None
-
-
-def natural_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
-    """Update every parameter that has a gradient."""
-    if plan.program is None:
-        plan.program = [_prepared(group, plan, optimizer.state) for group in optimizer.param_groups]
-    clipped: list[tuple[Group, list[_Work], list[Tensor], list[Tensor]]] = []
-    divided = optimizer._distributed.divide_curvature and is_divided(plan.layers.values())
-    # shared by all directions, because each new allocation costs page faults
-    memory: dict[torch.dtype, Tensor] = {}
-    for group, program in zip(optimizer.param_groups, plan.program, strict=True):
-        plain: list[_Work] = []
-        natural: list[_Work] = []
-        directions: list[Tensor] = []
-        gradients: list[Tensor] = []
-        on_cpu = True
-        for work in program:
-            gradient = work.parameter.grad
-            if gradient is None:
-                continue
-            gradient = gradient if work.own is work.parameter else local(gradient)
-            if work.buffer is None and group["momentum"]:
-                if "momentum_buffer" not in work.state:  # momentum was 0 so far
-                    optimizer._make_parameter_state(work.parameter, work.state, group)
-                buffer = work.state["momentum_buffer"]
-                work.buffer = buffer if work.own is work.parameter else local(buffer)
-            if work.pieces:
-                natural.append(work)
-                gradients.append(gradient)
-                on_cpu = on_cpu and gradient.device.type == "cpu"
-                continue
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            plain.append(work)
-            # copied only if it is changed below, or if the momentum has a higher precision
-            directions.append(gradient.to(work.dtype, copy=bool(group["weight_decay"])))
-        if plain:
-            _step(group, plain, directions, None)
-        directions = []
-        one_by_one = (
-            on_cpu and group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
-        )
-        for ready in collected_turns(group, plan) if divided else (None,):
-            for work, gradient in zip(natural, gradients, strict=True):
-                if ready is not None and id(work.parameter) not in ready:
-                    continue
-                if one_by_one:
-                    _update_one(group, work, gradient, memory)
-                else:
-                    directions.append(torch.empty_like(work.own, dtype=work.dtype))
-                    _accumulate_direction_(work, gradient, directions[-1], 0.0)
-        if group["kl_clip"] is not None:
-            clipped.append((group, natural, directions, gradients))
-        elif directions:
-            _step(group, natural, directions, None)
-    if clipped:
-        _clip(clipped, None if plan.first_shards is None else plan.first_shards.total)
-
-
-def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:
-    """Look up all that the parameters of a group need."""
-    found = []
-    order = {key: i for i, key in enumerate(plan.names)}
-    for parameter in group["params"]:
-        own, pieces = local(parameter) if plan.sharded else parameter, []
-        shares = plan.shares_of.get(id(parameter), [])
-        used = any(share.layer.refreshes for share in shares)
-        if used and shares[0].view.local_rows is not None:
-            pieces += [
-                _Piece(rows)
-                for rows in free_rows([share.view.local_rows for share in shares], len(own))
-            ]
-        for share in shares if used else ():
-            layer, rows = share.layer, share.view.local_rows
-            if rows is not None and rows.start == rows.stop:  # another process holds these rows
-                continue
-            if not layer.refreshes:  # one projection of a fused weight may have no factors yet
-                pieces.append(_Piece(rows))
-                continue
-            (a, g), kind, scales = layer.stored, layer.geometry, None
-            for factor in (a, g):  # looked up once between refreshes, unless steps collect it
-                factor.whole = factor.read(inverse=True) if factor.divided is None else None
-            # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
-            if kind.routed:
-                terms = layer.state[layer.prefix + "group_rows_per_term"]
-                scales = torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]
-            factors = ((a, g) if kind.transposed else (g, a)) if share.is_weight else (g,)
-            pieces.append(_Piece(rows, kind, factors, 1.0 / layer.rows_per_term, scales))
-        if own.numel():  # else a shard without rows
-            size = next((size for size in own.shape if size != 1), 1)
-            place, state = order.get(id(parameter), len(order)), states.get(parameter, {})
-            smallest, dtype = SMALLEST_SHARE * math.sqrt(size), factor_dtype(own.dtype)
-            found.append(_Work(parameter, own, state, pieces, dtype, smallest, place))
-    return found
-
-
-def _update_one(
-    group: Group, work: _Work, gradient: Tensor, memory: dict[torch.dtype, Tensor]
-) -> None:
-    """Update one parameter, for a CPU: the parameter and its direction then stay in the cache."""
-    parameter, buffer, ratio = work.own, work.buffer, group["max_update_ratio"]
-    assert buffer is not None  # there is momentum
-    momentum, lr = float(group["momentum"]), float(group["lr"])
-    direction = buffer
-    if ratio is not None:
-        scratch = memory.get(buffer.dtype)
-        if scratch is None or scratch.numel() < buffer.numel():
-            scratch = memory[buffer.dtype] = torch.empty(buffer.numel(), dtype=buffer.dtype)
-        direction = scratch[: buffer.numel()].as_strided(buffer.shape, buffer.stride())
-    # without a bound v ← μ v + d, where d is added to v block by block and never stored
-    _accumulate_direction_(work, gradient, direction, momentum if ratio is None else 0.0)
-    if group["weight_decay"]:
-        direction.add_(parameter, alpha=float(group["weight_decay"]))
-    if ratio is not None:
-        scale = _scale(work, direction, lr, float(ratio))
-        if scale != 1.0:
-            direction.mul_(scale)
-        # one pass over memory; mul_ and add_ take two
-        torch.add(direction, buffer, alpha=momentum, out=buffer)
-    torch._foreach_add_([parameter], [buffer], alpha=-lr)
-
-
-def _step(
-    group: Group, works: Sequence[_Work], directions: list[Tensor], clip: Tensor | None
-) -> None:
-    """Add weight decay to directions, bound them, and take the steps.
-
-    ``v ← μ v + d`` and ``W ← W − lr · v`` (Nesterov: ``W ← W − lr · (d + μ v)``).
+    They are ``(1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹``.
     """
-    lr, momentum = float(group["lr"]), float(group["momentum"])
-    params: list[Tensor] = []
-    buffers: list[Tensor] = []
-    for work in works:
-        params.append(work.own)
-        if work.buffer is not None:
-            buffers.append(work.buffer)
-    if group["weight_decay"] and clip is None:
-        torch._foreach_add_(directions, params, alpha=float(group["weight_decay"]))
-    if clip is not None:
-        torch._foreach_mul_(directions, clip.to(directions[0].dtype))
-    elif group["max_update_ratio"] is not None and group["kl_clip"] is None and lr:
-        directions = _bounded(works, directions, lr, float(group["max_update_ratio"]))
-    if momentum:
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, directions)
-        directions = (
-            list(torch._foreach_add(directions, buffers, alpha=momentum))
-            if group["nesterov"]
-            else buffers
-        )
-    torch._foreach_add_(params, directions, alpha=-lr)
+    memory: dict[Any, Tensor] = {}
+    for prepared in works:
+        work = prepared.with_gradients()
+        if work is not None:
+            yield work, _natural_gradient(work, memory)
 
 
-def _accumulate_direction_(work: _Work, gradient: Tensor, target: Tensor, decay: float) -> None:
-    """Compute ``target ← decay * target + d``, where d is the natural gradient of a parameter."""
-    for piece in work.pieces:
-        source, into = (
-            (gradient, target) if piece.rows is None else (gradient[piece.rows], target[piece.rows])
+def _new_directions(work: Work, memory: dict[Any, Tensor]) -> list[Any]:
+    """Return memory for the directions; where a batch makes it, the shape that is needed.
+
+    ``memory`` is shared by parameters that take their steps one by one: each new allocation costs
+    page faults.
+    """
+    if work.layout is not None:
+        size, shape, strides = work.layout
+        found = memory.get(work.dtype)
+        if found is None or found.numel() < size:
+            found = memory[work.dtype] = torch.empty(size, dtype=work.dtype)
+        return [found[:size].as_strided(shape, strides)]
+    weights, dtype = work.weights, work.dtype
+    made: list[Any] = [None] * len(weights)
+    for batch in work.batches:
+        if len(batch.members) > 1:
+            for one in batch.members:
+                weight = weights[one.index]
+                plain = type(one.kind).to_matrix is MatrixWeight.to_matrix and not one.kind.taps
+                if one.rows is None and weight.is_contiguous() and (plain or one.right is None):
+                    made[one.index] = weight.shape
+    return [
+        torch.empty_like(w, dtype=dtype) if one is None else one
+        for w, one in zip(weights, made, strict=True)
+    ]
+
+
+def _natural_gradient(work: Work, memory: dict[Any, Tensor]) -> list[Tensor]:
+    """Return the natural gradient of each parameter, and ∇W of rows without factors."""
+    # The natural gradient is ``(1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹``.
+    if not work.is_natural:
+        copy = bool(work.group["weight_decay"])  # it is added in place
+        return [
+            (g.to_dense() if g.is_sparse else g).to(work.dtype, copy=copy) for g in work.gradients
+        ]
+    directions = _new_directions(work, memory)
+    for rows in work.plain:
+        gradient = work.gradients[rows.index]
+        rows.of(directions[rows.index]).zero_().add_(
+            rows.of(gradient.to_dense() if gradient.is_sparse else gradient)
         )
-        kind = piece.kind
-        if (
-            source.is_sparse
-            and source.sparse_dim() == 1
-            and kind is not None
-            and kind.diagonal_input
-        ):
-            _accumulate_rows_(piece, source.coalesce(), into, decay)
+    for batch in work.batches:
+        _solve(batch, work.gradients, directions)
+    return directions
+
+
+def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
+    """Write ``d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` of each member (THOR)."""
+    left, right = batch.left, batch.right
+    assert left is not None
+    if len(batch.members) == 1:
+        one = batch.members[0]
+        source, target, rows = gradients[one.index], into[one.index], one.rows
+        source, target = (source, target) if rows is None else (source[rows], target[rows])
+        _solve_one(one, left, right, source, target)
+        return
+    sources = [one.of(gradients[one.index]) for one in batch.members]
+    first, dtype = batch.members[0], left.rows.dtype
+    with ieee_float32(left.rows.device.type):
+        if right is None:  # a bias has the constant input 1, so its A is 1
+            groups = left.cut.groups // len(sources)
+            columns = torch.cat([source.to(dtype).reshape(groups, -1, 1) for source in sources])
+            solved = left.left_multiply(columns)
+        else:
+            before = left.left_multiply(
+                torch.cat([first.kind.to_matrix(source).to(dtype) for source in sources])
+            )
+            solved = torch.empty_like(before)
+            right.accumulate_right_product_(before, 1.0, solved, 0.0)
+    _put(batch, solved, into)
+
+
+def _put(batch: Batch, result: Tensor, into: list[Any]) -> None:
+    """Store the results of all members, ``(n · groups, …)``."""
+    # Where there is no memory for one, it is stored as a view.
+    if not any(isinstance(into[one.index], Tensor) for one in batch.members):
+        batch.result = result.view(len(batch.members), -1)
+    for one, own in zip(batch.members, result.chunk(len(batch.members)), strict=True):
+        if not isinstance(into[one.index], Tensor):
+            into[one.index] = own.view(into[one.index])  # the shape of the parameter
             continue
-        source = source.to_dense() if source.is_sparse else source
-        if kind is None:
-            (into.mul_(decay) if decay else into.zero_()).add_(source)
-            continue
-        left = piece.factors[0].whole
-        assert left is not None
-        with ieee_float32(source.device.type):
-            if len(piece.factors) > 1:  # d = (1/T) · G_d⁻¹ ∇W A_d⁻¹, added to the target at once
-                solved = left.left_multiply(kind.to_matrix(source).to(left.rows.dtype))
-                matrix = kind.to_matrix(into)
-                right = piece.factors[1].whole
-                assert right is not None
-                right.accumulate_right_product_(solved, piece.scale, matrix, decay)
-                kind.from_matrix_(matrix, into)
-                continue
-            # d = (1/T) · G_d⁻¹ ∇b: a bias has the constant input 1, so its A is 1
-            solved = left.left_multiply(source.to(left.rows.dtype).reshape(left.cut.groups, -1, 1))
-        if piece.scales is not None:
-            solved *= piece.scales
-        (into.mul_(decay) if decay else into.zero_()).add_(
-            solved.reshape(into.shape), alpha=piece.scale
-        )
+        target = one.of(into[one.index])
+        if one.right is None or own.shape[-1] == 1:
+            target.copy_(own.reshape(target.shape))
+        else:
+            matrix = one.kind.to_matrix(target)
+            matrix.copy_(own)
+            one.kind.from_matrix_(matrix, target)
 
 
-def _accumulate_rows_(piece: _Piece, gradient: Tensor, into: Tensor, decay: float) -> None:
-    """Do the same for an embedding's sparse gradient, which changes the rows of its tokens only."""
-    a_inverse, g_inverse = piece.factors[0].whole, piece.factors[1].whole
-    assert a_inverse is not None
-    assert g_inverse is not None
-    tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.rows.dtype)
-    scaled = rows * a_inverse.rows[tokens]
+def _solve_one(
+    matrix: Matrix, left: Blocks, right: Blocks | None, gradient: Tensor, into: Tensor
+) -> None:
+    """Write ``d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` of one matrix."""
+    kind = matrix.kind
+    if gradient.is_sparse:
+        if gradient.sparse_dim() == 1 and kind.diagonal_input and right is not None:
+            _solve_rows(left, right, gradient.coalesce(), matrix.scale, into)
+            return
+        gradient = gradient.to_dense()
+    with ieee_float32(gradient.device.type):
+        if right is not None:
+            solved = left.left_multiply(kind.to_matrix(gradient).to(left.rows.dtype))
+            target = kind.to_matrix(into)
+            right.accumulate_right_product_(solved, matrix.scale, target, 0.0)
+            kind.from_matrix_(target, into)
+            return
+        # a bias has the constant input 1, so its A is 1
+        solved = left.left_multiply(gradient.to(left.rows.dtype).reshape(left.cut.groups, -1, 1))
+    if matrix.scales is not None:
+        solved *= matrix.scales
+    into.zero_().add_(solved.reshape(into.shape), alpha=matrix.scale)
+
+
+def _solve_rows(a: Blocks, g: Blocks, gradient: Tensor, scale: float, into: Tensor) -> None:
+    """Solve for the sparse gradient of an embedding, which changes the rows of its tokens only."""
+    tokens, rows = gradient.indices()[0], gradient.values().to(a.rows.dtype)
+    scaled = rows * a.rows[tokens]
     solved = torch.zeros_like(scaled)
     with ieee_float32(gradient.device.type):
-        g_inverse.accumulate_right_product_(scaled[None], piece.scale, solved[None], 0.0)
-    (into.mul_(decay) if decay else into.zero_()).index_add_(0, tokens, solved)
+        g.accumulate_right_product_(scaled[None], scale, solved[None], 0.0)
+    into.zero_().index_add_(0, tokens, solved)
 
 
-# ---- bounds on the length of a step --------------------------------------------------------------
+# ---- looked up once between refreshes ------------------------------------------------------------
 
 
-def _scale(work: _Work, direction: Tensor, lr: float, ratio: float) -> float:
-    """Return the factor by which to multiply a CPU direction, so that the step is not too long."""
-    length = lr * float(torch.linalg.vector_norm(direction, dtype=direction.dtype))
-    longest = ratio * work.smallest
-    # then the norm of the parameter, which can only raise the bound, is not needed
-    if length <= longest:
-        return 1.0
-    longest = max(longest, ratio * float(torch.linalg.vector_norm(work.own, dtype=direction.dtype)))
-    return 1.0 if length <= longest else longest / length
+@dataclass(eq=False)
+class _Rows:
+    """A parameter, the rows of it that this process holds, and their preconditioned matrices."""
+
+    parameter: nn.Parameter
+    own: Tensor
+    state: dict[str, Any]
+    matrices: list[Matrix]
+    plain: list[Matrix]
 
 
-def _bounded(
-    works: Sequence[_Work], directions: list[Tensor], lr: float, ratio: float
-) -> list[Tensor]:
-    """Return the directions with ``max_update_ratio`` applied, without changing them in place."""
-    bounded = list(directions)
-    # those that can be measured together
-    others: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, (work, direction) in enumerate(zip(works, directions, strict=True)):
-        if direction.device.type != "cpu":
-            others.setdefault((direction.device, direction.dtype), []).append(i)
-            continue
-        scale = _scale(work, direction, lr, ratio)
-        if scale != 1.0:
-            bounded[i] = direction * scale
-    for (device, dtype), members in others.items():
-        chosen = [directions[i] for i in members]
-        lengths = torch.stack(torch._foreach_norm(chosen)) * lr
-        # in the dtype of the directions: a norm in half precision has 3 digits and may overflow
-        norms = torch.stack(torch._foreach_norm([works[i].own for i in members], 2, dtype=dtype))
-        smallest = torch.tensor([works[i].smallest for i in members], dtype=dtype, device=device)
-        longest = ratio * torch.maximum(norms, smallest)
-        scales = (longest / lengths.clamp(min=torch.finfo(dtype).tiny)).clamp(max=1.0)
-        for i, direction in zip(
-            members, torch._foreach_mul(chosen, list(scales.unbind())), strict=True
-        ):
-            bounded[i] = direction
-    return bounded
-
-
-def _clip(
-    clipped: Sequence[tuple[Group, list[_Work], list[Tensor], list[Tensor]]], total: Any
-) -> None:
-    """Scale all directions by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` and take the steps."""
-    # The sum is over all processes.
-    # of rows that are divided, and others
-    products: dict[bool, list[tuple[int, Tensor]]] = {False: [], True: []}
-    for group, works, directions, gradients in clipped:
-        if directions and group["weight_decay"]:
-            torch._foreach_add_(
-                directions, [work.own for work in works], alpha=float(group["weight_decay"])
+def turns_of(bound: Bound, group: Group) -> list[Turn]:
+    """Return the works of a group, in the turns in which their inverses are collected."""
+    found = []
+    for parameter in group["params"]:
+        own = local(parameter) if bound.plan.sharded else parameter
+        if own.numel():  # else a shard without rows
+            found.append(
+                _Rows(
+                    parameter,
+                    own,
+                    bound.states.get(parameter, {}),
+                    *_matrices_of(parameter, own, bound),
+                )
             )
-        for work, direction, gradient in zip(works, directions, gradients, strict=True):
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            product = torch.sum(direction * dense) * float(group["lr"]) ** 2
-            products[work.own is not work.parameter].append((work.order, product))
-    # in the order of the model, so that the sum does not depend on how parameters are grouped
-    sums = {
-        divided: [p for _, p in sorted(found, key=lambda pair: pair[0])]
-        for divided, found in products.items()
-    }
-    whole, rows = (
-        torch.stack([p.to(x[0].device) for p in x]).sum() if x else None for x in sums.values()
+    natural = [one for one in found if one.matrices or one.plain]
+    others = [one for one in found if not (one.matrices or one.plain)]
+    divided = is_divided(bound.plan.layers.values())
+    turns = [Turn([_work_of(group, alike, bound) for alike in grouped(others, _kernels_of)])]
+    # one parameter after the other: it and its direction then stay in the cache of a CPU
+    one_by_one = group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
+    everything = frozenset(id(one.parameter) for one in natural), list[Factor]()
+    for ready, factors in turns_of_group(group, bound) if divided else [everything]:
+        works = []
+        for alike in grouped((one for one in natural if id(one.parameter) in ready), _kernels_of):
+            if one_by_one and alike[0].own.device.type == "cpu":
+                works += [_work_of(group, [one], bound, alone=True) for one in alike]
+            else:
+                works.append(_work_of(group, alike, bound))
+        turns.append(Turn(works, factors, [batch for work in works for batch in work.batches]))
+    return turns
+
+
+def _kernels_of(rows: _Rows) -> Any:
+    """Return what parameters must have in common to share kernels."""
+    return rows.own.device, rows.own.dtype
+
+
+def _work_of(group: Group, rows: Sequence[_Rows], bound: Bound, *, alone: bool = False) -> Work:
+    if group["momentum"]:
+        for one in rows:  # a parameter whose gradient was set by hand has no state
+            if "momentum_buffer" not in one.state:
+                one.state["momentum_buffer"] = torch.zeros_like(
+                    one.parameter, dtype=factor_dtype(one.own.dtype)
+                )
+    keys = ("momentum_buffer",) if group["momentum"] else ()
+    work = work_of(group, [(one.parameter, one.own, one.state) for one in rows], keys, bound)
+    for index, one in enumerate(rows):
+        for matrix in (*one.matrices, *one.plain):
+            matrix.index = index
+    matrices, several = [m for one in rows for m in one.matrices], rows[0].own.device.type != "cpu"
+    work.batches = [
+        Batch(alike)
+        for alike in grouped(matrices, lambda m: _shape_of(m, rows) if several else id(m))
+    ]
+    work.plain = [m for one in rows for m in one.plain]
+    work.is_natural = bool(work.batches or work.plain)
+    if alone:
+        work.layout = work.weights[0].numel(), work.weights[0].shape, work.moments[0][0].stride()
+    inverses = here(work.batches)
+    for batch in work.batches:
+        batch.bind(inverses)
+    return work
+
+
+def _shape_of(matrix: Matrix, rows: Sequence[_Rows]) -> Any:
+    """Return what matrices of one batch have in common."""
+    kind, own = matrix.kind, matrix.of(rows[matrix.index].own)
+    # whose gradient may be sparse; experts have a T each
+    if kind.diagonal_input or matrix.scales is not None:
+        return id(matrix)
+    return (
+        type(kind),
+        kind.taps,
+        kind.transposed,
+        own.shape,
+        *(f and (f.held, f.cut) for f in (matrix.left, matrix.right)),
     )
-    divergence = whole
-    if total is not None:
-        of_all = total(rows)
-        divergence = of_all if whole is None else of_all + whole.to(of_all)
-    for group, works, directions, _ in clipped:
-        if directions and divergence is not None:
-            limit = float(group["kl_clip"]) / divergence.clamp(
-                min=torch.finfo(divergence.dtype).tiny
-            )
-            _step(group, works, directions, limit.sqrt().clamp(max=1.0))
+
+
+def _matrices_of(
+    parameter: nn.Parameter, own: Tensor, bound: Bound
+) -> tuple[list[Matrix], list[Matrix]]:
+    """Return the preconditioned matrices of a parameter, and its other rows, if there are any."""
+    matrices: list[Matrix] = []
+    plain: list[Matrix] = []
+    shares = bound.shares(parameter)
+    if not any(share.layer.refreshes for share in shares):
+        return [], []
+    if shares[0].view.local_rows is not None:
+        plain += [
+            Matrix(0, rows)
+            for rows in free_rows([share.view.local_rows for share in shares], len(own))
+        ]
+    for share in shares:
+        layer, rows, kind = share.layer, share.view.local_rows, share.layer.geometry
+        if rows is not None and rows.start == rows.stop:  # another process holds these rows
+            continue
+        if not layer.refreshes:  # one projection of a fused weight may have no factors yet
+            plain.append(Matrix(0, rows))
+            continue
+        (a, g), scales = layer.stored, None
+        # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
+        if kind.routed:
+            terms = layer.state[layer.prefix + "group_rows_per_term"]
+            scales = torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]
+        left, right = (a, g) if kind.transposed else (g, a)
+        if not share.is_weight:
+            matrices.append(Matrix(0, rows, kind, g, None, 1.0 / layer.rows_per_term, scales))
+        else:
+            matrices.append(Matrix(0, rows, kind, left, right, 1.0 / layer.rows_per_term))
+    return matrices, plain

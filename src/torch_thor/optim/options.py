@@ -6,11 +6,12 @@ refused by the same rule wherever it comes from.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,44 @@ def check(
     for name, value in values.items():
         option = options.get(name)
         if option is not None and not option.test(value):
-            usual = inspect.signature(optimizer).parameters.get(name)
-            remedy = option.remedy.format(default=None if usual is None else usual.default)
+            remedy = option.remedy.format(default=default_of(optimizer, name))
             raise ValueError(f"{name}={value!r}: {name} must be {option.rule}; {remedy}")
+
+
+def default_of(optimizer: Callable[..., Any], name: str) -> Any:
+    """Return the default of an option; None if there is none."""
+    # a subclass may hand its arguments on as **kwargs, which do not name the option
+    for owner in getattr(optimizer, "__mro__", (optimizer,)):
+        argument = inspect.signature(owner).parameters.get(name)
+        if argument is not None and argument.default is not argument.empty:
+            return argument.default
+    return None
+
+
+class CheckedOptions:
+    """The options that have passed the check, so that only those that were replaced are checked."""
+
+    def __init__(self, optimizer: type, options: Mapping[str, Option] = OPTIONS) -> None:
+        self._optimizer, self._options = optimizer, options
+        self._checked: dict[int, dict[str, Any]] = {}
+
+    def check(self, groups: Iterable[dict[str, Any]], required: Collection[str]) -> None:
+        """Raise ValueError for an option that is missing or out of range, as a schedule may do."""
+        for i, group in enumerate(groups):
+            if missing := [name for name in required if name not in group]:
+                default = default_of(self._optimizer, missing[0])
+                raise ValueError(
+                    f"parameter group {i} has no {missing[0]!r} any more: every option must stand "
+                    f"in each group; put it back ({default!r} is its default)"
+                )
+            self.check_values(group, id(group))
+
+    def check_values(self, values: Mapping[str, Any], key: int = 0) -> None:
+        """Raise ValueError for the first value that is out of range."""
+        checked = self._checked.setdefault(key, {})
+        for name, value in values.items():
+            # a tensor or a list may have been changed in place
+            is_known = value is checked.get(name, checked) and not isinstance(value, list | Tensor)
+            if name in self._options and not is_known:
+                check(self._optimizer, {name: value}, self._options)
+                checked[name] = value

@@ -1,4 +1,4 @@
-"""ThorMuon's update: raw-gradient momentum, preconditioned, orthogonalised, scaled to a fixed norm.
+"""ThorMuon's orthogonalised direction: which matrices a parameter has, and their polar factors.
 
 The formulas are in :class:`torch_thor.ThorMuon`. Its only curvature is A, the second moment of the
 input of a layer. A matrix without factors takes the same step with the identity in the place of A.
@@ -7,8 +7,8 @@ own; rows that belong to no layer are one where they adjoin.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,36 +17,42 @@ from torch.optim.adamw import adamw
 
 from torch_thor.curvature.blocks import ieee_float32
 from torch_thor.curvature.factor import Factor, local
+from torch_thor.curvature.kinds import MatrixWeight
 from torch_thor.curvature.kinds.base import Kind
-from torch_thor.curvature.matrices import PARTS, PlainMatrix
-from torch_thor.curvature.polar import unit_polars
+from torch_thor.curvature.matrices import PlainMatrix
+from torch_thor.curvature.polar import unit_polars_
 from torch_thor.curvature.shards import RowShards, bounds_within
-from torch_thor.distributed.divided import collected_turns, is_divided
+from torch_thor.distributed.divided import is_divided, turns_of_group
 from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
-from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.natural import SMALLEST_SHARE
+from torch_thor.optim.check import fused_on
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.plan import Plan, free_rows
+from torch_thor.optim.plan import Bound, free_rows
+from torch_thor.optim.update import subtract_, trust_ratios
+from torch_thor.optim.works import (
+    Batch,
+    Matrix,
+    Turn,
+    Work,
+    grouped,
+    here,
+    in_turns,
+    smallest_norm,
+    work_of,
+)
 
-_USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced
-_ADAMW_SHARE = 0.2  # the learning rate of AdamW as a share of lr
 
+@dataclass(eq=False)
+class Part(Matrix):
+    """A parameter, or a layer's rows of one, as matrices that are orthogonalised."""
 
-@dataclass
-class _Piece:
-    """A parameter, or the rows of one that belong to a layer, as a batch of matrices."""
-
-    parameter: Tensor  # the rows of it that this process holds
-    rows: Any  # their index in the own rows of the parameter; None for all
-    geometry: Kind | PlainMatrix  # converts tensors of this shape into matrices
-    whole: Kind | PlainMatrix  # converts the rows of all processes
-    factor: Factor | None  # A; None without curvature
+    weight: Any = None  # the rows of it that this process holds
+    whole: Any = None  # converts the rows of all processes
     bounds: tuple[int, ...] | None = None  # which process holds which rows of the matrix
-    key: int = 0  # the `id` of the parameter
-    direction: Any = None  # of this step
+    polars: "Polars" = None  # type: ignore[assignment]  # its batch
+    place: Any = None  # and its matrices in that
 
     def __post_init__(self) -> None:
-        kind, self.transposed = self.geometry, self.geometry.transposed
+        kind = self.kind
         self.sides = min(kind.outputs, kind.inputs), max(kind.outputs, kind.inputs)
         # whether the matrices have more rows than columns
         self.is_tall = (
@@ -57,27 +63,63 @@ class _Piece:
         share = kind.outputs * kind.inputs / max(1, self.whole.outputs * self.whole.inputs)
         self.norm = step_norm(self.whole.outputs, self.whole.inputs) * math.sqrt(share)
 
-    def precondition(self, into: Tensor) -> None:
-        """Write ``∇W A_d⁻¹``, or ∇W without a factor, as matrices."""
-        matrix = self.geometry.to_matrix(self.direction)
-        inverse = None if self.factor is None else self.factor.whole
-        if inverse is None:
-            into.copy_(matrix)
-        elif self.transposed:
-            into.copy_(inverse.left_multiply(matrix.to(into.dtype)))
-        else:
-            inverse.accumulate_right_product_(matrix.to(into.dtype), 1.0, into, 0.0)
+
+@dataclass(eq=False)
+class Polars:
+    """Matrices with the same sides, which are orthogonalised together."""
+
+    parts: list[Part]
+
+    def __post_init__(self) -> None:
+        self.count = 0
+        for part in self.parts:
+            part.polars, part.place = self, slice(self.count, self.count + part.kind.groups)
+            self.count += part.kind.groups
+
+    def new(self, like: Tensor) -> Tensor:
+        """Return memory for the matrices, with at least as many columns as rows."""
+        return torch.empty((self.count, *self.parts[0].sides), dtype=like.dtype, device=like.device)
 
 
-@dataclass
-class _Work:
-    """A trained parameter with all that its steps need until the next refresh."""
+@dataclass(eq=False)
+class MuonWork(Work):
+    """Matrices of a group that take their step at once."""
 
-    parameter: Tensor
-    own: Tensor
-    state: dict[str, Any]
-    pieces: list[_Piece]  # none where AdamW trains the parameter
-    moments: list[Tensor]  # the momentum, or the two of AdamW, of the own rows
+    parts: list[Part] = field(default_factory=list)
+    polars: list[Polars] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)  # the batches in which they are preconditioned
+    whole: bool = False  # whether matrices that processes divide are orthogonalised as a whole
+
+    def _only(self, kept: Sequence[int]) -> "Work":
+        found = super()._only(kept)
+        assert isinstance(found, MuonWork)
+        place = {old: new for new, old in enumerate(kept)}
+        found.parts = [
+            replace(part, index=place[part.index]) for part in self.parts if part.index in place
+        ]
+        by_part = {
+            id(part): new
+            for part, new in zip(
+                [p for p in self.parts if p.index in place], found.parts, strict=True
+            )
+        }
+        _arrange(found)
+        found.turns = []
+        for turn in self.turns:
+            batches = []
+            for batch in turn.batches:
+                members: list[Any] = [
+                    by_part[id(one)] for one in batch.members if id(one) in by_part
+                ]
+                for one, old in zip(
+                    members, [o for o in batch.members if id(o) in by_part], strict=True
+                ):
+                    one.inverses = old.inverses
+                batches += [Batch([one]) for one in members]
+            for batch in batches:
+                batch.stack()
+            found.turns.append(Turn(batches, turn.factors, batches))
+        return found
 
 
 def step_norm(outputs: int, inputs: int) -> float:
@@ -85,278 +127,365 @@ def step_norm(outputs: int, inputs: int) -> float:
     return math.sqrt(min(outputs, inputs) * max(1.0, outputs / max(1, inputs)))
 
 
-def orthogonal_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
-    """Update every parameter that has a gradient."""
-    whole_matrices = optimizer._distributed.whole_matrices
-    if plan.program is None:
-        plan.program = [
-            _prepared(group, plan, optimizer.state, whole_matrices)
-            for group in optimizer.param_groups
-        ]
-    divided = optimizer._distributed.divide_curvature and is_divided(plan.layers.values())
-    for group, program in zip(optimizer.param_groups, plan.program, strict=True):
-        lr, momentum = float(group["lr"]), float(group["momentum"])
-        shrunk: list[Tensor] = []
-        matrices: list[_Work] = []
-        others: list[tuple[_Work, Tensor]] = []
-        gradients: list[Tensor] = []
-        buffers: list[Tensor] = []
-        for work in program:
-            gradient = work.parameter.grad
-            if gradient is None:
-                continue
-            gradient = gradient if work.own is work.parameter else local(gradient)
-            # moments decay in every row, so sparse updates would save nothing
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            gradient = gradient.to(work.moments[0].dtype)
-            shrunk.append(work.own)
-            if work.pieces:
-                matrices.append(work)
-                gradients.append(gradient)
-                buffers.append(work.moments[0])
-            else:
-                others.append((work, gradient))
-        if shrunk and group["weight_decay"]:
-            torch._foreach_mul_(shrunk, 1 - lr * float(group["weight_decay"]))
-        if matrices:
-            torch._foreach_mul_(buffers, momentum)
-            torch._foreach_add_(buffers, gradients)
-            directions = (
-                torch._foreach_add(gradients, buffers, alpha=momentum)
-                if group["nesterov"]
-                else buffers
-            )
-            pieces: list[_Piece] = []
-            for work, direction in zip(matrices, directions, strict=True):
-                for piece in work.pieces:
-                    piece.direction = direction if piece.rows is None else direction[piece.rows]
-                    pieces.append(piece)
-            turns = collected_turns(group, plan) if divided else None
-            length = lr * math.sqrt(min(1.0, _USUAL_DEPTH / max(1, plan.depth)))
-            _step_matrices(
-                pieces, group, length, plan.first_shards if whole_matrices else None, turns
-            )
-        if others:
-            _adamw_step(others, lr)
+def dense_gradients(work: Work) -> list[Tensor]:
+    """Return the gradients in the dtype of the moments.
 
-
-def _step_matrices(
-    pieces: list[_Piece], group: Group, lr: float, shards: RowShards | None, turns: Any
-) -> None:
-    """Precondition and orthogonalise directions, and take the steps."""
-    wide: list[Tensor] = []
-    for piece in pieces:
-        size = piece.geometry.groups, *piece.sides
-        wide.append(torch.empty(size, dtype=piece.direction.dtype, device=piece.direction.device))
-    for ready in turns or (None,):
-        for piece, into in zip(pieces, wide, strict=True):
-            if (ready is None or piece.key in ready) and len(piece.parameter):
-                with ieee_float32(into.device.type):
-                    piece.precondition(into.mT if piece.is_tall else into)
-    if turns:  # parameters whose layers have no factors yet are in no turn
-        for piece, into in zip(pieces, wide, strict=True):
-            if piece.factor is None and len(piece.parameter):
-                piece.precondition(into.mT if piece.is_tall else into)
-    ratio, rows = group["max_update_ratio"], group["split_dim"]
-    alone = [
-        i
-        for i, piece in enumerate(pieces)
-        if (shards is None or piece.bounds is None) and len(piece.parameter)
+    The moments decay in every row, so sparse updates would save nothing.
+    """
+    moments = work.moments[0]
+    gradients = [
+        (g.to_dense() if g.is_sparse else g).to(v.dtype)
+        for g, v in zip(work.gradients, moments, strict=True)
     ]
-    limits: list[Tensor] | None = None
+    for i, moment in enumerate(moments):
+        # fused kernels need one layout
+        if moment.device.type != "cpu" and gradients[i].stride() != moment.stride():
+            gradients[i] = torch.empty_like(moment).copy_(gradients[i])
+    return gradients
+
+
+def preconditioned(work: MuonWork, directions: Sequence[Tensor]) -> dict[Polars, Tensor]:
+    """Return ``u (A + λ tr(A)/d_in · I)⁻¹`` of all matrices, or u without a factor.
+
+    Each has its longer side last.
+    """
+    wide = {batch: batch.new(directions[batch.parts[0].index]) for batch in work.polars}
+    for batch in in_turns(work.turns):
+        first, last, inverse = batch.members[0], batch.members[-1], batch.left or batch.right
+        if not len(first.weight):
+            continue
+        into = wide[first.polars][first.place.start : last.place.stop]
+        into = into.mT if first.is_tall else into
+        matrices = [one.kind.to_matrix(one.of(directions[one.index])) for one in batch.members]
+        matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        with ieee_float32(into.device.type):
+            if inverse is None:
+                into.copy_(matrix)
+            elif batch.left is not None:
+                into.copy_(inverse.left_multiply(matrix.to(into.dtype)))
+            else:
+                inverse.accumulate_right_product_(matrix.to(into.dtype), 1.0, into, 0.0)
+    return wide
+
+
+def subtract_orthogonal_(
+    work: MuonWork,
+    wide: Mapping[Polars, Tensor],
+    lr: float,
+    shards: RowShards | None,
+    unless: Tensor | None,
+) -> None:
+    """Orthogonalise preconditioned directions, bound them, and take the steps.
+
+    ``shards``: where matrices that processes divide are orthogonalised as a whole.
+    """
+    ratio, rows = work.group["max_update_ratio"], work.group["split_dim"]
+    batches = {
+        batch: matrices
+        for batch, matrices in wide.items()
+        if (shards is None or batch.parts[0].bounds is None) and len(batch.parts[0].weight)
+    }
+    limits = None
     if ratio is not None:
-        limits = _limits([pieces[i] for i in alone], lr, ratio)
-    for i, unit in zip(alone, unit_polars([wide[i] for i in alone], rows, limits), strict=True):
-        piece = pieces[i]
-        # a view of the parameter if its memory layout allows
-        matrix = piece.geometry.to_matrix(piece.parameter)
-        matrix.add_(unit.mT if piece.is_tall else unit, alpha=-lr * piece.norm)
-        piece.geometry.from_matrix_(matrix, piece.parameter)
+        found = iter(_shares([part for batch in batches for part in batch.parts], lr, float(ratio)))
+        limits = [torch.cat([next(found) for _ in batch.parts]) for batch in batches]
+    units = dict(zip(batches, unit_polars_(list(batches.values()), rows, limits), strict=True))
+    if work.weights[0].device.type == "cpu":
+        for part in work.parts:
+            if part.polars in units:
+                unit = units[part.polars][part.place]
+                # a view of the weight if its memory layout allows
+                matrix = part.kind.to_matrix(part.weight)
+                matrix.add_(unit.mT if part.is_tall else unit, alpha=-lr * part.norm)
+                part.kind.from_matrix_(matrix, part.weight)
+    else:
+        _subtract_on_device_(work, units, lr, unless)
     if shards is not None:
-        members = [
-            (piece, own)
-            for piece, own in zip(pieces, wide, strict=True)
-            if piece.bounds is not None
-        ]
-        _step_whole(members, lr, rows, shards, ratio)
+        _step_whole(work, wide, lr, rows, shards, ratio)
+
+
+def _subtract_on_device_(
+    work: MuonWork, units: Mapping[Polars, Tensor], lr: float, unless: Tensor | None
+) -> None:
+    """Take the steps with a few kernels for all matrices."""
+    steps: list[Any] = [None] * len(work.weights)
+    for batch, unit in units.items():
+        for norm, alike in (
+            (alike[0].norm, alike) for alike in grouped(batch.parts, lambda part: part.norm)
+        ):
+            for part in alike if len(alike) < len(batch.parts) else ():
+                unit[part.place].mul_(norm)
+            if len(alike) == len(batch.parts):
+                unit.mul_(norm)
+    for part in work.parts:
+        if part.polars not in units:
+            continue
+        own, weight = units[part.polars][part.place], work.weights[part.index]
+        simple = type(part.kind).to_matrix is MatrixWeight.to_matrix and not part.kind.taps
+        if part.rows is None and simple and not part.is_tall and weight.is_contiguous():
+            steps[part.index] = own.view(weight.shape)
+            continue
+        if steps[part.index] is None:
+            steps[part.index] = torch.zeros_like(weight, dtype=own.dtype)
+        target = part.of(steps[part.index])
+        matrix = part.kind.to_matrix(target)
+        matrix.copy_(own.mT if part.is_tall else own)
+        part.kind.from_matrix_(matrix, target)
+    moved = [
+        (weight, step) for weight, step in zip(work.weights, steps, strict=True) if step is not None
+    ]
+    if moved:
+        subtract_([weight for weight, _ in moved], [step for _, step in moved], lr, unless)
 
 
 def _step_whole(
-    members: list[tuple[_Piece, Tensor]],
+    work: MuonWork,
+    wide: Mapping[Polars, Tensor],
     lr: float,
     rows: int | None,
     shards: RowShards,
     ratio: float | None,
 ) -> None:
     """Take the steps of this process's rows, of matrices that are orthogonalised as a whole."""
-    matrices = []
-    pieces = [piece for piece, _ in members]
-    for piece, own in members:
-        part = torch.empty(piece.parameter.shape, dtype=own.dtype, device=own.device)
-        if len(part):
-            matrix = piece.geometry.to_matrix(part)
-            matrix.copy_(own.mT if piece.is_tall else own)
-            piece.geometry.from_matrix_(matrix, part)
-        assert piece.bounds is not None
-        matrices.append(DividedMatrix(part, piece.bounds, piece.whole))
+    parts, matrices = [part for part in work.parts if part.bounds is not None], []
+    for part in parts:
+        own = wide[part.polars][part.place]
+        of_rows = torch.empty(part.weight.shape, dtype=own.dtype, device=own.device)
+        if len(of_rows):
+            matrix = part.kind.to_matrix(of_rows)
+            matrix.copy_(own.mT if part.is_tall else own)
+            part.kind.from_matrix_(matrix, of_rows)
+        assert part.bounds is not None
+        matrices.append(DividedMatrix(of_rows, part.bounds, part.whole))
     if not matrices:
         return
     orthogonalise_whole_(matrices, shards, rows)
     if ratio is not None:
-        for one, limit in zip(matrices, _limits(pieces, lr, ratio, shards), strict=True):
+        for one, limit in zip(matrices, _shares(parts, lr, ratio, shards), strict=True):
             one.own.mul_(limit)
-    for piece, one in zip(pieces, matrices, strict=True):
-        piece.parameter.add_(
-            one.own, alpha=-lr * step_norm(piece.whole.outputs, piece.whole.inputs)
-        )
+    for part, one in zip(parts, matrices, strict=True):
+        part.weight.add_(one.own, alpha=-lr * step_norm(part.whole.outputs, part.whole.inputs))
 
 
-def _limits(
-    pieces: list[_Piece], lr: float, ratio: float, shards: RowShards | None = None
+def _shares(
+    parts: Sequence[Part], lr: float, ratio: float, shards: RowShards | None = None
 ) -> list[Tensor]:
-    """Return each matrix's factor that bounds its step, without synchronising.
-
-    It is ``min(1, r · max(‖W‖, 0.03 √d_out) / length of the step)``.
+    """Return ``min(1, r · max(‖W‖, 0.03 √d_out) / length of the step)`` of each matrix.
 
     ``shards``: for matrices that are orthogonalised as a whole.
     """
     norms, kinds, lengths = [], [], []
-    for piece in pieces:
-        kind, groups = (
-            (piece.geometry, piece.geometry.groups) if shards is None else (piece.whole, 1)
+    for part in parts:
+        kind, groups = (part.kind, part.kind.groups) if shards is None else (part.whole, 1)
+        matrices = part.weight.unflatten(0, (groups, -1))  # groups lie along the first dimension
+        dtype = torch.float64 if part.weight.dtype == torch.float64 else torch.float32
+        norms.append(
+            torch.linalg.vector_norm(matrices, dim=tuple(range(1, matrices.ndim)), dtype=dtype)
         )
-        # groups lie along the first dimension
-        matrices = piece.parameter.unflatten(0, (groups, -1))
-        dims = tuple(range(1, matrices.ndim))
-        norms.append(torch.linalg.vector_norm(matrices, dim=dims, dtype=piece.direction.dtype))
         kinds.append(kind)
-        lengths.append(
-            lr * (piece.norm if shards is None else step_norm(kind.outputs, kind.inputs))
-        )
+        lengths.append(lr * (part.norm if shards is None else step_norm(kind.outputs, kind.inputs)))
     if not norms:
         return norms
     # one small all-reduce for all matrices: of the squared norms of each process's rows
     if shards is not None:
         squares = torch.cat(norms)
         norms = list(shards.total(squares.square_()).sqrt_().to(squares).unbind())
-    torch._foreach_maximum_(norms, [SMALLEST_SHARE * math.sqrt(kind.outputs) for kind in kinds])
-    torch._foreach_mul_(norms, [ratio / length if length else math.inf for length in lengths])
-    torch._foreach_clamp_max_(norms, 1.0)
-    return norms
+    smallest = [smallest_norm(kind.outputs) for kind in kinds]
+    return trust_ratios(
+        norms, smallest, [ratio / length if length else math.inf for length in lengths]
+    )
 
 
 # ---- looked up once between refreshes ------------------------------------------------------------
 
 
-def _prepared(group: Group, plan: Plan, states: Any, whole_matrices: bool) -> list[_Work]:
-    """Look up all that the parameters of a group need."""
-    found = []
+def turns_of(bound: Bound, group: Group, *, whole_matrices: bool) -> list[Turn]:
+    """Return the works of a group: its matrices, and what AdamW trains."""
+    matrices: list[tuple[Any, Tensor, Any]] = []
+    others: list[tuple[Any, Tensor, Any]] = []
+    divided = is_divided(bound.plan.layers.values())
     for parameter in group["params"]:
-        own, key, state = (
-            local(parameter) if plan.sharded else parameter,
-            id(parameter),
-            states.get(parameter),
-        )
-        is_matrix = key in plan.shares_of or key in plan.matrix_of
+        own = local(parameter) if bound.plan.sharded else parameter
+        state = bound.states.get(parameter)
+        is_matrix = bound.is_matrix(parameter)
         # a shard without rows takes part where matrices are orthogonalised as a whole
         if state and (own.numel() or (is_matrix and whole_matrices)):
-            pieces = list(_pieces_of(parameter, own, plan)) if is_matrix else []
-            moments = [
-                state[name]
-                for name in (("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"))
-            ]
-            moments = moments if own is parameter else [local(moment) for moment in moments]
-            found.append(_Work(parameter, own, state, pieces, moments))
-    return found
+            (matrices if is_matrix else others).append((parameter, own, state))
+    works: list[Work] = []
+    for alike in grouped(matrices, lambda one: _device_of(one[1])):
+        found = work_of(group, alike, ("momentum_buffer",), bound)
+        work = MuonWork(
+            **{name: getattr(found, name) for name in Work.__dataclass_fields__},
+            whole=whole_matrices,
+        )
+        for index, (parameter, own, _) in enumerate(alike):
+            work.parts += _parts_of(index, parameter, own, bound)
+        _arrange(work)
+        # Batches on a device follow the order of the polars, so that their results are one slice.
+        on_device = alike[0][1].device.type != "cpu"
+        ordered = (
+            [part for batch in work.polars for part in batch.parts] if on_device else work.parts
+        )
+        if divided:
+            ids = [id(parameter) for parameter, *_ in alike]
+            rest = [part for part in ordered if part.factors == []]
+            for ready, factors in turns_of_group(group, bound):
+                members = [
+                    part for part in ordered if part not in rest and ids[part.index] in ready
+                ]
+                work.turns.append(_turn(members, factors, on_device=on_device))
+            ordered = rest
+        work.turns.append(_turn(ordered, [], on_device=on_device))
+        works.append(work)
+    for alike in grouped(others, lambda one: _device_of(one[1])):
+        works.append(work_of(group, alike, ("exp_avg", "exp_avg_sq"), bound))
+    return [Turn(works)]
 
 
-def matrices_of(parameter: Tensor, plan: Plan) -> tuple[tuple[int, int], ...]:
+def _device_of(own: Tensor) -> Any:
+    return own.device if own.device.type == "cpu" else (own.device, own.dtype)
+
+
+def _arrange(work: MuonWork) -> None:
+    """Put parts with the same sides together."""
+    # On a device those with factors of one cut are neighbours.
+
+    def key(part: Part) -> Any:
+        divided = work.whole and part.bounds is not None
+        dtype = torch.float64 if part.weight.dtype == torch.float64 else torch.float32
+        return part.sides, dtype, part.weight.device, divided, not len(part.weight)
+
+    work.polars = []
+    for alike in grouped(work.parts, key):
+        if alike[0].weight.device.type != "cpu":
+            alike = [part for own in grouped(alike, _shape_of) for part in own]
+        work.polars.append(Polars(alike))
+
+
+def _shape_of(part: Part) -> Any:
+    factors = tuple(f and (f.held, f.cut) for f in (part.left, part.right))
+    return (
+        type(part.kind),
+        part.kind.transposed,
+        part.kind.groups,
+        part.is_tall,
+        part.sides,
+        factors,
+    )
+
+
+def _turn(parts: Sequence[Part], factors: list[Factor], *, on_device: bool) -> Turn:
+    alike = (
+        grouped(parts, lambda part: (id(part.polars), _shape_of(part)))
+        if on_device
+        else [[part] for part in parts]
+    )
+    batches = [Batch(list(members)) for members in alike]
+    inverses = here(batches)
+    for batch in batches:
+        batch.bind(inverses)
+    return Turn(batches, factors, batches)
+
+
+def matrices_of(parameter: Tensor, bound: Bound) -> tuple[tuple[int, int], ...]:
     """Return (rows, columns) of each matrix of a parameter that is orthogonalised by itself."""
-    is_matrix = id(parameter) in plan.shares_of or id(parameter) in plan.matrix_of
+    is_matrix = bound.is_matrix(parameter)
     wholes = (
-        [piece.whole for piece in _pieces_of(parameter, local(parameter), plan)]
+        [part.whole for part in _parts_of(0, parameter, local(parameter), bound)]
         if is_matrix
         else []
     )
     return tuple((whole.outputs, whole.inputs) for whole in wholes for _ in range(whole.groups))
 
 
-def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
-    key, matrix = id(parameter), plan.matrix_of.get(id(parameter))
-    shards = plan.shards_of(parameter) if plan.sharded else None
+def _parts_of(index: int, parameter: Tensor, own: Tensor, bound: Bound) -> Iterator[Part]:
+    matrix = bound.plan.matrix_of.get(id(parameter))
+    shards = bound.plan.shards_of(parameter) if bound.plan.sharded else None
     bounds = None if shards is None else shards.bounds[: shards.count + 1]
+
+    def part(
+        weight: Tensor,
+        rows: Any,
+        kind: Kind | PlainMatrix,
+        whole: Any,
+        factor: Factor | None,
+        of: Any,
+    ) -> Part:
+        left, right = (factor, None) if kind.transposed else (None, factor)
+        return Part(index, rows, kind, left, right, weight=weight, whole=whole, bounds=of)
+
     if matrix is not None:
         plain = matrix.of_rows(tuple(parameter.shape), len(own))
         assert plain is not None  # others were not found to be matrices
-        yield _Piece(own, None, plain, matrix, None, bounds if matrix.groups == 1 else None, key)
+        yield part(own, None, plain, matrix, None, bounds if matrix.groups == 1 else None)
         return
-    shares = plan.shares_of[key]
+    shares = bound.shares_of[id(parameter)]
     fused = shares[0].view.rows is not None
     for free in free_rows([share.view.rows for share in shares], len(parameter)) if fused else ():
         kept = free if shards is None else shards.own_of(free)
         whole = PlainMatrix(1, free.stop - free.start, own.shape[1:].numel())
         plain = PlainMatrix(1, len(own[kept]), whole.inputs)
-        yield _Piece(
+        yield part(
             own[kept],
             kept,
             plain,
             whole,
             None,
             None if bounds is None else bounds_within(bounds, free),
-            key,
         )
     for share in shares:
         layer, rows, kind = share.layer, share.view.local_rows, share.layer.kind
         factor = layer.stored[0] if layer.refreshes else None
-        if factor is not None:
-            # unless steps collect it
-            factor.whole = factor.read(inverse=True) if factor.divided is None else None
         its_bounds = None if bounds is None else bounds_within(bounds, share.view.rows)
-        sizes = PARTS.get(share.view.module)
-        if sizes is None or shards is not None or kind.groups > 1:
-            part = own if rows is None else own[rows]
-            yield _Piece(part, rows, layer.geometry, kind, factor, its_bounds, key)
-            continue
-        if sum(sizes) != kind.outputs:
-            what = (
-                f"split_rows of layer {layer.name!r}: {sizes} must add up to its {kind.outputs} "
-                "outputs"
+        sizes = bound.plan.row_splits.get(share.view.module)
+        if sizes is None or shards is not None:
+            yield part(
+                own if rows is None else own[rows], rows, layer.geometry, kind, factor, its_bounds
             )
-            raise ValueError(f"{what}; correct the sizes")
+            continue
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         for size, end in zip(sizes, ends, strict=True):
-            index = (
+            at = (
                 (slice(None), slice(end - size, end)) if kind.transposed else slice(end - size, end)
             )
             plain = PlainMatrix(1, size, kind.inputs, transposed=kind.transposed)
-            yield _Piece(own[index], index, plain, plain, factor, None, key)
+            yield part(own[at], at, plain, plain, factor, None)
 
 
 # ---- what is no matrix ---------------------------------------------------------------------------
 
 
-def _adamw_step(others: Sequence[tuple[_Work, Tensor]], lr: float) -> None:
+def adamw_(work: Work, gradients: Sequence[Tensor], lr: float, unless: Tensor | None) -> None:
     """Take a step of AdamW without weight decay."""
-    alike = all(work.own.dtype == gradient.dtype for work, gradient in others)
-    is_complex = any(work.own.is_complex() for work, _ in others)
-    on_cpu = all(work.own.device.type == "cpu" for work, _ in others)
+    first, second = work.moments
+    alike = all(
+        weight.dtype == gradient.dtype
+        for weight, gradient in zip(work.weights, gradients, strict=True)
+    )
+    is_complex = any(weight.is_complex() for weight in work.weights)
+    on_cpu = all(weight.device.type == "cpu" for weight in work.weights)
+    fused = alike and not is_complex and (on_cpu or fused_on(work.weights[0].device))
+    if fused and not on_cpu:  # fused kernels count on the device
+        for state, weight in zip(work.states, work.weights, strict=True):
+            if state["step"].device != weight.device:
+                state["step"] = state["step"].to(weight.device)
     adamw(
-        params=[work.own for work, _ in others],
-        grads=[gradient for _, gradient in others],
-        exp_avgs=[work.moments[0] for work, _ in others],
-        exp_avg_sqs=[work.moments[1] for work, _ in others],
+        params=work.weights,
+        grads=list(gradients),
+        exp_avgs=first,
+        exp_avg_sqs=second,
         max_exp_avg_sqs=[],
-        state_steps=[work.state["step"] for work, _ in others],
+        state_steps=[state["step"] for state in work.states],
         # torch's batched kernels require parameters and state of one dtype; for bfloat16 parameters
         # state is float32
         foreach=None if alike else False,
-        fused=(alike and on_cpu and not is_complex) or None,
+        fused=fused or None,
+        found_inf=unless,
         has_complex=is_complex,
         amsgrad=False,
         beta1=0.9,
         beta2=0.95,
-        lr=lr * _ADAMW_SHARE,
+        lr=lr,
         weight_decay=0.0,
         eps=1e-8,
         maximize=False,

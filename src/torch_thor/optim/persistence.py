@@ -10,9 +10,9 @@ shards is another, the factors are cut again, and blocks that have changed are i
 
 import ast
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +27,9 @@ from torch_thor.distributed.divided import is_divided
 from torch_thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
 from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, loading
 from torch_thor.optim.options import check
-from torch_thor.optim.parameters import Group, States
-from torch_thor.optim.plan import Plan
-from torch_thor.optim.step import plan_now
-
-if TYPE_CHECKING:
-    from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.optim.parameters import States
+from torch_thor.optim.plan import Bound, parameters
+from torch_thor.optim.preconditioner import Preconditioner
 
 # ---- intervals: a state dict holds no functions, but the text of a schedule ----------------------
 
@@ -75,21 +72,21 @@ def _loaded_interval(plain: Any, own: UpdateInterval) -> Any:
 
 
 def load(
-    optimizer: "CurvatureOptimizer",
+    optimizer: torch.optim.Optimizer,
+    curvature: Preconditioner,
     load_plainly: Callable[[StateDict], None],
     state_dict: StateDict,
 ) -> None:
     """Load a state dict; if an error is raised, nothing has changed."""
-    plan = plan_now(optimizer)
+    plan = curvature.current(optimizer.param_groups, optimizer.state).plan
     divided = [
         (factor, factor.divided) for layer in plan.layers.values() for factor in layer.stored
     ]
     # torch adds it to them when it loads
     needed = [key for key in optimizer.defaults if key != "differentiable"]
 
-    def bind() -> None:
-        plan.group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        plan.bind(optimizer.state)
+    def bind() -> Bound:
+        return curvature.bind(Bound(plan, optimizer.param_groups, optimizer.state))
 
     try:
         with loading(optimizer, load_plainly, state_dict, needed=needed) as groups:
@@ -100,35 +97,28 @@ def load(
                 check(type(optimizer), group)
             for factor, _ in divided:
                 factor.divided = None  # loaded tensors are whole; the next step divides them
-            bind()
-            _fit_rows(
-                optimizer.param_groups, optimizer.state, plan, relative=optimizer.relative_damping
-            )
-            _check_layers(optimizer, plan)
-            check_loaded(
-                optimizer.state,
-                plan.parameters(optimizer.param_groups),
-                plan.name,
-                plan.layers.values(),
-            )
+            bound = bind()
+            _fit_rows(bound, relative=curvature.form.relative_damping)
+            _check_layers(bound)
+            check_loaded(optimizer.state, parameters(bound.groups), plan.name, plan.layers.values())
     except BaseException:
         for factor, owners in divided:
             factor.divided = owners
         bind()
         raise
-    optimizer._whole = None
-    optimizer._capture.discard()
-    optimizer._capture.listen()
+    curvature.capture.discard()
+    curvature.listen()
 
 
-def _check_layers(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
+def _check_layers(bound: Bound) -> None:
     """Check that the loaded state has exactly all entries of the layers preconditioned here."""
+    plan = bound.plan
     # the others are pruned
     present = [one for one in plan.left_out if one.weight.present is not None]
     saved = [
         one.name
         for one in present
-        if f"{one.prefix}refreshes" in optimizer.state.get(one.weight.parameter, {})
+        if f"{one.prefix}refreshes" in bound.states.get(one.weight.parameter, {})
     ]
     layers = [layer for layer in plan.layers.values() if layer.state]
     missing = {layer.name: layer.missing_entries() for layer in layers}
@@ -154,11 +144,11 @@ def _check_layers(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
 # ---- factors of the rows of weights --------------------------------------------------------------
 
 
-def _fit_rows(groups: Iterable[Group], states: States, plan: Plan, *, relative: bool) -> None:
+def _fit_rows(bound: Bound, *, relative: bool) -> None:
     """Turn loaded state into that of this process. What does not fit the layers stays as it is."""
-    for parameter in plan.parameters(groups):
-        entries, shards = states.get(parameter, {}), plan.shards_of(parameter)
-        layers = [share.layer for share in plan.shares(parameter) if share.is_weight]
+    for parameter in parameters(bound.groups):
+        entries, shards = bound.states.get(parameter, {}), bound.plan.shards_of(parameter)
+        layers = [share.layer for share in bound.shares(parameter) if share.is_weight]
         factors = [(layer, factor) for layer in layers for factor in layer.stored if factor.by_rows]
         shapes = factors[0][1].shapes() if factors else {}
         if shards is not None:
@@ -223,13 +213,14 @@ def _cut_again_(
 # ---- curvature that is divided among processes ---------------------------------------------------
 
 
-def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
+def consolidated(
+    bound: Bound, curvature: Preconditioner, to: int | None
+) -> dict[Tensor, dict[str, Any]] | None:
     """Collect the curvature that is divided among the processes, for the next state dict."""
-    optimizer._whole = None
-    plan = plan_now(optimizer)
-    if not is_divided(optimizer._plan.layers.values()):
-        return
-    keeps = to is None or optimizer.distributed.processes(plan).rank == to
+    plan, states = bound.plan, bound.states
+    if not is_divided(plan.layers.values()):
+        return None
+    keeps = to is None or curvature.distributed.processes(plan).rank == to
     whole: dict[Tensor, dict[str, Any]] = {}
     factors = [
         (layer.weight_view, factor) for layer in plan.layers.values() for factor in layer.stored
@@ -240,7 +231,7 @@ def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
             rows, own = collected([factor], inverse=inverse)[0].rows, factor.keys[inverse]
             if not keeps:
                 continue
-            entries = whole.setdefault(view.parameter, dict(optimizer.state[view.parameter]))
+            entries = whole.setdefault(view.parameter, dict(states[view.parameter]))
             entries.pop(own)
             factor.divided = None  # to find its place in a state that is not divided
             factor.bind()
@@ -252,27 +243,28 @@ def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
                 entries.setdefault(SHARDS, 1)
                 into = view.of(into)
             into[:, : rows.shape[1]].copy_(rows)
-    if keeps:
-        optimizer._whole = whole
+    return whole if keeps else None
 
 
 @contextmanager
-def whole_state(optimizer: "CurvatureOptimizer") -> Iterator[None]:
+def whole_state(
+    states: States, whole: dict[Tensor, dict[str, Any]] | None, *, divided: bool
+) -> Iterator[None]:
     """Replace the state by one in which nothing is divided."""
     # Raise RuntimeError if it was not collected.
-    if not is_divided(optimizer._plan.layers.values()):
+    if not divided:
         yield
         return
-    if optimizer._whole is None:
+    if whole is None:
         raise RuntimeError(
             "the curvature is divided among the processes (divide_curvature=True), and this one "
             "has a part of it: call optimizer.consolidate_state_dict(to=RANK) on all processes "
             "after the last step, then state_dict() on that rank; with "
             "torch.distributed.checkpoint, to=None and state_dict() on all"
         )
-    divided = {parameter: optimizer.state[parameter] for parameter in optimizer._whole}
-    optimizer.state.update(optimizer._whole)
+    own = {parameter: states[parameter] for parameter in whole}
+    states.update(whole)
     try:
         yield
     finally:
-        optimizer.state.update(divided)
+        states.update(own)

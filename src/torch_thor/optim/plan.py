@@ -1,13 +1,16 @@
-"""A snapshot of the model's layers, and of each parameter's name, group, state, layers and shards.
+"""What is known of a model (:class:`Plan`), and how it is bound to an optimizer (:class:`Bound`).
+
+It is bound to the groups and the state of the optimizer.
 
 Wrappers such as Accelerate put new parameters into modules and groups, users prune, freeze or
-replace layers, and a state dict replaces the state. So every step compares a fingerprint of all
-this with that of the plan, and makes the plan anew, as a whole, if they differ. The truth stays in
-``optimizer.state`` and ``optimizer.param_groups``. Layers that are still there keep the statistics
-of the running step; new ones gather from the next step on.
+replace layers, and a state dict replaces the state. So every step asks its :class:`Bound` whether
+it is current, and takes a new one, as a whole, if it is not. The truth stays in ``optimizer.state``
+and ``optimizer.param_groups``. Layers that are still there keep the statistics of the running step;
+new ones gather from the next step on.
 """
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +25,7 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.matrices import PlainMatrix
+from torch_thor.curvature.matrices import PARTS, PlainMatrix
 from torch_thor.curvature.shards import RowShards
 from torch_thor.optim.parameters import Group, States
 
@@ -37,36 +40,33 @@ class Share:
 
 
 class Plan:
-    """What an optimizer knows of its model, made at once; only ``fingerprint`` ever changes."""
+    """What is known of a model: its layers, and each parameter's name, place and shards.
+
+    It is never changed.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        groups: list[Group],
-        states: States,
+        trained: Sequence[nn.Parameter],
         sides: tuple[str, ...],
         chosen: Patterns,
         before: "Plan | None" = None,
     ) -> None:
-        self.model, self.group_of = (
-            model,
-            {id(p): group for group in groups for p in group["params"]},
-        )
-        found = Inspection(
-            model, self.parameters(groups), chosen=chosen, matrices_alone="G" not in sides
-        )
-        self.entries: list[Covered] = found.entries
-        self.left_out: list[Layer] = found.left_out
+        self.model = model
+        found = Inspection(model, trained, chosen=chosen, matrices_alone="G" not in sides)
+        self.entries: tuple[Covered, ...] = tuple(found.entries)
+        self.left_out: tuple[Layer, ...] = tuple(found.left_out)
         self.names: dict[int, str] = {}
         # parameters that are DTensors, and how their rows are divided, by name
         self.sharded: dict[str, tuple[nn.Parameter, RowShards | None]] = {}
         self.attributes: list[tuple[str, nn.Module, str]] = []
         owners = owners_of(model)
         # the parameter of each place: FSDP2 replaces those of modules while they run
-        self._places: dict[tuple[int, str], nn.Parameter] = {}
+        self.places: dict[tuple[int, str], nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             owner = owners[id(parameter)][0]
-            self._places.update(
+            self.places.update(
                 {(id(o.module), o.attribute): parameter for o in owners[id(parameter)]}
             )
             self.names[id(parameter)] = name
@@ -77,7 +77,13 @@ class Plan:
                 self.sharded[name] = (
                     known if same and known else (parameter, row_shards_of(parameter))
                 )
-        self._check_present(groups, before)
+        # the place of each parameter in the model
+        self.order = {key: i for i, key in enumerate(self.names)}
+        # Declared before the optimizer was made, so that nothing changes between two steps.
+        self.row_splits: dict[nn.Module, tuple[int, ...]] = (
+            before.row_splits if before is not None else _row_splits_of(found.layers)
+        )
+        self._check_present(trained, before)
         self.first_shards = next(
             (shards for _, shards in self.sharded.values() if shards is not None), None
         )
@@ -86,9 +92,7 @@ class Plan:
             old = None if before is None else before.layers.get(name)
             made = LayerCurvature(name, layer.kind, layer.weight, layer.biases, layer.prefix, sides)
             self.layers[name] = old if old is not None and self._is_same(old, layer) else made
-        self.hooks: list[ModuleHook] = hooks_of(found.layers, self.layers)
-        self.shares_of: dict[int, list[Share]]  # by the id of the parameter
-        self.bind(states)
+        self.hooks: tuple[ModuleHook, ...] = tuple(hooks_of(found.layers, self.layers))
         plain = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -98,18 +102,11 @@ class Plan:
         self.matrix_of: dict[int, PlainMatrix] = {
             id(p): found.matrices[name] for name, p in plain.items()
         }
-        moving = {
-            id(p) for p in self._places.values() if p.requires_grad and id(p) in self.group_of
-        }
-        weights = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
-        # the number of matrices that are trained
-        self.depth = sum(weights) + len(moving & self.matrix_of.keys())
-        self.fingerprint: list[Any] = []  # of the optimizer when the plan was made
-
-    @staticmethod
-    def parameters(groups: Iterable[Group]) -> list[nn.Parameter]:
-        """Return the parameters of all groups."""
-        return [parameter for group in groups for parameter in group["params"]]
+        # the parameters of the layers that are there, by id
+        views = [
+            view for layer in self.layers.values() for view in (layer.weight_view, *layer.biases)
+        ]
+        self.preconditioned = {id(self.places[id(view.module), view.attribute]) for view in views}
 
     def _is_same(self, old: LayerCurvature, new: Layer) -> bool:
         """Return whether a layer of the plan before is still this one."""
@@ -122,28 +119,16 @@ class Plan:
             and view.shards == self.shards_of(new.weight.parameter)
         )
 
-    def bind(self, states: States) -> None:
-        """Give every view of a layer its parameter, state, options and shards."""
-        self.shares_of = {}
-        self.program: Any = None  # what an update looks up for its steps until the next refresh
-        for layer in self.layers.values():
-            for view in (layer.weight_view, *layer.biases):
-                parameter = self._places[id(view.module), view.attribute]
-                group = self.group_of.get(id(parameter), {})
-                view.bind(states.get(parameter), group, parameter, self.shards_of(parameter))
-                self.shares_of.setdefault(id(parameter), []).append(
-                    Share(layer, view, view is layer.weight_view)
-                )
-            layer.bind()
-        for shares in self.shares_of.values():
-            longest = max(len(share.view.outline()) for share in shares)
-            for share in shares:
-                share.view.longest = longest
+    def has_lost_modules(self) -> bool:
+        """Return whether a module that owns a parameter has been removed from the model.
 
-    def _check_present(self, groups: list[Group], before: "Plan | None") -> None:
+        Finding this out takes time.
+        """
+        return not {id(m) for _, m, _ in self.attributes} <= {id(m) for m in self.model.modules()}
+
+    def _check_present(self, trained: Sequence[nn.Parameter], before: "Plan | None") -> None:
         """Raise an error if the groups hold nothing of the model, or weights were newly tied."""
         # Weights are newly tied if they were tied since the plan before.
-        trained = self.parameters(groups)
         if trained and not any(id(p) in self.names for p in trained):
             if all(p.dim() == 1 for p in trained):
                 raise RuntimeError(
@@ -162,7 +147,7 @@ class Plan:
             )
         if before is None:
             return
-        of_layers = {before.names[key] for key in before.shares_of}
+        of_layers = {before.names[key] for key in before.preconditioned}
         first: dict[int, str] = {}
         for name, module, attribute in before.attributes:
             now = module._parameters.get(attribute)
@@ -193,9 +178,90 @@ class Plan:
         """Return how the rows of a parameter are divided."""
         return self.sharded.get(self.name(parameter), (parameter, None))[1]
 
+
+class Bound:
+    """A plan, bound to the parameter groups and the state of an optimizer.
+
+    It is replaced as a whole if one of them differs.
+
+    Args:
+        complete: whether the state has all entries.
+    """
+
+    def __init__(
+        self, plan: Plan, groups: list[Group], states: States, *, complete: bool = False
+    ) -> None:
+        self.plan, self.groups, self.states, self.complete = plan, groups, states, complete
+        self.group_of = {id(p): group for group in groups for p in group["params"]}
+        # the layers that precondition a parameter, by its id
+        self.shares_of: dict[int, list[Share]] = {}
+        self._turns: Any = None
+        for layer in plan.layers.values():
+            for view in (layer.weight_view, *layer.biases):
+                parameter = plan.places[id(view.module), view.attribute]
+                group = self.group_of.get(id(parameter), {})
+                view.bind(states.get(parameter), group, parameter, plan.shards_of(parameter))
+                self.shares_of.setdefault(id(parameter), []).append(
+                    Share(layer, view, view is layer.weight_view)
+                )
+            layer.bind()
+        for shares in self.shares_of.values():
+            longest = max(len(share.view.outline()) for share in shares)
+            for share in shares:
+                share.view.longest = longest
+        moving = {id(p) for p in plan.places.values() if p.requires_grad and id(p) in self.group_of}
+        weights = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
+        # the number of matrices that are trained
+        self.depth = sum(weights) + len(moving & plan.matrix_of.keys())
+        self._fingerprint = fingerprint(plan, groups, states)
+
+    def is_current(self, groups: list[Group], states: States, *, modules: bool) -> bool:
+        """Return whether this is still true; ``modules``: look for removed modules too."""
+        lost = modules and self.plan.has_lost_modules()
+        return not lost and self._fingerprint == fingerprint(self.plan, groups, states)
+
     def shares(self, parameter: Tensor) -> list[Share]:
         """Return the shares of the layers that precondition a parameter."""
         return self.shares_of.get(id(parameter), [])
+
+    def is_matrix(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is one of a layer, or a matrix without factors."""
+        return id(parameter) in self.shares_of or id(parameter) in self.plan.matrix_of
+
+    def turns(self, of_group: Callable[["Bound", Group], list[Any]]) -> list[Any]:
+        """Return what the steps until the next refresh need, looked up once."""
+        if self._turns is None:
+            self._turns = [turn for group in self.groups for turn in of_group(self, group)]
+        found: list[Any] = self._turns
+        return found
+
+    def refreshed(self) -> "Bound":
+        """Return the same for steps with other factors."""
+        found = copy.copy(self)
+        found._turns = None
+        return found
+
+
+def parameters(groups: Iterable[Group]) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def fingerprint(plan: Plan, groups: Iterable[Group], states: States) -> list[Any]:
+    """Return everything on which a bound plan depends, but for the modules of the model."""
+    found: list[Any] = [len(states)]
+    # FSDP2 replaces the parameters of modules while they run, and those of groups stay
+    if not plan.sharded:
+        for _, module, attribute in plan.attributes:
+            found.append(id(module._parameters.get(attribute)))
+    for group in groups:
+        # how works are formed
+        works = bool(group["momentum"]), group.get("nesterov"), group.get("kl_clip") is None
+        found.append((id(group), group["split_dim"], len(group["params"]), *works))
+        for p in group["params"]:
+            shape = None if isinstance(p, nn.UninitializedParameter) else p.shape
+            found.append((id(p), p.requires_grad, shape, p.dtype, p.device, id(states.get(p))))
+    return found
 
 
 def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
@@ -207,3 +273,19 @@ def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
     rows = [(start, stop) for start, stop in rows if start < stop]
     starts, stops = [0, *(stop for _, stop in rows)], [*(start for start, _ in rows), length]
     return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+
+def _row_splits_of(layers: Mapping[str, Layer]) -> dict[nn.Module, tuple[int, ...]]:
+    """Return the declared numbers of rows of layers, by module; ValueError if they do not fit."""
+    found = {}
+    for name, layer in layers.items():
+        sizes, kind = PARTS.get(layer.weight.module), layer.kind
+        if sizes is None or kind.groups > 1:
+            continue
+        if sum(sizes) != kind.outputs:
+            raise ValueError(
+                f"split_rows of layer {name!r}: {sizes} must add up to its {kind.outputs} outputs; "
+                "correct the sizes"
+            )
+        found[layer.weight.module] = sizes
+    return found

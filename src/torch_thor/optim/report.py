@@ -4,16 +4,13 @@ import math
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from inspect import signature
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch_thor.capture.coverage import LEFT_OUT, NOT_TRAINED, Covered, table
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.optim.plan import Plan
-
-if TYPE_CHECKING:
-    from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.optim.options import default_of
+from torch_thor.optim.plan import Bound, Plan, parameters
 
 # The entries of a parameter group that are not options: its parameters and the counters of step().
 NO_OPTIONS = {"params", "param_names", "step", "next_refresh", "last_loss_terms"}
@@ -21,14 +18,14 @@ LR_JUDGED = (1, 10)  # the steps whose learning rates are compared
 _UNCALLED = "the weight is used without calling the module, so no statistics come"
 
 
-def current(entries: Iterable[Covered], plan: Plan) -> list[Covered]:
+def current(bound: Bound) -> list[Covered]:
     """Return the entries of an inspection as they are now."""
-    parameters, found = dict(plan.model.named_parameters()), []
-    for entry in entries:
-        parameter = parameters.get(entry.name)
+    named, found = dict(bound.plan.model.named_parameters()), []
+    for entry in bound.plan.entries:
+        parameter = named.get(entry.name)
         if parameter is None:
             continue
-        shares = plan.shares(parameter) if entry.preconditioned else []
+        shares = bound.shares(parameter) if entry.preconditioned else []
         if not parameter.requires_grad:
             can_be_trained = parameter.is_floating_point() or parameter.is_complex()
             reason = "frozen (requires_grad=False)" if can_be_trained else entry.reason
@@ -71,7 +68,7 @@ def warn_of_little(entries: Iterable[Covered], optimizer: str, stacklevel: int) 
     )
 
 
-def described(optimizer: "CurvatureOptimizer") -> str:
+def described(optimizer: Any) -> str:
     """Return the options of each group, and what each parameter gets."""
     lines = [f"{type(optimizer).__name__} ("]
     for number, group in enumerate(optimizer.param_groups):
@@ -94,13 +91,13 @@ def described(optimizer: "CurvatureOptimizer") -> str:
     return "\n".join((*lines, table(entries, f"factors (split {split})")))
 
 
-def nothing_found(optimizer: "CurvatureOptimizer", plan: Plan, entries: Iterable[Covered]) -> str:
+def nothing_found(optimizer: type, bound: Bound) -> str:
     """Return the text of the error for a model without a layer to precondition."""
-    label, found = type(optimizer).__name__, table(current(entries, plan))
+    label, found = optimizer.__name__, table(current(bound))
     return (
         f"{label} found no layer to precondition among what is trained in "
-        f"{type(plan.model).__name__}; use torch.optim.SGD, or give {label} the weights of its "
-        f"layers. What it found:\n{found}"
+        f"{type(bound.plan.model).__name__}; use torch.optim.SGD, or give {label} the weights of "
+        f"its layers. What it found:\n{found}"
     )
 
 
@@ -113,7 +110,8 @@ class StepWarnings:
     They wait until then because a program may turn warnings into errors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: type) -> None:
+        self.optimizer, self.label = optimizer, optimizer.__name__
         self._known: set[Hashable] = set()
         self.first_lr = math.inf
         # the names that one text is about, by its two parts
@@ -133,106 +131,92 @@ class StepWarnings:
             others = f" (likewise {some(names[1:])})" if len(names) > 1 else ""
             text = f"{message}{''.join(names[:1])}{others}{then}"
             # the caller of step, outside torch's wrappers
-            warnings.warn(text, RuntimeWarning, stacklevel=6)
+            warnings.warn(text, RuntimeWarning, stacklevel=7)
 
+    def note_layer(self, layer: LayerCurvature, what: str) -> None:
+        """Warn of a problem of a layer, once for each layer and problem."""
+        step = layer.weight_view.options["step"]
+        self.note((layer.name, what), f"{self.label}, step {step}, layer ", layer.name, f": {what}")
 
-def note_layer(optimizer: "CurvatureOptimizer", layer: LayerCurvature, what: str) -> None:
-    """Warn of a problem of a layer, once for each layer and problem."""
-    step, label = layer.weight_view.options["step"], type(optimizer).__name__
-    optimizer._warnings.note(
-        (layer.name, what), f"{label}, step {step}, layer ", layer.name, f": {what}"
-    )
+    def note_changes(self, before: Plan, now: Plan) -> None:
+        """Warn of what a model change means: layers that are gone, parameters not trained."""
+        label, known = self.label, {e.name for e in before.entries if e.reason == NOT_TRAINED}
+        new = [
+            entry.name
+            for entry in now.entries
+            if entry.reason == NOT_TRAINED and entry.name not in known
+        ]
+        then = _untrained(new) if new else "What takes its place is trained plainly"
+        if now.sharded and not before.sharded:
+            self.note(
+                "divided",
+                f"{label}: the parameters were divided among processes after {label} was made, so "
+                f"this step has no statistics that it can use; make {label} after fully_shard",
+            )
+        weights = {id(layer.weight_view.parameter) for layer in now.layers.values()}
+        for name in sorted(before.layers.keys() - now.layers.keys()):
+            # renamed by a wrapper, such as an adapter
+            if id(before.layers[name].weight_view.present) in weights:
+                continue
+            self.note(
+                (name, "gone"),
+                f"{label}: the weight of layer ",
+                name,
+                " is no longer a parameter of the model that is trained: it was removed, replaced, "
+                f"pruned or parametrised after {label} was made. {then}",
+            )
 
+    def note_nothing_trained(self, bound: Bound, known: set[str]) -> None:
+        """Warn once if no parameter of the groups has a gradient.
 
-def note_changes(optimizer: "CurvatureOptimizer", before: Plan, now: Plan) -> None:
-    """Warn of what a model change means: layers that are gone, parameters not trained."""
-    label, known = (
-        type(optimizer).__name__,
-        {e.name for e in before.entries if e.reason == NOT_TRAINED},
-    )
-    new = [
-        entry.name
-        for entry in now.entries
-        if entry.reason == NOT_TRAINED and entry.name not in known
-    ]
-    then = _untrained(new) if new else "What takes its place is trained plainly"
-    if now.sharded and not before.sharded:
-        optimizer._warnings.note(
-            "divided",
-            f"{label}: the parameters were divided among processes after {label} was made, so this "
-            f"step has no statistics that it can use; make {label} after fully_shard",
+        If so, the model has got other parameters since, or another model runs.
+        """
+        plan, label, step = bound.plan, self.label, bound.groups[0]["step"]
+        if any(p.grad is not None for p in parameters(bound.groups)):
+            return
+        named = ((name, p) for name, p in plan.model.named_parameters() if name not in known)
+        new = [name for name, p in named if p.requires_grad and id(p) not in bound.group_of]
+        if new:
+            remedy = (
+                f"{_untrained(new)} Where an adapter was added (LoRA), make it first: "
+                f"peft.get_peft_model(model, ...), then the optimizer"
+            )
+        elif step == LR_JUDGED[1] and not any(layer.refreshes for layer in plan.layers.values()):
+            remedy = (
+                f"Call the model that {label} was made for, of which a copy has parameters of its "
+                f"own, and loss.backward() before each step()"
+            )
+        else:  # such as one of two optimizers that take turns
+            return
+        about = (
+            f"{label}, step {step - 1}: no parameter in its groups has a gradient, so nothing is "
+            f"trained. {remedy}"
         )
-    weights = {id(layer.weight_view.parameter) for layer in now.layers.values()}
-    for name in sorted(before.layers.keys() - now.layers.keys()):
-        # renamed by a wrapper, such as an adapter
-        if id(before.layers[name].weight_view.present) in weights:
-            continue
-        optimizer._warnings.note(
-            (name, "gone"),
-            f"{label}: the weight of layer ",
-            name,
-            " is no longer a parameter of the model that is trained: it was removed, replaced, "
-            f"pruned or parametrised after {label} was made. {then}",
-        )
+        self.note("nothing trained", about)
 
+    def note_lr(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Warn of a learning rate that is for another optimizer.
 
-def note_nothing_trained(optimizer: "CurvatureOptimizer") -> None:
-    """Warn once if no parameter of the groups has a gradient.
-
-    If so, the model has got other parameters since, or another model runs.
-    """
-    plan, label, step = optimizer._plan, type(optimizer).__name__, optimizer.param_groups[0]["step"]
-    if any(p.grad is not None for p in plan.parameters(optimizer.param_groups)):
-        return
-    named = ((name, p) for name, p in plan.model.named_parameters() if name not in optimizer._known)
-    new = [name for name, p in named if p.requires_grad and id(p) not in plan.group_of]
-    if new:
-        remedy = (
-            f"{_untrained(new)} Where an adapter was added (LoRA), make it first: "
-            f"peft.get_peft_model(model, ...), then the optimizer"
-        )
-    elif step == LR_JUDGED[1] and not any(layer.refreshes for layer in plan.layers.values()):
-        remedy = (
-            f"Call the model that {label} was made for, of which a copy has parameters of its own, "
-            f"and loss.backward() before each step()"
-        )
-    else:  # such as one of two optimizers that take turns
-        return
-    about = (
-        f"{label}, step {step - 1}: no parameter in its groups has a gradient, so nothing is "
-        f"trained. {remedy}"
-    )
-    optimizer._warnings.note("nothing trained", about)
-
-
-def note_lr(optimizer: "CurvatureOptimizer") -> None:
-    """Warn of a learning rate that is for another optimizer.
-
-    It is far above the default, or below it and not growing (as in a warm-up).
-    """
-    if "G" in optimizer.sides:  # THOR's learning rate depends on the task
-        return
-    label, known = type(optimizer).__name__, optimizer._warnings
-    default = signature(type(optimizer)).parameters["lr"].default
-    # the highest one of torch's schedulers, as a rule
-    lr = max(
-        max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
-        for group in optimizer.param_groups
-    )
-    if optimizer.param_groups[0]["step"] == LR_JUDGED[0]:
-        known.first_lr = lr
-    elif lr > 10 * default:
-        known.note(
-            "lr",
-            f"{label}: lr={lr:g} is above {10 * default:g}, ten times the default. Start with "
-            f"{default:g}",
-        )
-    elif 0 < lr < default / 10 and lr <= known.first_lr:
-        known.note(
-            "lr",
-            f"{label}: lr={lr:g} is below {default / 10:g}, a tenth of the default. If it is a "
-            f"trainer's, for Adam, give the trainer {label}'s, such as learning_rate={default:g}",
-        )
+        It is far above the default, or below it and not growing (as in a warm-up).
+        """
+        label, default = self.label, default_of(self.optimizer, "lr")
+        # the highest one of torch's schedulers, as a rule
+        lr = max(max(float(group["lr"]), float(group.get("initial_lr", 0.0))) for group in groups)
+        if groups[0]["step"] == LR_JUDGED[0]:
+            self.first_lr = lr
+        elif lr > 10 * default:
+            self.note(
+                "lr",
+                f"{label}: lr={lr:g} is above {10 * default:g}, ten times the default. Start with "
+                f"{default:g}",
+            )
+        elif 0 < lr < default / 10 and lr <= self.first_lr:
+            self.note(
+                "lr",
+                f"{label}: lr={lr:g} is below {default / 10:g}, a tenth of the default. If it is a "
+                f"trainer's, for Adam, give the trainer {label}'s, such as "
+                f"learning_rate={default:g}",
+            )
 
 
 def _untrained(names: Sequence[str]) -> str:

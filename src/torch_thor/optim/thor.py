@@ -15,9 +15,13 @@ from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.natural import natural_step
+from torch_thor.optim.bounds import within_kl_clip, within_ratio
+from torch_thor.optim.natural import natural_gradients, turns_of
 from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.parameters import Group
+from torch_thor.optim.plan import Bound
+from torch_thor.optim.update import subtract_, with_decay, with_momentum
+from torch_thor.optim.works import in_turns
 
 # "paper" is the step of the paper, without a bound; the others are the three settings of (ω1, ω2)
 # in the paper.
@@ -92,9 +96,24 @@ class THOR(CurvatureOptimizer):
     """
 
     sides = ("A", "G")
+    lr_is_usual = False
     relative_damping = False
-    _update = natural_step
     trace_thresholds = (0.01, 0.0)
+
+    def _update(self, bound: Bound, unless: Tensor | None) -> None:
+        """Take the step of every parameter with a gradient."""
+        # On an accelerator, take none where ``unless`` is 1.
+        # on a CPU parameter by parameter, else all of a group at once
+        works = in_turns(bound.turns(turns_of))
+        # d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹; ∇W without factors
+        directions = natural_gradients(works)
+        directions = with_decay(directions)  # d ← d + weight_decay · W
+        directions = within_kl_clip(directions, bound)  # Σ lr² ⟨d, ∇W⟩ ≤ κ
+        directions = within_ratio(directions)  # lr ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)
+        # v ← μ v + d,  d ← v  (Nesterov: d ← d + μ v)
+        directions = with_momentum(directions, unless)
+        for work, d in directions:
+            subtract_(work.weights, d, float(work.group["lr"]), unless)  # W ← W - lr · d
 
     def __init__(
         self,
@@ -197,7 +216,7 @@ class THOR(CurvatureOptimizer):
             ValueError: the distribution is unknown, ``dim`` or ``mask`` does not fit, or the output
                 has no gradient.
         """
-        capture = self._capture
+        capture = self._curvature.capture
         if capture.sampler is None:
             raise RuntimeError(
                 'sample_fisher() has no use with fisher="empirical", which takes the labels of the '
@@ -209,14 +228,17 @@ class THOR(CurvatureOptimizer):
         # without a step since the loss of these rows
         if capture.sampler.trained and capture.gradients_dropped():
             capture.discard()
-        key = f"{seed}/{self.param_groups[0]['step']}/{self.distributed.processes(self._plan).rank}"
+        rank = self.distributed.processes(self._curvature.plan).rank
+        key = f"{seed}/{self.param_groups[0]['step']}/{rank}"
         try:
             capture.sampler.sample(output, distribution, dim, mask, key)
         except BaseException:
             capture.discard()
             raise
 
-    def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
+    def _make_parameter_state(
+        self, bound: Bound, parameter: Tensor, state: dict[str, Any], group: Group
+    ) -> None:
         if group["momentum"] and "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(
                 parameter, dtype=factor_dtype(parameter.dtype)

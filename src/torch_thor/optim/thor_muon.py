@@ -1,7 +1,9 @@
 """ThorMuon: Muon's orthogonalised step, preconditioned with THOR's curvature of the inputs."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +12,27 @@ from torch import Tensor, nn
 from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype
+from torch_thor.curvature.shards import RowShards
 from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.options import OF_GROUPS
-from torch_thor.optim.orthogonal import matrices_of, orthogonal_step
+from torch_thor.optim.orthogonal import (
+    MuonWork,
+    adamw_,
+    dense_gradients,
+    matrices_of,
+    preconditioned,
+    subtract_orthogonal_,
+    turns_of,
+)
 from torch_thor.optim.parameters import Group
+from torch_thor.optim.plan import Bound
+from torch_thor.optim.update import momentum_, shrink_
+from torch_thor.optim.works import in_turns
+
+_USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced
+_ADAMW_SHARE = 0.2  # the learning rate of AdamW as a share of lr
 
 
 class ThorMuon(CurvatureOptimizer):
@@ -65,10 +82,36 @@ class ThorMuon(CurvatureOptimizer):
     """
 
     sides = ("A",)
-    _update = orthogonal_step
+    lr_is_usual = True
     relative_damping = True
     # a layer whose trace has changed by 1 % or less keeps its factor
     trace_thresholds = (0.01, 0.0)
+
+    def _update(self, bound: Bound, unless: Tensor | None) -> None:
+        """Take the step of every parameter with a gradient."""
+        # On an accelerator, take none where ``unless`` is 1.
+        of_depth = math.sqrt(min(1.0, _USUAL_DEPTH / max(1, bound.depth)))
+        for prepared in in_turns(
+            bound.turns(partial(turns_of, whole_matrices=self.distributed.whole_matrices))
+        ):
+            work = prepared.with_gradients()
+            if work is None:
+                continue
+            group, weights = work.group, work.weights
+            lr, momentum, decay = (float(group[key]) for key in ("lr", "momentum", "weight_decay"))
+            gradients = dense_gradients(work)
+            shrink_(weights, lr * decay, unless)  # W ← (1 - lr · weight_decay) W
+            if not isinstance(work, MuonWork):
+                adamw_(work, gradients, lr * _ADAMW_SHARE, unless)
+                continue
+            # v ← μ v + ∇W;  u = ∇W + μ v  (nesterov=False: u = v)
+            u = momentum_(
+                work.moments[0], gradients, momentum, nesterov=group["nesterov"], unless=unless
+            )
+            wide = preconditioned(work, u)  # u (A + λ tr(A)/d_in · I)⁻¹
+            # d = orth(·),  ‖d‖ = √min(d_out, d_in) · √max(1, d_out / d_in), and lr ‖d‖ ≤ r ·
+            # max(‖W‖, 0.03 √d_out) W ← W - lr · √min(1, 10 / L) · d
+            subtract_orthogonal_(work, wide, lr * of_depth, self._whole_shards(bound), unless)
 
     def __init__(
         self,
@@ -99,18 +142,24 @@ class ThorMuon(CurvatureOptimizer):
             table.
         """
         entries, parameters = super().coverage(), dict(self.model.named_parameters())
+        bound = self._curvature.current(self.param_groups, self.state)
         return Coverage(
-            replace(entry, matrices=matrices_of(parameters[entry.name], self._plan))
+            replace(entry, matrices=matrices_of(parameters[entry.name], bound))
             if entry.trained
             else entry
             for entry in entries
         )
 
-    def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        is_matrix = id(parameter) in self._plan.shares_of or id(parameter) in self._plan.matrix_of
+    def _make_parameter_state(
+        self, bound: Bound, parameter: Tensor, state: dict[str, Any], group: Group
+    ) -> None:
+        is_matrix = bound.is_matrix(parameter)
         if not is_matrix:
-            state.setdefault("step", torch.zeros(()))
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
         # as torch.optim.AdamW has them
         for key in ("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"):
             if key not in state:
                 state[key] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
+
+    def _whole_shards(self, bound: Bound) -> RowShards | None:
+        return bound.plan.first_shards if self.distributed.whole_matrices else None

@@ -267,7 +267,7 @@ def memory_of(
     for group in optimizer.param_groups:
         for parameter in (p for p in group["params"] if p.requires_grad):
             state: dict[str, Any] = {}
-            optimizer._make_parameter_state(parameter, state, group)
+            optimizer._make_parameter_state(optimizer._bound(), parameter, state, group)
             moments = [state[key] for key in MOMENTS if key in state]
             # ThorMuon gives AdamW, which has two moments, the layers that it leaves out where rows
             # are divided

@@ -1,0 +1,114 @@
+"""The two bounds of THOR: on a step beside its weight (``max_update_ratio``), and ``kl_clip``."""
+
+import torch
+from torch import Tensor
+
+from torch_thor.curvature.blocks import to_device
+from torch_thor.optim.plan import Bound
+from torch_thor.optim.update import Directions, trust_ratios
+from torch_thor.optim.works import Work
+
+# Elements of a direction: copying so many is cheaper than a kernel of their own.
+_SMALL = 2**16
+
+
+def within_ratio(directions: Directions) -> Directions:
+    """Shorten directions so that ``lr ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` for each parameter."""
+    for work, d in directions:
+        ratio, lr = work.group["max_update_ratio"], float(work.group["lr"])
+        if ratio is not None and work.group["kl_clip"] is None and lr:
+            (_shorten_on_cpu if work.on_cpu else _shorten_on_device)(work, d, lr, float(ratio))
+        yield work, d
+        for batch in work.batches:
+            batch.result = None  # the memory of the directions
+
+
+def _shorten_on_cpu(work: Work, d: list[Tensor], lr: float, ratio: float) -> None:
+    """Shorten directions one by one: on a CPU a number costs nothing to look at."""
+    for i, direction in enumerate(d):
+        scale = _trust_ratio(direction, work.weights[i], work.smallest[i], lr, ratio)
+        # the gradient of a plain parameter may be its direction, and stays as it is
+        if scale != 1.0:
+            d[i] = direction.mul_(scale) if work.is_natural else direction * scale
+
+
+def _trust_ratio(
+    direction: Tensor, weight: Tensor, smallest: float, lr: float, ratio: float
+) -> float:
+    """Return the number by which a direction is multiplied."""
+    length = lr * float(torch.linalg.vector_norm(direction, dtype=direction.dtype))
+    longest = ratio * smallest
+    # then the norm of the weight, which can only raise the bound, is not needed
+    if length <= longest:
+        return 1.0
+    longest = max(longest, ratio * float(torch.linalg.vector_norm(weight, dtype=direction.dtype)))
+    return 1.0 if length <= longest else longest / length
+
+
+def _shorten_on_device(work: Work, d: list[Tensor], lr: float, ratio: float) -> None:
+    """Shorten directions with few kernels, and none that is waited for."""
+    # in the dtype of the directions: a norm in half precision has 3 digits
+    norms = list(torch._foreach_norm(work.weights, 2, dtype=work.dtype))
+    ratios = trust_ratios(norms, work.smallest, [ratio / lr] * len(d), torch._foreach_norm(d))
+    rest = dict(enumerate(ratios))
+    for batch in work.batches:
+        if batch.result is not None:  # the directions of its members are views of it
+            own = [rest.pop(one.index) for one in batch.members]
+            batch.result.mul_(torch.stack(own)[:, None])
+    small = [i for i in rest if d[i].is_contiguous() and d[i].numel() <= _SMALL]
+    if len(small) > 1:
+        _multiply_as_vector(work, d, {i: rest.pop(i) for i in small})
+    if rest:  # the ratios are as many tensors, for which torch has no single kernel
+        scaled = torch._foreach_mul([d[i] for i in rest], list(rest.values()))
+        for i, direction in zip(rest, scaled, strict=True):
+            d[i] = direction
+
+
+def _multiply_as_vector(work: Work, d: list[Tensor], ratios: dict[int, Tensor]) -> None:
+    """Multiply small directions (biases, normalisation layers), put together into one vector."""
+    sizes = {i: d[i].numel() for i in ratios}
+    if work.owner_in_vector is None or work.owner_in_vector[0] != sizes:
+        owners = [k for k, size in enumerate(sizes.values()) for _ in range(size)]
+        work.owner_in_vector = sizes, to_device(owners, work.weights[0].device, torch.int64)
+    vector = torch.cat([d[i].flatten() for i in ratios])
+    vector.mul_(torch.stack(list(ratios.values()))[work.owner_in_vector[1]])
+    for i, direction in zip(ratios, vector.split(list(sizes.values())), strict=True):
+        d[i] = direction.view(d[i].shape)
+
+
+def within_kl_clip(directions: Directions, bound: Bound) -> Directions:
+    """Scale all layers' directions by ``min(1, √(κ / Σ lr² ⟨d, ∇W⟩))`` (Ba et al. 2017, 5)."""
+    # the sum is over all processes, all of which must consume this
+    clipped: list[tuple[Work, list[Tensor]]] = []
+    # of rows that are divided, and others
+    products: dict[bool, list[tuple[int, Tensor]]] = {False: [], True: []}
+    for work, d in directions:
+        if work.group["kl_clip"] is None or not work.is_natural:
+            yield work, d
+            continue
+        clipped.append((work, d))
+        for i, (direction, gradient) in enumerate(zip(d, work.gradients, strict=True)):
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            product = torch.sum(direction * dense) * float(work.group["lr"]) ** 2
+            products[work.weights[i] is not work.parameters[i]].append((work.order[i], product))
+    if all(group["kl_clip"] is None for group in bound.groups):
+        return
+    # in the order of the model, so that the sum does not depend on how parameters are grouped
+    sums = {
+        divided: [p for _, p in sorted(found, key=lambda pair: pair[0])]
+        for divided, found in products.items()
+    }
+    whole, rows = (
+        torch.stack([p.to(x[0].device) for p in x]).sum() if x else None for x in sums.values()
+    )
+    divergence = whole
+    if bound.plan.first_shards is not None:
+        of_all = bound.plan.first_shards.total(rows)
+        divergence = of_all if whole is None else of_all + whole.to(of_all)
+    for work, d in clipped:
+        assert divergence is not None
+        limit = float(work.group["kl_clip"]) / divergence.clamp(
+            min=torch.finfo(divergence.dtype).tiny
+        )
+        torch._foreach_mul_(d, limit.sqrt().clamp(max=1.0).to(d[0].dtype))
+        yield work, d

@@ -1,0 +1,78 @@
+"""Whether a step's gradients are finite, told by a number on the device that nothing waits for.
+
+A host that reads such a number waits until the device has done everything before it, and the device
+then waits for the host. So on an accelerator the update is done unless the number is 1
+(:mod:`torch_thor.optim.update`), and the next step reads it, when it has long been there.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from torch_thor.curvature.blocks import factor_dtype
+
+
+def fused_on(device: torch.device) -> bool:
+    """Return whether torch has fused optimizers for an accelerator."""
+    known = (*_get_fused_kernels_supported_devices(), torch._C._get_privateuse1_backend_name())
+    return device.type not in ("cpu", "meta") and device.type in known
+
+
+def accelerator_of(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> torch.device | None:
+    """Return the accelerator on which a step can be left out.
+
+    The result is None if the host must know before the step.
+    """
+    devices = {gradient.device for _, gradient in gradients}
+    if len(devices) != 1 or not fused_on(device := next(iter(devices))):
+        return None
+    # fused kernels take real weights and moments of one dtype
+    plain = all(
+        parameter.dtype == factor_dtype(parameter.dtype)
+        and not parameter.is_complex()
+        and not gradient.is_sparse
+        for parameter, gradient in gradients
+    )
+    return device if plain else None
+
+
+class Check:
+    """The check of the gradients of one step."""
+
+    def __init__(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], damping: float) -> None:
+        self._parameters = [parameter for parameter, gradient in gradients if gradient.numel()]
+        self._norms = torch.stack(torch._foreach_norm([g for _, g in gradients if g.numel()], 2))
+        # above it the step could overflow
+        most = min(1.0, damping) * torch.finfo(torch.float32).max
+        self.unless = 1.0 - (self._norms.max() <= most).to(torch.float32)  # 1 for NaN too
+        self._event: Any = None
+        self._found: Tensor | None = None
+        self.undo: Callable[[], None] = lambda: None  # puts the counters of the host back
+
+    def send(self) -> None:
+        """Start to copy the number to the host, without waiting for it."""
+        device = self.unless.device
+        self._found = torch.empty((), dtype=torch.float32, pin_memory=device.type == "cuda")
+        self._found.copy_(self.unless, non_blocking=True)
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def failed(self) -> bool:
+        """Return whether the step has changed nothing; waits until the device has got so far."""
+        if self._event is not None:
+            self._event.synchronize()
+        assert self._found is not None
+        return bool(self._found)
+
+    def bad(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients are not finite."""
+        return [
+            p
+            for p, norm in zip(self._parameters, self._norms.tolist(), strict=True)
+            if not math.isfinite(norm)
+        ]

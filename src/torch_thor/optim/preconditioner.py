@@ -1,0 +1,462 @@
+"""A model's curvature for an optimizer: which layers there are, their statistics and refreshes.
+
+A :class:`Preconditioner` never sees the optimizer. It is given groups, state and what the user has
+set, and returns values: a :class:`~torch_thor.optim.plan.Bound`, which the update reads, and the
+:class:`~torch_thor.optim.inputs.Inputs` of a step.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from torch_thor.capture.gathering import Capture, loss_terms_of_step
+from torch_thor.capture.patterns import Patterns
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.processes import ALONE, Processes
+from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
+from torch_thor.distributed.agreement import NUMBERS, agree, check_same_gradients, count_rows
+from torch_thor.distributed.divided import divide, is_divided
+from torch_thor.distributed.processes import Distributed
+from torch_thor.optim import report
+from torch_thor.optim.check import Check, accelerator_of
+from torch_thor.optim.checkpoint import conform
+from torch_thor.optim.inputs import (
+    Inputs,
+    Request,
+    check_split,
+    facts_of_groups,
+    largest_gradient,
+    next_refreshes,
+    nonfinite_message,
+)
+from torch_thor.optim.missing import silent_layers
+from torch_thor.optim.options import CheckedOptions, check
+from torch_thor.optim.parameters import Group, States, parameters_with_gradient
+from torch_thor.optim.plan import Bound, Plan, parameters
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an optimizer needs of the curvature, and how its loss is."""
+
+    optimizer: type  # its class, for messages and options
+    options: tuple[str, ...]  # what every parameter group has
+    sides: tuple[str, ...]  # the factors that are used: ("A", "G") or ("A",)
+    relative_damping: bool  # whether the damping is relative to the mean diagonal of a factor
+    trace_thresholds: tuple[float, float]  # where a group has none
+    loss_reduction: str = "mean"
+    fisher: str = "empirical"
+
+    @property
+    def has_g(self) -> bool:
+        """Whether G is used, and so the number of loss terms."""
+        return "G" in self.sides
+
+
+class Preconditioner:
+    """The curvature of the layers of a model."""
+
+    def __init__(
+        self, model: nn.Module, form: Form, chosen: Patterns, distributed: Distributed
+    ) -> None:
+        self.model, self.form, self.chosen, self.distributed = model, form, chosen, distributed
+        self.capture = Capture(sampled=form.fisher == "sampled")
+        self.warnings = report.StepWarnings(form.optimizer)
+        self.options = CheckedOptions(form.optimizer)
+        self.last_refresh: tuple[RefreshEvent, ...] = ()
+        self.plan: Plan | None = None  # as it was found last
+        self._bound: Bound | None = None  # None while the plan is bound to nothing, after an error
+        self._heard: Bound | None = None  # the one for which hooks are registered
+
+    # ---- the plan --------------------------------------------------------------------------------
+
+    def current(self, groups: list[Group], states: States, *, modules: bool = True) -> Bound:
+        """Return the plan as it is bound now: the same object unless something was replaced.
+
+        Raises:
+            ValueError: no layer is left to precondition; weights and state are as before.
+        """
+        if self._bound is None or not self._bound.is_current(groups, states, modules=modules):
+            before, self._bound = self.plan, None
+            plan = Plan(self.model, parameters(groups), self.form.sides, self.chosen, before)
+            bound = Bound(plan, groups, states)
+            if before is not None:
+                if not plan.layers and self.form.has_g:
+                    raise ValueError(report.nothing_found(self.form.optimizer, bound))
+                conform(bound)
+                self.warnings.note_changes(before, plan)
+            self.plan, self._bound = plan, bound
+            self.capture.follow(self.model, plan.hooks)
+        return self._bound
+
+    def bind(self, bound: Bound) -> Bound:
+        """Take a plan that is bound anew."""
+        self.plan, self._bound = bound.plan, bound
+        return bound
+
+    def listen(self) -> None:
+        """Register the hooks that the next step needs."""
+        self._heard = self._bound
+        self.capture.listen()
+
+    # ---- what a step reads -----------------------------------------------------------------------
+
+    def read(self, groups: list[Group], states: States, request: Request) -> Inputs:
+        """Update the plan, read and check a step's inputs, and agree on them among processes."""
+        processes = self._deciding(groups, request)
+        if processes.count == 1:
+            return self._read(groups, states, request, processes)
+        own, error, facts, numbers = None, None, [], [0.0] * NUMBERS
+        try:
+            own = self._read(groups, states, request, processes)
+            facts = [*self._facts(request), *facts_of_groups(own)]
+            numbers = [own.terms, own.skip, own.nonfinite, own.largest]
+        except Exception as problem:  # it is raised on every process
+            error = problem
+        terms, skip, nonfinite, largest = zip(*agree(processes, error, facts, numbers), strict=True)
+        assert own is not None  # agree() raises the error of this process
+        if any(skip):
+            return replace(own, skip=True, nonfinite=any(nonfinite))
+        check_same_gradients(largest)
+        return replace(own, terms=int(sum(terms)))
+
+    def _deciding(self, groups: list[Group], request: Request) -> Processes:
+        """Return the processes that agree on this step."""
+        # Processes agree on refreshes; and on every step if the update sends something, because one
+        # that raises or skips leaves the others waiting, or if a step may be skipped, because that
+        # process would refresh later.
+        sends, plan = self.distributed.divide_curvature, self.plan
+        if plan is not None and plan.first_shards is not None:
+            sends = (
+                sends or self.distributed.whole_matrices or any(g.get("kl_clip") for g in groups)
+            )
+        if not (self.capture.awaited or sends or request.nonfinite == "skip") or request.state_only:
+            return ALONE
+        return (
+            self.distributed.processes(plan)
+            if dist.is_available() and dist.is_initialized()
+            else ALONE
+        )
+
+    def _facts(self, request: Request) -> Iterator[str]:
+        """Yield lines of text that must be the same on all processes."""
+        distributed, sampler = self.distributed, self.capture.sampler
+        yield f"loss_reduction={self.form.loss_reduction!r}, fisher={self.form.fisher!r}"
+        # with 'skip' ranks agree on every step, not on refreshes alone
+        yield f"nonfinite={request.nonfinite!r}"
+        yield (
+            f"divide_curvature={distributed.divide_curvature}, "
+            f"whole_matrices={distributed.whole_matrices}"
+        )
+        yield f"communication_dtype={distributed.communication_dtype}"
+        if sampler is not None:
+            yield f"sampled labels: {'yes' if sampler.passes else 'no'}"
+
+    def _read(
+        self, groups: list[Group], states: States, request: Request, processes: Processes
+    ) -> Inputs:
+        """Return the inputs of this process."""
+        # Raise an error for an option, a state or a gradient that cannot be used.
+        capture = self.capture
+        self.options.check(groups, self.form.options)
+        self.options.check_values({"nonfinite": request.nonfinite})
+        bound = self.current(groups, states, modules=bool(capture.awaited))
+        due = self._due(bound)
+        known = bound, due, processes, next_refreshes(bound)
+        scale = request.scale()
+        if scale is not None and scale.found_inf:
+            return Inputs(*known, skip=True)
+        terms, of_outputs = self._loss_terms(request, due), 1.0
+        # then captured gradients are those of single loss terms already
+        sampled = capture.sampler is not None
+        if scale is not None:
+            if not sampled and self.form.has_g and any(layer.statistics.rows for layer in due):
+                of_outputs = scale.of_outputs()
+            scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
+        later = (
+            None
+            if scale is not None or processes.count > 1
+            else self._check_later(bound, request, due)
+        )
+        largest = 1.0 if later is not None else largest_gradient(groups, bound.plan)
+        if not math.isfinite(largest):
+            if request.nonfinite == "skip":
+                return Inputs(*known, skip=True, nonfinite=True)
+            raise FloatingPointError(nonfinite_message(bound))
+        self._check_mask(due)
+        output_scale = terms if terms and self.form.loss_reduction == "mean" and not sampled else 1
+        if bound.plan.first_shards is not None:
+            largest = 0.0  # every process has other rows, whose gradients differ
+        return Inputs(*known, terms, output_scale / of_outputs, largest, check=later)
+
+    def _check_later(
+        self, bound: Bound, request: Request, due: Sequence[LayerCurvature]
+    ) -> Check | None:
+        """Return the check of gradients on an accelerator that need not be waited for."""
+        first = next(
+            (p for group in bound.groups for p in group["params"] if p.grad is not None), None
+        )
+        # rows that processes divide have other gradients on each, and would need another process's
+        # check
+        if (
+            first is None
+            or first.device.type == "cpu"
+            or bound.plan.sharded
+            or (due and request.nonfinite == "skip")
+        ):
+            return None
+        gradients = [(p, g) for _, p, g in parameters_with_gradient(bound.groups)]
+        if accelerator_of(gradients) is None:
+            return None
+        return Check(gradients, min(float(group["damping"]) for group in bound.groups))
+
+    def _due(self, bound: Bound) -> list[LayerCurvature]:
+        """Return the layers that refresh in this step."""
+        found = []
+        for layer in bound.plan.layers.values() if self.capture.awaited else ():
+            # one that was made just now gathers nothing yet
+            if layer in self.capture.gathering and layer.weight.requires_grad:
+                check_split(layer)
+                found.append(layer)
+        return found
+
+    def _loss_terms(self, request: Request, due: Sequence[LayerCurvature]) -> int:
+        """Return N, the number of loss terms of this process; 0 if it is not needed."""
+        given = request.loss_terms() if callable(request.loss_terms) else request.loss_terms
+        if given is not None:
+            check(self.form.optimizer, {"loss_terms": given})
+            return int(given)
+        if not (due and self.form.has_g):
+            return 0
+        if self.capture.sampler is not None:
+            return self.capture.sampler.terms
+        terms, uncertain = loss_terms_of_step(self.capture.passes.values())
+        if uncertain is not None:
+            self.warnings.note("loss terms", _UNCERTAIN.format(*uncertain))
+        return terms
+
+    def _check_mask(self, due: Sequence[LayerCurvature]) -> None:
+        mask = self.capture.row_mask
+        if (
+            due
+            and mask is not None
+            and not self.capture.mask_taken
+            and any(layer.statistics.rows for layer in due)
+        ):
+            self.capture.discard()
+            raise RuntimeError(
+                f"row_mask of shape {tuple(mask.shape)} fits no layer: it must have the leading "
+                "dimensions of the layers' inputs, (N, L); set it before each forward pass, and "
+                "to None where there is no padding"
+            )
+
+    # ---- the refresh -----------------------------------------------------------------------------
+
+    def refresh(
+        self,
+        inputs: Inputs,
+        make_state: Callable[[Bound, Tensor, dict[str, Any], Group], None],
+        *,
+        state_only: bool,
+    ) -> Bound:
+        """Create missing state, and take new factors for the layers that are due."""
+        # Return the plan bound to them.
+        bound, due, capture = inputs.bound, inputs.due, self.capture
+        if bound.complete and not due:
+            return bound
+        try:
+            silent = self._pool(inputs, state_only=state_only)
+            if not bound.complete:
+                bound = self._completed(bound, make_state, divides=not state_only)
+            if due and not state_only:
+                if inputs.terms > 1 and not any(
+                    layer.refreshes for layer in bound.plan.layers.values()
+                ):
+                    self._note_summed_loss(inputs)
+                candidates = self._candidates(due, inputs.terms)
+                try:
+                    self.last_refresh = refresh(
+                        candidates,
+                        self.warnings.note_layer,
+                        relative=self.form.relative_damping,
+                        processes=inputs.processes,
+                        unless=inputs.unless,
+                    )
+                except FloatingPointError as error:
+                    raise FloatingPointError(nonfinite_message(bound)) from error
+                bound = self.bind(bound.refreshed())
+                for layer, what in silent:
+                    self.warnings.note_layer(layer, what)
+                capture.finish_refresh(due, self.last_refresh, [layer for layer, _ in silent])
+                for group in bound.groups if inputs.terms else ():
+                    group["last_loss_terms"] = inputs.terms
+        # the statistics may be partly scaled, or partly summed over processes
+        except BaseException:
+            capture.discard()
+            raise
+        return bound
+
+    def _pool(self, inputs: Inputs, *, state_only: bool) -> list[tuple[LayerCurvature, str]]:
+        """Scale the sums of output gradients, and count the rows of all processes."""
+        # Return the layers without statistics.
+        due, capture, scale = inputs.due, self.capture, inputs.output_scale
+        if not due:
+            return []
+        # gradients of outputs become those of one loss term
+        for layer in due if scale != 1.0 else ():
+            for g_sum in layer.statistics.sums()[1:] if layer.statistics.rows else ():
+                # in two products, because scale² can overflow float32 if the loss is scaled for
+                # half precision
+                g_sum.rows.mul_(scale).mul_(scale)
+        if inputs.processes.count > 1:
+            count_rows(inputs.processes, due, capture.reached, capture.inside_transform)
+        if state_only or capture.reached.issuperset(due):
+            return []
+        return silent_layers(inputs.bound.plan.layers.values(), capture)
+
+    def _completed(self, bound: Bound, make_state: Callable[..., None], *, divides: bool) -> Bound:
+        """Create all state that is missing, in the first step and after parameters were added."""
+        # All entries are created at once, so that a checkpoint has the same keys on every rank and
+        # at every time. They are not created with the optimizer, because wrappers may replace the
+        # parameters after that.
+        layers = list(bound.plan.layers.values())
+        if self.distributed.divide_curvature and divides:
+            divide(layers, self.distributed.processes(bound.plan))
+        for group in bound.groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    state = bound.states[parameter]
+                    # torch.distributed.checkpoint reports a parameter without state as missing
+                    state.setdefault("preconditioned", int(id(parameter) in bound.shares_of))
+                    make_state(bound, parameter, state, group)
+        found = Bound(bound.plan, bound.groups, bound.states, complete=True)
+        for layer in layers:
+            layer.make_state()
+        return self.bind(found)
+
+    def _candidates(self, layers: Sequence[LayerCurvature], terms: int) -> list[Candidate]:
+        """Return a candidate for each layer that has rows."""
+        # The memory of its statistics becomes that of its factors.
+        candidates = []
+        for layer in layers:
+            options, rows = layer.weight_view.options, layer.statistics.rows
+            if layer.weight.grad is None:
+                continue
+            group_terms, without_rows, group_rows = None, [], layer.statistics.group_rows
+            if group_rows:
+                without_rows = [not own for own in group_rows] if layer.refreshes else []
+                if "G" in layer.sides:
+                    before = layer.state[layer.prefix + "group_rows_per_term"]
+                    now = before.new_tensor(group_rows) / terms
+                    group_terms = torch.where(now > 0, now, before)
+            factors = layer.statistics.take(terms)
+            if factors is None:
+                if layer in self.capture.reached:
+                    then = (
+                        "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
+                    )
+                    self.warnings.note_layer(
+                        layer, f"it saw no rows (an empty batch, or every row masked): {then}"
+                    )
+                continue
+            thresholds = options.get("trace_thresholds", self.form.trace_thresholds)
+            candidates.append(
+                Candidate(
+                    layer,
+                    options["step"],
+                    factors,
+                    # T weights the product of A and G, so it is 1 for a layer without G
+                    rows_per_term=rows / terms if group_terms is None and len(factors) > 1 else 1.0,
+                    damping=float(options["damping"]),
+                    thresholds=(float(thresholds[0]), float(thresholds[1])),
+                    decay=float(options["factor_decay"]),
+                    group_rows_per_term=group_terms,
+                    without_rows=without_rows,
+                )
+            )
+        return candidates
+
+    def _note_summed_loss(self, inputs: Inputs) -> None:
+        """Warn of a loss that looks like a sum over the batch although it is to be a mean."""
+        # N² times too large a Fisher matrix makes damping void and the natural gradient N times too
+        # short
+        if (
+            not self.form.has_g
+            or self.form.loss_reduction == "sum"
+            or self.form.fisher == "sampled"
+        ):
+            return
+        means: list[torch.Tensor] = []  # the mean square of the output gradients of each layer
+        for layer in inputs.due:
+            rows = layer.statistics.rows
+            if rows:
+                # a row of routed experts belongs to one group
+                groups = 1 if layer.kind.routed else layer.kind.groups
+                mean = layer.statistics.sums()[1].traces().sum() / (
+                    rows * groups * layer.kind.outputs
+                )
+                means.append(mean.to(means[0]) if means else mean)
+        if not means:
+            return
+        of_processes = inputs.processes.gather(torch.stack(means).tolist())
+        squares = [max(0.0, sum(of_layer)) for of_layer in zip(*of_processes, strict=True)]
+        middle, largest = (
+            math.sqrt(square) for square in (statistics.median_low(squares), max(squares))
+        )
+        terms = inputs.terms
+        if (
+            middle > max(_MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM * terms)
+            and largest <= _LARGEST_PER_TERM * terms
+        ):
+            message = (
+                f"{self.form.optimizer.__name__}: the gradients are so large that the loss looks "
+                f"like a sum over the {terms} "
+                f'loss terms of the batch, not their mean; pass loss_reduction="sum", or average '
+                f"the loss over the batch. "
+                f"If it is an average, bring its targets to a scale of about 1"
+            )
+            self.warnings.note("summed loss", message)
+
+    # ---- the end of a step -----------------------------------------------------------------------
+
+    def finish(self, inputs: Inputs) -> None:
+        """Register the hooks that the next step needs.
+
+        They are those of the layers that it refreshes, or that were reached again.
+        """
+        changed = self._heard is not self._bound or bool(inputs.due)
+        if not inputs.due and self.capture.gathering:
+            changed = self.capture.finish_step() or changed
+        for group in inputs.bound.groups:
+            if group["step"] >= group["next_refresh"]:
+                for layer in inputs.bound.plan.layers.values():
+                    if layer.weight_view.options is group:
+                        layer.record(due=not layer.stopped)
+                changed = True
+        if changed:
+            self.listen()
+        if self.warnings.pending:
+            self.warnings.issue()
+
+    def is_divided(self, bound: Bound) -> bool:
+        """Return whether processes keep parts of the curvature alone, so that steps collect it."""
+        return self.distributed.divide_curvature and is_divided(bound.plan.layers.values())
+
+
+_UNCERTAIN = (
+    "THOR takes N = {0} for the number of loss terms of a backward pass, from the leading "
+    "dimension of the layers' inputs, while the last layer's input has {1}. If the loss averages "
+    "over another number (predicted tokens, groups of rows), set optimizer.loss_terms; {0} "
+    "confirms this one"
+)
+
+# RMS output gradients of a sum that is given as a mean: in the median layer, and relative to N.
+# Those of a mean of log-likelihoods or of standardised squared errors are about 1 or less in every
+# layer, those of the sum N times that.
+_MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM, _LARGEST_PER_TERM = 10.0, 0.05, 3.0
