@@ -172,15 +172,19 @@ def test_neither_a_rename_nor_another_machine_raises_a_number(recorded, golden):
 
 
 def test_a_move_is_declared_harmless_up_to_a_limit(recorded, golden):
-    found = recorded(nudged(golden, 44, 9e-8), "--harmless", "sums in another order")
+    # what later losses differ by is the same rounding, amplified
+    moved = nudged(nudged(golden, 40, 9e-8), 44, 1e-3)
+    found = recorded(moved, "--harmless", "sums in another order")
     assert found["numbers"] == {"THOR": 4, "ThorMuon": 7}
     (declared,) = found["harmless"]
     assert declared["reason"] == "sums in another order"
     assert declared["moves"] == {"digits": pytest.approx(9e-8, rel=0.01)}
     before = compare.read("digits")
     shorter = {**before, "losses": before["losses"][:-1]}
-    for far in (nudged(before, 3, 1.1e-7), nudged(before, 3, float("nan")), shorter):
-        with pytest.raises(SystemExit, match="may move by 1e-07 at most, and here those of digits"):
+    for far in (nudged(before, 3, 1.4e-7), nudged(before, 3, float("nan")), shorter):
+        with pytest.raises(
+            SystemExit, match="may move by 1.2e-07 at most, and here that of digits"
+        ):
             recorded(far, "--harmless", "too far")
         assert compare.read("digits") == before
         assert compare.read("numbers") == found

@@ -108,10 +108,14 @@ def computed_differences(name, golden, now):
 
 
 def move_of_losses(golden, now):
-    """The largest relative move of a loss; infinite where one run has more steps."""
+    """The relative move of the first loss that differs; infinite where one run has more steps.
+
+    Training amplifies even one rounding, so what later losses differ by says nothing of the change.
+    """
     if len(golden["losses"]) != len(now["losses"]):
         return math.inf
-    return max(map(_relative, golden["losses"], now["losses"]))
+    moves = map(_relative, golden["losses"], now["losses"])
+    return next((move for move in moves if move), 0.0)
 
 
 def _relative(old, new):
