@@ -1,11 +1,11 @@
-"""Mutate the mathematics and the persistence in a copy, one fault at a time, and see that tests
-catch each.
+"""Put faults into a copy of the mathematics and the persistence, and see that tests catch each.
 
-    python tests/mutations.py            # all, about ten minutes
+    python tests/mutations.py            # all, about five minutes
     python tests/mutations.py NAME ...   # some
 
-The exit status is 1 if a mutation survives, or no longer applies because the code has changed: then
-mend its entry.
+An entry names an expression of a function by what it is about (`nodes.py`), so it survives other
+formatting and other code around it. The exit status is 1 if a mutation survives, or if an entry has
+to be mended because its expression is not there any more.
 """
 
 import os
@@ -13,214 +13,203 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
+from nodes import Node, replaced
+
 ROOT = Path(__file__).parents[1]
-STEPS = ["tests/optim/test_layer_kinds.py", "tests/optim/test_step.py"]
-MUON = ["tests/optim/test_thor_muon.py"]
-STATE = ["tests/optim/test_state.py", "tests/optim/test_loading.py"]
-# name: (file below src/torch_thor, what stands there, what takes its place, the tests that must
-# fail)
+STEPS = ("tests/optim/test_layer_kinds.py", "tests/optim/test_step.py")
+MUON = ("tests/optim/test_thor_muon.py",)
+STATE = ("tests/optim/test_state.py", "tests/optim/test_loading.py")
+REFRESH = ("tests/optim/test_refresh.py",)
+RULE = ("tests/curvature/test_refresh_rule.py",)
+NATURAL = ("tests/optim/test_natural.py",)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault.
+
+    Args:
+        file: the file, below src/torch_thor.
+        function: the qualified name of the function.
+        node: the expression in it.
+        becomes: the expression in its place, in which ``_`` is what it was.
+        tests: the tests that must fail.
+    """
+
+    file: str
+    function: str
+    node: Node
+    becomes: str
+    tests: tuple[str, ...]
+
+    def apply(self, package: Path) -> None:
+        """Put the fault into the package at a path; LookupError says why that cannot be."""
+        path = package / self.file
+        if not path.is_file():
+            raise LookupError("there is no such file")
+        source = path.read_text(encoding="utf-8")
+        faulty = replaced(source, self.function, self.node, self.becomes)
+        path.write_text(faulty, encoding="utf-8")
+
+
 MUTATIONS = {
-    "second moment without the last block": (
-        "curvature/blocks.py",
-        "for run, part in zip(self.cut.runs, self.parts, strict=True):\n            own = samples",
-        "for run, part in list(zip(self.cut.runs, self.parts, strict=True))[:1]:\n            own "
-        "= samples",
-        STEPS,
+    "second moment without the last block": Mutation(
+        "curvature/blocks.py", "Blocks.add_second_moment_",
+        Node("loop"), "list(_)[:1]", STEPS,
     ),
-    "left product transposed": (
-        "curvature/blocks.py",
-        "solved.append(product(part, own)",
-        "solved.append(product(part.mT * 0.999, own)",
-        STEPS,
+    "left product transposed": Mutation(
+        "curvature/blocks.py", "Blocks.left_multiply",
+        Node("call", "product", number=2, argument=1), "_.mT * 0.999", STEPS,
     ),
-    "right product without the scale": (
-        "curvature/blocks.py",
-        "add_product_(into, matrix, self.parts[0], decay, scale)",
-        "add_product_(into, matrix, self.parts[0], decay, 1.0)",
-        STEPS,
+    "right product without the scale": Mutation(
+        "curvature/blocks.py", "Blocks.accumulate_right_product_",
+        Node("call", "add_product_", number=1, argument=5), "1.0", STEPS,
     ),
-    "trace without tails": (
-        "curvature/blocks.py",
-        "return found if full == size else found + rows",
-        "return found if full <= size else found + rows",
-        ["tests/curvature", "tests/optim/test_refresh.py"],
+    "trace without tails": Mutation(
+        "curvature/blocks.py", "Blocks.traces",
+        Node("operator", "=="), "full <= size", ("tests/curvature", *REFRESH),
     ),
-    "blocks cut one row too late": (
-        "curvature/blocks.py",
-        "for first in range(start, stop, most)]",
-        "for first in range(start + 1, stop, most)]",
-        ["tests/curvature"],
+    "blocks cut one row too late": Mutation(
+        "curvature/blocks.py", "Cut.of",
+        Node("call", "range", number=2, argument=1), "_ + 1", ("tests/curvature",),
     ),
-    "damping without the root": (
-        "curvature/refresh.py",
-        "added = [math.sqrt(self.damping / self.rows_per_term)]",
-        "added = [self.damping / self.rows_per_term]",
-        STEPS,
+    "damping without the root": Mutation(
+        "curvature/refresh.py", "Candidate.judge",
+        Node("call", "sqrt"), "self.damping / self.rows_per_term", STEPS,
     ),
-    "damping without T": (
-        "curvature/refresh.py",
-        "math.sqrt(self.damping / self.rows_per_term)",
-        "math.sqrt(self.damping)",
-        STEPS,
+    "damping without T": Mutation(
+        "curvature/refresh.py", "Candidate.judge",
+        Node("call", "sqrt", argument=1), "self.damping", STEPS,
     ),
-    "relative damping of the trace": (
-        "curvature/inverse.py",
-        "mean, numbers = trace / size",
-        "mean, numbers = trace",
-        MUON,
+    "relative damping of the trace": Mutation(
+        "curvature/inverse.py", "relative_damping",
+        Node("operator", "/", number=1), "trace", MUON,
     ),
-    "trace rule the wrong way": (
-        "curvature/refresh.py",
-        "if change > thresholds[0]",
-        "if change >= thresholds[0] * 2",
-        ["tests/curvature/test_refresh_rule.py", "tests/optim/test_refresh.py"],
+    "trace rule the wrong way": Mutation(
+        "curvature/refresh.py", "decide",
+        Node("operator", ">"), "change >= thresholds[0] * 2", (*RULE, *REFRESH),
     ),
-    "a layer never stops": (
-        "curvature/refresh.py",
-        "return Decision.STOP if change < thresholds[1] else Decision.KEEP",
-        "return Decision.KEEP",
-        ["tests/curvature/test_refresh_rule.py", "tests/optim/test_refresh.py"],
+    "a layer never stops": Mutation(
+        "curvature/refresh.py", "decide",
+        Node("return", number=2), "Decision.KEEP", (*RULE, *REFRESH),
     ),
-    "running average the wrong way": (
-        "curvature/inverse.py",
-        "new.lerp_(old, of.decay)",
-        "new.lerp_(old, 1 - of.decay)",
-        [*STEPS, "tests/optim/test_refresh.py"],
+    "running average the wrong way": Mutation(
+        "curvature/inverse.py", "_averaged",
+        Node("call", "lerp_", argument=2), "1 - _", (*STEPS, *REFRESH),
     ),
-    "a failed block keeps its broken inverse": (
-        "curvature/refresh.py",
-        "if any(one.failed for one in self.new):",
-        "if False:",
-        ["tests/curvature/test_refresh_rule.py", "tests/optim/test_failures.py"],
+    "a failed block keeps its broken inverse": Mutation(
+        "curvature/refresh.py", "Candidate.commit",
+        Node("call", "any", number=1), "False", (*RULE, "tests/optim/test_failures.py"),
     ),
-    "gradients of outputs not scaled by N": (
-        "optim/refresh_step.py",
-        "g_sum.rows.mul_(scale).mul_(scale)",
-        "g_sum.rows.mul_(scale)",
-        STEPS,
+    "gradients of outputs not scaled by N": Mutation(
+        "optim/preconditioner.py", "Preconditioner._pool",
+        Node("call", "mul_", number=1, argument=1), "1.0", STEPS,
     ),
-    "means over one row too many": (
-        "curvature/layer.py",
-        "factor.rows.div_(rows)",
-        "factor.rows.div_(rows + 1)",
-        STEPS,
+    "means over one row too many": Mutation(
+        "curvature/layer.py", "Statistics.take",
+        Node("call", "div_", argument=1), "_ + 1", STEPS,
     ),
-    "1 / T forgotten": (
-        "optim/natural.py",
-        "1.0 / layer.rows_per_term, scales",
-        "1.0, scales",
-        STEPS,
+    "1 / T of a weight forgotten": Mutation(
+        "optim/natural.py", "_matrices_of",
+        Node("call", "Matrix", number=4, argument=6), "1.0", STEPS,
     ),
-    "a bias with A": (
-        "optim/natural.py",
-        "if share.is_weight else (g,)",
-        "if share.is_weight else (a,)",
-        STEPS,
+    "1 / T of a bias forgotten": Mutation(
+        "optim/natural.py", "_matrices_of",
+        Node("call", "Matrix", number=3, argument=6), "1.0", STEPS,
     ),
-    "weight decay forgotten": (
-        "optim/natural.py",
-        'direction.add_(parameter, alpha=float(group["weight_decay"]))',
-        "pass",
-        STEPS,
+    "a bias with A": Mutation(
+        "optim/natural.py", "_matrices_of",
+        Node("call", "Matrix", number=3, argument=4), "a", STEPS,
     ),
-    "the bound too loose": (
-        "optim/natural.py",
-        "return 1.0 if length <= longest else longest / length",
-        "return 1.0",
-        ["tests/optim/test_natural.py"],
+    "weight decay forgotten": Mutation(
+        "optim/update.py", "with_decay",
+        Node("keyword", "alpha"), "0.0", STEPS,
     ),
-    "kl_clip without lr": (
-        "optim/natural.py",
-        'torch.sum(direction * dense) * float(group["lr"]) ** 2',
-        "torch.sum(direction * dense)",
-        ["tests/optim/test_natural.py", "tests/optim/test_step.py"],
+    "the bound too loose": Mutation(
+        "optim/update.py", "share_on_cpu",
+        Node("return", number=2), "1.0", NATURAL,
     ),
-    "Nesterov forgotten": (
-        "optim/natural.py",
-        'alpha=momentum)) if group["nesterov"] else buffers',
-        "alpha=momentum)) if False else buffers",
-        STEPS,
+    "kl_clip without lr": Mutation(
+        "optim/update.py", "within_kl_clip",
+        Node("operator", "**"), "1.0", STEPS,
     ),
-    "ThorMuon without depth": (
-        "optim/orthogonal.py",
-        "_USUAL_DEPTH / max(1, plan.depth)",
-        "1.0",
-        MUON,
+    "Nesterov forgotten": Mutation(
+        "optim/update.py", "momentum_",
+        Node("return"), "velocities", STEPS,
     ),
-    "ThorMuon's norm of a tall matrix": (
-        "optim/orthogonal.py",
-        "max(1.0, outputs / max(1, inputs))",
-        "1.0",
-        MUON,
+    "Nesterov's second term without the momentum": Mutation(
+        "optim/update.py", "momentum_",
+        Node("keyword", "alpha"), "1.0", STEPS,
     ),
-    "polar factors of one matrix": (
-        "curvature/polar.py",
-        "values.maximum(noise).rsqrt()",
-        "values.maximum(noise).sqrt()",
-        ["tests/curvature/test_polar.py"],
+    "momentum forgotten where a parameter takes its step alone": Mutation(
+        "optim/update.py", "with_momentum",
+        Node("keyword", "alpha"), "0.0", STEPS,
     ),
-    "loading keeps the dtype of the base class": (
-        "optim/checkpoint.py",
-        "_as_made(key, value.detach(), parameter, value.dtype)",
-        "_as_made(key, value.detach(), parameter, parameter.dtype)",
-        STATE,
+    "ThorMuon without depth": Mutation(
+        "optim/thor_muon.py", "ThorMuon._update",
+        Node("call", "sqrt"), "1.0", MUON,
     ),
-    "a refresh is not counted": (
-        "curvature/refresh.py",
-        "refreshes=layer.refreshes + 1)",
-        "refreshes=1)",
-        [*STATE, "tests/optim/test_refresh.py"],
+    "ThorMuon's depth without matrices that have no factors": Mutation(
+        "optim/plan.py", "Bound.__init__",
+        Node("call", "len", number=2), "0", MUON,
     ),
-}
+    "ThorMuon's norm of a tall matrix": Mutation(
+        "optim/orthogonal.py", "step_norm",
+        Node("call", "max", number=1), "1.0", MUON,
+    ),
+    "polar factors of one matrix": Mutation(
+        "curvature/polar.py", "_roots",
+        Node("call", "rsqrt"), "values.maximum(noise).sqrt()", ("tests/curvature/test_polar.py",),
+    ),
+    "loading keeps the dtype of the base class": Mutation(
+        "optim/checkpoint.py", "loading",
+        Node("call", "_as_made", argument=4), "parameter.dtype", STATE,
+    ),
+    "a refresh is not counted": Mutation(
+        "curvature/refresh.py", "Candidate.commit",
+        Node("keyword", "refreshes"), "1", (*STATE, *REFRESH),
+    ),
+}  # fmt: skip
 
 
-def survives(name: str) -> str | None:
-    """Return why a mutation was not caught; None if it was."""
-    file, old, new, tests = MUTATIONS[name]
+def tried(mutation: Mutation) -> tuple[bool, str]:
+    """Return whether a mutation was caught, and by which test, or how the tests ended."""
     with tempfile.TemporaryDirectory() as folder:
         for part in ("src", "tests", "pyproject.toml", "recipes"):
             source = ROOT / part
             copy = shutil.copytree if source.is_dir() else shutil.copy
             copy(source, Path(folder) / part)
-        path = Path(folder) / "src" / "torch_thor" / file
-        text = path.read_text(encoding="utf-8")
-        if old not in text:
-            return f"{file} has no {old!r} any more"
-        path.write_text(text.replace(old, new), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not slow",
-            *tests,
-        ]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(Path(folder) / "src"),
-            "OMP_NUM_THREADS": "1",
-        }
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        return (
-            None
-            if done.returncode == 1
-            else f"pytest ended with {done.returncode}: {done.stdout[-300:]}"
+        mutation.apply(Path(folder) / "src" / "torch_thor")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        environment = {**os.environ, "PYTHONPATH": f"{folder}/src", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, "-m", "not slow", *mutation.tests],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    if done.returncode == 1 and failed:
+        test = failed[0].removeprefix("FAILED ").partition(" - ")[0]
+        return True, f"caught by {test}"
+    return False, f"SURVIVED: pytest ended with {done.returncode}: {done.stdout[-300:]}"
 
 
 def main(names: list[str]) -> int:
     """Try the mutations, print what became of each, and return the exit status."""
     failed = 0
     for name in names or MUTATIONS:
-        why = survives(name)
-        failed += why is not None
-        print(f"{name}: {'caught' if why is None else f'SURVIVED: {why}'}", flush=True)
+        mutation = MUTATIONS[name]
+        try:
+            caught, what = tried(mutation)
+        except LookupError as error:
+            caught, what = False, f"mend this entry: {mutation.file}: {error}"
+        failed += not caught
+        print(f"{name}: {what}", flush=True)
     return int(failed > 0)
 
 
