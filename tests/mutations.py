@@ -129,16 +129,16 @@ MUTATIONS = {
         Node("keyword", "alpha"), "0.0", STEPS,
     ),
     "the bound too loose": Mutation(
-        "optim/update.py", "share_on_cpu",
+        "optim/bounds.py", "_trust_ratio",
         Node("return", number=2), "1.0", NATURAL,
     ),
     "kl_clip without lr": Mutation(
-        "optim/update.py", "within_kl_clip",
+        "optim/bounds.py", "within_kl_clip",
         Node("operator", "**"), "1.0", STEPS,
     ),
     "Nesterov forgotten": Mutation(
         "optim/update.py", "momentum_",
-        Node("return"), "velocities", STEPS,
+        Node("return", number=2), "velocities", STEPS,
     ),
     "Nesterov's second term without the momentum": Mutation(
         "optim/update.py", "momentum_",

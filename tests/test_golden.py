@@ -183,7 +183,7 @@ def test_a_move_is_declared_harmless_up_to_a_limit(recorded, golden):
     shorter = {**before, "losses": before["losses"][:-1]}
     for far in (nudged(before, 3, 1.4e-7), nudged(before, 3, float("nan")), shorter):
         with pytest.raises(
-            SystemExit, match="may move by 1.2e-07 at most, and here that of digits"
+            SystemExit, match=r"may move by 1\.2e-07 at most, and here that of digits"
         ):
             recorded(far, "--harmless", "too far")
         assert compare.read("digits") == before

@@ -38,6 +38,19 @@ def scores_to_add(mask: torch.Tensor | None) -> torch.Tensor | float:
     return mask
 
 
+def projections(module, inputs):
+    """Queries, keys and values."""
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight.split(module.embed_dim)
+    else:
+        weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+    found = [x @ weight.T for x, weight in zip(inputs, weights, strict=True)]
+    if module.in_proj_bias is None:
+        return found
+    biases = module.in_proj_bias.split(module.embed_dim)
+    return [y + bias for y, bias in zip(found, biases, strict=True)]
+
+
 def attention_by_hand(module, name, query, key, value, *, key_padding_mask=None, attn_mask=None):
     """(output, weights averaged over the heads, [(layer name, x, y)]); inputs are shaped as the
     module takes them.
@@ -47,20 +60,11 @@ def attention_by_hand(module, name, query, key, value, *, key_padding_mask=None,
     swap = not module.batch_first and not alone
     if swap:
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-    if module.in_proj_weight is not None:
-        weights = [
-            module.in_proj_weight[i * module.embed_dim : (i + 1) * module.embed_dim]
-            for i in range(3)
-        ]
-    else:
-        weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-    seen = []
-    for i, (part, x, weight) in enumerate(zip(PARTS, (query, key, value), weights, strict=True)):
-        y = x @ weight.T
-        if module.in_proj_bias is not None:
-            y = y + module.in_proj_bias[i * module.embed_dim : (i + 1) * module.embed_dim]
-        seen.append((f"{dot}{part}_proj", x, y))
-    projected = [y for *_, y in seen]
+    projected = projections(module, (query, key, value))
+    seen = [
+        (f"{dot}{part}_proj", x, y)
+        for part, x, y in zip(PARTS, (query, key, value), projected, strict=True)
+    ]
     q, k, v = (t[None] if alone else t for t in projected)
     padding = None if key_padding_mask is None else key_padding_mask.reshape(len(q), -1)
     size = module.embed_dim // module.num_heads

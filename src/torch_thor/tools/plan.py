@@ -102,14 +102,8 @@ def plan(
 ) -> list[Row]:
     """Print and return the rows of all ways to train and numbers of devices."""
     # The options are those of `torch-thor plan`.
-    checked = {
-        "devices": (min(devices), 1),
-        "shards": (shards, 2),
-        "batch": (batch, 1),
-        "samples": (samples, 1),
-    }
-    for option, (value, least) in checked.items():
-        require(value is None or value >= least, f"--{option} {value}: give {least} or more")
+    _require_at_least(1, devices=min(devices), batch=batch, samples=samples)
+    _require_at_least(2, shards=shards)
     require(
         bandwidth > 0 <= latency,
         f"--bandwidth {bandwidth} must be above 0, --latency {latency} at least 0",
@@ -119,18 +113,7 @@ def plan(
     is_recipe = subject in recipe_names() or Path(subject).suffix in {".yaml", ".yml"}
     require(is_recipe or not words, f"{subject} is no recipe: leave {' '.join(words)} out")
     recipe = load_recipe(subject, words) if is_recipe else None
-    used = [name for name in (recipe.optimizer if recipe else KINDS) if name in KINDS]
-    name = optimizer or (used[0] if used else "none")
-    require(
-        name in KINDS,
-        f"--optimizer {name}: only {' and '.join(KINDS)} have curvature to plan for; give one",
-    )
-    given = dict(recipe.optimizers.get(name, {})) if recipe else {}
-    given |= {} if split_dim is None else {"split_dim": split_dim}
-    require(
-        given.get("split_dim") != AUTO,
-        "split_dim=auto is measured by a training: give --split-dim, such as 128",
-    )
+    name, given = _chosen(recipe, optimizer, split_dim)
     with torch.device("meta"):
         model = subject_of(subject, recipe, batch or 1).model
     require(
@@ -149,17 +132,14 @@ def plan(
     _print(console, TITLE, SIZES, {row: _sizes(row) for row in rows})
     measured, times = None, {row: dict[str, float]() for row in rows}
     if batch is not None:
-        where = device_of(device)
-        say(f"Measuring a step on {where} ...")
-        measured = measure(subject, recipe, name, given, where, batch)
-        for row, own in times.items():
-            own["step"], own["network"], own["refresh"] = row.seconds(
-                measured, 1e9 * bandwidth, 1e-6 * latency
-            )
+        say(f"Measuring a step on {device_of(device)} ...")
+        measured = measure(subject, recipe, name, given, device_of(device), batch)
+        interval = thor.param_groups[0]["update_interval"]
+        for row in rows:
+            seconds = row.seconds(measured, 1e9 * bandwidth, 1e-6 * latency)
+            times[row] = dict(zip(("step", "network", "refresh"), seconds, strict=True))
             if samples is not None:
-                steps = -(-samples // (measured.batch * row.devices))
-                refreshes = _refreshes(thor.param_groups[0]["update_interval"], steps)
-                own["training"] = refreshes * own["refresh"] + (steps - refreshes) * own["step"]
+                times[row]["training"] = _training(row, times[row], measured, interval, samples)
         paper = PAPER if (recipe.model if recipe else subject) == PAPER_MODEL else {}
         cells = {row: _times(row, own, measured.batch, paper) for row, own in times.items()}
         _print(console, "Predicted times", TIMES, cells)
@@ -177,11 +157,48 @@ def plan(
         content["network"] = {"bandwidth": bandwidth, "latency": latency, "shards": shards}
         content["measured"] = measured and asdict(measured)
         content["rows"] = [{**asdict(row), "seconds": own} for row, own in times.items()]
-        with writing(out, "choose another folder with --out"):
-            out.mkdir(parents=True, exist_ok=True)
-            write_text(out / FILE, json.dumps(content, indent=1) + "\n")
+        _write(out, content)
         say(f"Numbers are in {out}")
     return rows
+
+
+def _require_at_least(least: int, **given: int | None) -> None:
+    for option, value in given.items():
+        require(value is None or value >= least, f"--{option} {value}: give {least} or more")
+
+
+def _chosen(
+    recipe: Recipe | None, optimizer: str | None, split_dim: int | None
+) -> tuple[str, dict[str, Any]]:
+    """Return the name of the optimizer to plan for, and its options."""
+    used = [name for name in (recipe.optimizer if recipe else KINDS) if name in KINDS]
+    name = optimizer or (used[0] if used else "none")
+    require(
+        name in KINDS,
+        f"--optimizer {name}: only {' and '.join(KINDS)} have curvature to plan for; give one",
+    )
+    given = dict(recipe.optimizers.get(name, {})) if recipe else {}
+    given |= {} if split_dim is None else {"split_dim": split_dim}
+    require(
+        given.get("split_dim") != AUTO,
+        "split_dim=auto is measured by a training: give --split-dim, such as 128",
+    )
+    return name, given
+
+
+def _training(
+    row: Row, seconds: Mapping[str, float], measured: Measured, interval: Any, samples: int
+) -> float:
+    """Return the seconds of a training on so many samples."""
+    steps = -(-samples // (measured.batch * row.devices))
+    refreshes = _refreshes(interval, steps)
+    return refreshes * seconds["refresh"] + (steps - refreshes) * seconds["step"]
+
+
+def _write(out: Path, content: Mapping[str, Any]) -> None:
+    with writing(out, "choose another folder with --out"):
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / FILE, json.dumps(content, indent=1) + "\n")
 
 
 def rows_of(optimizer: CurvatureOptimizer, form: str, devices: int, shards: int) -> list[Row]:

@@ -104,6 +104,19 @@ def _without_markup(tokens: list[Any]) -> list[Any]:
     return kept
 
 
+def _collect_link(link: Any, pieces: list[str]) -> None:
+    """Append what a link shows to `pieces`; links to files and categories show nothing."""
+    title = str(link.title)
+    if _PREFIXED.match(title):
+        return
+    if link.text is not None and link.text.nodes:
+        _collect(link.text.nodes, pieces)
+    elif title.lstrip().startswith(":"):
+        pieces.append(title.strip().lstrip(":"))
+    else:
+        _collect(link.title.nodes, pieces)
+
+
 def _collect(nodes: Any, pieces: list[str]) -> None:
     """Append the plain text of nodes to `pieces`."""
     # `_ITEM` stands in list items, and `_INDENT` before indented lines.
@@ -117,15 +130,7 @@ def _collect(nodes: Any, pieces: list[str]) -> None:
         elif isinstance(node, ExternalLink):
             _collect([] if node.title is None else node.title.nodes, pieces)
         elif isinstance(node, Wikilink):
-            title = str(node.title)
-            if _PREFIXED.match(title):
-                continue
-            if node.text is not None and node.text.nodes:
-                _collect(node.text.nodes, pieces)
-            elif title.lstrip().startswith(":"):
-                pieces.append(title.strip().lstrip(":"))
-            else:
-                _collect(node.title.nodes, pieces)
+            _collect_link(node, pieces)
         elif isinstance(node, Tag):
             name = str(node.tag).strip().lower()
             if name in _LIST_ITEMS:
