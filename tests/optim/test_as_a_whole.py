@@ -4,6 +4,8 @@ the state moves.
 
 import copy
 import itertools
+import math
+import re
 import warnings
 from functools import partial
 
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from tiny import assert_same, backward, batches, train, twins, weights
-from torch_thor import THOR, ThorMuon
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, split_rows
 from torch_thor.curvature import refresh
 
 STREAM = batches(8, dtype=torch.float32)
@@ -121,6 +123,21 @@ def flat(optimizer, patch):
     return RuntimeError, r"flat tensors.*ZeRO.*fully_shard, then the optimizer.*DistributedDataPara"
 
 
+def option(name, value, rule, optimizer, patch):
+    patch.setitem(optimizer.param_groups[0], name, value)
+    return ValueError, f"{name}={re.escape(repr(value))}: {name} must be {rule}"
+
+
+def lost_option(optimizer, patch):
+    patch.delitem(optimizer.param_groups[0], "max_update_ratio")
+    return ValueError, "group 0 has no 'max_update_ratio' any more.*put it back"
+
+
+def pre_hook(optimizer, patch):
+    patch.setitem(optimizer._optimizer_step_pre_hooks, 0, bug)
+    return Bug, "the user's own"
+
+
 # name: what is done between backward pass and step, and after how many steps; a refresh is due in
 # steps 0 and 3
 FAULTS = {
@@ -135,6 +152,13 @@ FAULTS = {
     "shape": (shape, (1, 3)),
     "gradients by hand": (by_hand, (0, 3)),
     "flat parameters": (flat, (0,)),
+    "lr": (partial(option, "lr", None, "a finite number"), (0, 1, 3)),
+    "momentum": (partial(option, "momentum", 1.0, "in"), (0, 1, 3)),
+    "bound": (partial(option, "max_update_ratio", "x", "None or a number"), (0, 1, 3)),
+    "weight decay": (partial(option, "weight_decay", [0.1], "a finite number"), (0, 1, 3)),
+    "counter": (partial(option, "step", None, "a whole number"), (0, 1, 3)),
+    "lost option": (lost_option, (0, 1, 3)),
+    "hook before the step": (pre_hook, (0, 1, 3)),
 }
 
 
@@ -157,7 +181,8 @@ def test_a_step_that_fails_changes_nothing(fault, monkeypatch):
         if steps or error is not torch.OutOfMemoryError:
             assert_same(optimizer.state_dict(), before[1], where)
         assert all(layer.due == (steps != 1) for layer in optimizer.curvature.values()), where
-        assert not optimizer.last_refresh, where
+        if fault != "hook before the step":  # there step() does not begin
+            assert not optimizer.last_refresh, where
         optimizer.zero_grad()
         for one, its in ((model, optimizer), (twin, other)):
             train(one, its, STREAM[steps:])
@@ -321,3 +346,77 @@ def test_a_module_that_is_wrapped_in_place_is_still_there():
     assert set(optimizer.curvature) == {"body", "head.0.0"}
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+# ---- what a subclass, a default dtype and a late declaration do ----------------------------------
+
+
+class Forwarding(ThorMuon):
+    """A subclass that names none of its arguments."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def test_a_subclass_that_hands_its_arguments_on_steps_and_is_told_the_default():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = Forwarding(model, lr=0.001)
+    with pytest.warns(RuntimeWarning, match=r"Forwarding: lr=0\.001 is below 0\.008, a tenth of"):
+        train(model, optimizer, STREAM + STREAM)
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"lr=-1\.0: lr must be .*start from 0\.08"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("make", [THOR, ThorMuon, LAMB, partial(AGCSGD, lr=0.1, momentum=0.9)])
+def test_another_default_dtype_changes_nothing(make, dtype):
+    """Weights, and the dtypes of all state; a counter in half precision would stick at 256."""
+    found = []
+    for default in (torch.float32, dtype):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
+        torch.set_default_dtype(default)
+        try:
+            optimizer = make(model)
+            train(model, optimizer, STREAM)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append((weights(model), optimizer.state_dict()["state"]))
+    assert_same(*found)
+
+
+def test_a_declaration_of_rows_after_the_optimizer_was_made_holds_for_the_next():
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    twin = copy.deepcopy(model)
+    optimizer, other = ThorMuon(model), ThorMuon(twin)
+    train(model, optimizer, STREAM[:2])
+    train(twin, other, STREAM[:2])
+    split_rows(model[0], (4, 4))
+    train(model, optimizer, STREAM[2:])
+    train(twin, other, STREAM[2:])
+    assert_same(weights(model), weights(twin))
+    with pytest.raises(ValueError, match=r"'0': \(4, 4\) must add up to its 6 outputs"):
+        ThorMuon(model)
+
+
+@pytest.mark.parametrize("make", [LAMB, partial(AGCSGD, lr=0.1, momentum=0.9)])
+def test_lamb_and_agc_sgd_change_nothing_where_an_option_is_wrong(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = make(model)
+    train(model, optimizer, STREAM[:2])
+    backward(model, STREAM[2])
+    before = weights(model), copy.deepcopy(optimizer.state_dict()["state"])
+    (group,) = optimizer.param_groups
+    for name in ("lr", "weight_decay", "eps"):
+        for wrong in (None, "x", -1.0, [0.1], math.nan):
+            own, group[name] = group[name], wrong
+            with pytest.raises(ValueError, match=f"{name}=.*: {name} must be"):
+                optimizer.step()
+            del group[name]
+            with pytest.raises(ValueError, match=f"group 0 has no '{name}' any more"):
+                optimizer.step()
+            group[name] = own
+    assert_same((weights(model), optimizer.state_dict()["state"]), before)

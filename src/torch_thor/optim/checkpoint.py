@@ -11,7 +11,7 @@ from torch_thor.capture.patterns import some
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.optim.options import OPTIONS
+from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Bound, parameters
 
@@ -97,7 +97,7 @@ def _check_origin(
         )
     for i, group in enumerate(state_dict["param_groups"]):
         signs = [f"no {key}" for key in needed if key not in group]
-        signs += [key for key in group if key in OPTIONS and key not in optimizer.defaults]
+        signs += [key for key in group if key in OF_GROUPS and key not in optimizer.defaults]
         if signs:
             options = [key for key in group if key not in ("params", "param_names")]
             known = next(

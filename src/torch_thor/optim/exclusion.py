@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns, selected, some
 from torch_thor.optim import checkpoint
-from torch_thor.optim.options import OPTIONS, Option, check, flag
+from torch_thor.optim.options import OPTIONS, Option, check, check_complete, flag
 from torch_thor.optim.parameters import Group, parameters_of
 
 COMMON = {
@@ -137,6 +137,8 @@ class ExcludingOptimizer(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         found: list[list[Found]] = []
         for i, (group, slots) in enumerate(zip(self.param_groups, self._slots, strict=True)):
+            check_complete(type(self), i, group, self.options)
+            self._check(group)
             if len(group["params"]) != len(slots):
                 raise RuntimeError(
                     f"parameter group {i} has {len(group['params'])} parameters and had "

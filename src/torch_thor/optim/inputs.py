@@ -18,6 +18,7 @@ from torch_thor.curvature.processes import Processes
 from torch_thor.intervals import steps_until_next
 from torch_thor.optim.check import Check
 from torch_thor.optim.loss_scale import LossScale
+from torch_thor.optim.options import number
 from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.plan import Bound, Plan
 
@@ -69,7 +70,7 @@ def creates_state_only(groups: list[Group]) -> bool:
 
     It does so with lr and gradients 0.
     """
-    if any(float(group["lr"]) for group in groups):
+    if any(number(group.get("lr")) != 0 for group in groups):  # options are not checked yet
         return False
     return not any(
         bool(real_elements(gradient).any()) for _, _, gradient in parameters_with_gradient(groups)

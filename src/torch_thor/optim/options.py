@@ -107,8 +107,15 @@ OF_GROUPS: dict[str, Option] = {  # what stands in each parameter group of THOR 
     "kl_clip": _BOUND,
     "max_update_ratio": _BOUND,
 }
+_COUNTER = Option(
+    lambda v: number(v) is not None and float(v).is_integer() and v >= 0,
+    "a whole number ≥ 0",
+    "step() counts it: put it back",
+)
 OPTIONS: dict[str, Option] = {
     **OF_GROUPS,
+    "step": _COUNTER,
+    "next_refresh": _COUNTER,
     "loss_reduction": _one_of("mean", "sum"),
     "fisher": _one_of("empirical", "sampled"),
     "nonfinite": _one_of("raise", "skip"),
@@ -144,6 +151,17 @@ def default_of(optimizer: Callable[..., Any], name: str) -> Any:
     return None
 
 
+def check_complete(
+    optimizer: type, index: int, group: Mapping[str, Any], required: Collection[str]
+) -> None:
+    """Raise ValueError for an option that a parameter group lacks."""
+    if missing := [name for name in required if name not in group]:
+        raise ValueError(
+            f"parameter group {index} has no {missing[0]!r} any more: every option must stand in "
+            f"each group; put it back ({default_of(optimizer, missing[0])!r} is its default)"
+        )
+
+
 class CheckedOptions:
     """The options that have passed the check, so that only those that were replaced are checked."""
 
@@ -154,12 +172,7 @@ class CheckedOptions:
     def check(self, groups: Iterable[dict[str, Any]], required: Collection[str]) -> None:
         """Raise ValueError for an option that is missing or out of range, as a schedule may do."""
         for i, group in enumerate(groups):
-            if missing := [name for name in required if name not in group]:
-                default = default_of(self._optimizer, missing[0])
-                raise ValueError(
-                    f"parameter group {i} has no {missing[0]!r} any more: every option must stand "
-                    f"in each group; put it back ({default!r} is its default)"
-                )
+            check_complete(self._optimizer, i, group, required)
             self.check_values(group, id(group))
 
     def check_values(self, values: Mapping[str, Any], key: int = 0) -> None:

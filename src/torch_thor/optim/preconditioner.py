@@ -21,7 +21,7 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
 from torch_thor.distributed.agreement import NUMBERS, agree, check_same_gradients, count_rows
-from torch_thor.distributed.divided import divide, is_divided
+from torch_thor.distributed.divided import divide
 from torch_thor.distributed.processes import Distributed
 from torch_thor.optim import report
 from torch_thor.optim.check import Check, accelerator_of
@@ -443,10 +443,6 @@ class Preconditioner:
             self.listen()
         if self.warnings.pending:
             self.warnings.issue()
-
-    def is_divided(self, bound: Bound) -> bool:
-        """Return whether processes keep parts of the curvature alone, so that steps collect it."""
-        return self.distributed.divide_curvature and is_divided(bound.plan.layers.values())
 
 
 _UNCERTAIN = (
