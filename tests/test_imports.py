@@ -11,6 +11,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from torch import nn
+
 import torch_thor
 
 TESTS = Path(__file__).parent
@@ -182,7 +184,7 @@ def private_attributes(module):
 
 def test_no_module_uses_a_private_attribute_of_another():
     found = {m: private_attributes(m) for m in MODULES if m.split(".")[1] in OPTIMIZERS}
-    ours = {name for own, _ in found.values() for name in own}
+    ours = {name for own, _ in found.values() for name in own} - vars(nn.Module()).keys()
     assert len(ours) > 100
     assert not [(m, name) for m, (own, used) in found.items() for name in used & ours - own]
 

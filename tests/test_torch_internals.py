@@ -17,8 +17,11 @@ from torch_thor.torch_internals import (
     backward_keeps_graph,
     backward_reaches,
     compile_stance,
+    extension_device,
     function_mode,
     functorch,
+    fused_devices,
+    fused_sgd_,
     is_tracing,
     saved_hooks,
     tree_flatten,
@@ -133,6 +136,24 @@ def test_trees():
         == tree_map(lambda x: x * 2, tree)
         == {"a": [2, 4], "b": (6,)}
     )
+
+
+def test_a_fused_kernel_changes_nothing_where_it_is_told_so():
+    """``x - lr · (step + decay · x)`` for all tensors, unless found_inf is 1."""
+    options = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+    for found_inf, expected in ((0.0, [0.7, 1.5]), (1.0, [1.0, 2.0])):
+        x, step = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])
+        fused_sgd_(
+            [x], [step], [], lr=0.1, weight_decay=2.0, is_first_step=False,
+            found_inf=torch.tensor(found_inf), **options,
+        )  # fmt: skip
+        assert x.tolist() == pytest.approx(expected)
+
+
+def test_the_devices_with_fused_optimizers():
+    assert {"cpu", "cuda"} <= {*fused_devices()}
+    assert "meta" not in fused_devices()
+    assert isinstance(extension_device(), str)
 
 
 def private_names(path):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 # batches are trees of tensors, and torch has no public functions for trees
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -35,6 +36,12 @@ functorch = torch._C._functorch.peek_interpreter_stack
 is_tracing = torch._C._is_tracing
 # the innermost TorchFunctionMode that is active, to take away one that an interrupt left behind
 function_mode: Callable[[], Any] = _get_current_function_mode
+
+# the kernel of torch.optim.SGD(fused=True), which leaves everything as it is where found_inf is 1
+fused_sgd_ = torch._fused_sgd_
+# the devices that have fused optimizers, and the name of a device that an extension has added
+fused_devices = _get_fused_kernels_supported_devices
+extension_device = torch._C._get_privateuse1_backend_name
 
 # of torch: the stance of torch.compile, which torch.compiler can set but not read; slow to import,
 # so not imported here

@@ -78,7 +78,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._distributed = Distributed() if distributed is None else distributed
         form = Form(
             type(self),
-            tuple({**options, **COUNTERS}),
+            frozenset({**options, **COUNTERS}),
             self.sides,
             self.relative_damping,
             self.trace_thresholds,

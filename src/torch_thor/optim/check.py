@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from torch_thor.curvature.blocks import factor_dtype
+from torch_thor.torch_internals import extension_device, fused_devices
 
 
 def fused_on(device: torch.device) -> bool:
     """Return whether torch has fused optimizers for an accelerator."""
-    known = (*_get_fused_kernels_supported_devices(), torch._C._get_privateuse1_backend_name())
+    known = (*fused_devices(), extension_device())
     return device.type not in ("cpu", "meta") and device.type in known
 
 

@@ -4,7 +4,7 @@ It reads this before it changes anything.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch_thor.curvature.processes import Processes
 from torch_thor.intervals import steps_until_next
 from torch_thor.optim.check import Check
 from torch_thor.optim.loss_scale import LossScale
-from torch_thor.optim.options import number
+from torch_thor.optim.options import OPTIONS, check, check_complete, number
 from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.plan import Bound, Plan
 
@@ -75,6 +75,31 @@ def creates_state_only(groups: list[Group]) -> bool:
     return not any(
         bool(real_elements(gradient).any()) for _, _, gradient in parameters_with_gradient(groups)
     )
+
+
+class CheckedOptions:
+    """The options that have passed the check, so that only those that were replaced are checked."""
+
+    def __init__(self, optimizer: type) -> None:
+        self._optimizer = optimizer
+        self._checked: dict[int, dict[str, Any]] = {}
+
+    def check(self, groups: Iterable[dict[str, Any]], required: Set[str]) -> None:
+        """Raise ValueError for an option that is missing or out of range, as a schedule may do."""
+        for i, group in enumerate(groups):
+            if not group.keys() >= required:
+                check_complete(self._optimizer, i, group, required)
+            self.check_values(group, id(group))
+
+    def check_values(self, values: Mapping[str, Any], key: int = 0) -> None:
+        """Raise ValueError for the first value that is out of range."""
+        checked = self._checked.setdefault(key, {})
+        for name, value in values.items():
+            # a tensor or a list may have been changed in place
+            is_known = value is checked.get(name, checked) and not isinstance(value, list | Tensor)
+            if name in OPTIONS and not is_known:
+                check(self._optimizer, {name: value})
+                checked[name] = value
 
 
 def next_refreshes(bound: Bound) -> tuple[int, ...]:

@@ -6,12 +6,11 @@ refused by the same rule wherever it comes from.
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -160,27 +159,3 @@ def check_complete(
             f"parameter group {index} has no {missing[0]!r} any more: every option must stand in "
             f"each group; put it back ({default_of(optimizer, missing[0])!r} is its default)"
         )
-
-
-class CheckedOptions:
-    """The options that have passed the check, so that only those that were replaced are checked."""
-
-    def __init__(self, optimizer: type, options: Mapping[str, Option] = OPTIONS) -> None:
-        self._optimizer, self._options = optimizer, options
-        self._checked: dict[int, dict[str, Any]] = {}
-
-    def check(self, groups: Iterable[dict[str, Any]], required: Collection[str]) -> None:
-        """Raise ValueError for an option that is missing or out of range, as a schedule may do."""
-        for i, group in enumerate(groups):
-            check_complete(self._optimizer, i, group, required)
-            self.check_values(group, id(group))
-
-    def check_values(self, values: Mapping[str, Any], key: int = 0) -> None:
-        """Raise ValueError for the first value that is out of range."""
-        checked = self._checked.setdefault(key, {})
-        for name, value in values.items():
-            # a tensor or a list may have been changed in place
-            is_known = value is checked.get(name, checked) and not isinstance(value, list | Tensor)
-            if name in self._options and not is_known:
-                check(self._optimizer, {name: value}, self._options)
-                checked[name] = value

@@ -1,8 +1,8 @@
 """A model's curvature for an optimizer: which layers there are, their statistics and refreshes.
 
 A :class:`Preconditioner` never sees the optimizer. It is given groups, state and what the user has
-set, and returns values: a :class:`~torch_thor.optim.plan.Bound`, which the update reads, and the
-:class:`~torch_thor.optim.inputs.Inputs` of a step.
+set, and returns values: a :class:`torch_thor.optim.plan.Bound`, which the update reads, and the
+:class:`torch_thor.optim.inputs.Inputs` of a step.
 """
 
 import math
@@ -27,6 +27,7 @@ from torch_thor.optim import report
 from torch_thor.optim.check import Check, accelerator_of
 from torch_thor.optim.checkpoint import conform
 from torch_thor.optim.inputs import (
+    CheckedOptions,
     Inputs,
     Request,
     check_split,
@@ -36,7 +37,7 @@ from torch_thor.optim.inputs import (
     nonfinite_message,
 )
 from torch_thor.optim.missing import silent_layers
-from torch_thor.optim.options import CheckedOptions, check
+from torch_thor.optim.options import check
 from torch_thor.optim.parameters import Group, States, parameters_with_gradient
 from torch_thor.optim.plan import Bound, Plan, parameters
 
@@ -46,7 +47,7 @@ class Form:
     """What an optimizer needs of the curvature, and how its loss is."""
 
     optimizer: type  # its class, for messages and options
-    options: tuple[str, ...]  # what every parameter group has
+    options: frozenset[str]  # what every parameter group has
     sides: tuple[str, ...]  # the factors that are used: ("A", "G") or ("A",)
     relative_damping: bool  # whether the damping is relative to the mean diagonal of a factor
     trace_thresholds: tuple[float, float]  # where a group has none

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_thor.optim.works import Work
+from torch_thor.torch_internals import fused_sgd_
 
 Directions = Iterator[tuple[Work, list[Tensor]]]  # what a step is to follow, work by work
 
@@ -56,7 +57,7 @@ def _fused_sgd_(
 ) -> None:
     """Compute ``x ← x - lr · (s + decay · x)``, unless a number on the device is 1."""
     # One kernel does it for all tensors.
-    torch._fused_sgd_(
+    fused_sgd_(
         targets,
         steps,
         [],
