@@ -18,7 +18,7 @@ from torch_thor.curvature.processes import Processes
 from torch_thor.intervals import steps_until_next
 from torch_thor.optim.check import Check
 from torch_thor.optim.loss_scale import LossScale
-from torch_thor.optim.options import OPTIONS, check, check_complete, number
+from torch_thor.optim.options import COUNTERS, OPTIONS, check, check_complete, number
 from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.plan import Bound, Plan
 
@@ -106,6 +106,8 @@ def next_refreshes(bound: Bound) -> tuple[int, ...]:
     """Return for each group the step of its next refresh as of the end of this step."""
     found = []
     for group in bound.groups:
+        if not (type(group["step"]) is type(group["next_refresh"]) is int):
+            check(type(bound), group, COUNTERS)
         step, at, interval = (
             int(group["step"]),
             int(group["next_refresh"]),

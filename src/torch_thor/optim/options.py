@@ -106,15 +106,8 @@ OF_GROUPS: dict[str, Option] = {  # what stands in each parameter group of THOR 
     "kl_clip": _BOUND,
     "max_update_ratio": _BOUND,
 }
-_COUNTER = Option(
-    lambda v: number(v) is not None and float(v).is_integer() and v >= 0,
-    "a whole number ≥ 0",
-    "step() counts it: put it back",
-)
 OPTIONS: dict[str, Option] = {
     **OF_GROUPS,
-    "step": _COUNTER,
-    "next_refresh": _COUNTER,
     "loss_reduction": _one_of("mean", "sum"),
     "fisher": _one_of("empirical", "sampled"),
     "nonfinite": _one_of("raise", "skip"),
@@ -124,6 +117,14 @@ OPTIONS: dict[str, Option] = {
         "None takes the leading dimension of the batch",
     ),
 }
+
+
+_COUNTER = Option(
+    lambda v: number(v) is not None and float(v).is_integer() and v >= 0,
+    "a whole number ≥ 0",
+    "step() counts it: put it back",
+)
+COUNTERS = {"step": _COUNTER, "next_refresh": _COUNTER}
 
 
 def check(
