@@ -1,7 +1,7 @@
-"""THOR and ThorMuon for linear layers, to read; to train, use those of :mod:`torch_thor`.
+"""THOR and ThorMuon for linear layers, to read; those to train with are in :mod:`torch_thor`.
 
-Left out: defaults; other layers; inputs other than ``(N, ..., d_in)``; losses other than means over
-N terms; several passes in a step; intervals that grow; samples of large batches; failures.
+Left out: default options; other layers; inputs other than ``(N, ..., d_in)``; losses other than the
+mean over N; several passes in a step; growing intervals; samples of large batches; failures.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Reference:
-    """What both have: options, layers, what these see, inverses of blocks, and a bound."""
+    """What both have: options, what layers see, inverses of blocks, and the bound on a step."""
 
     model: nn.Module
     lr: float
@@ -117,7 +117,7 @@ def orthogonal(matrix: Tensor, split_dim: int | None) -> Tensor:
     found = []
     for block in matrix.split(split_dim or len(matrix)):
         U, values, Vt = torch.linalg.svd(block, full_matrices=False)
-        found.append(U * (values > 1e-9 * values.max()) @ Vt)  # 0 has no direction
+        found.append(U * (values > 1e-9 * values.max()) @ Vt)  # a value of 0 has no direction
     return torch.cat(found)
 
 
