@@ -83,6 +83,10 @@ EXCEPTIONS = {
         "curvature.refresh",
         "tells observers of decisions without an optimizer",
     ),
+    "test_readable_reference.py": (
+        "reference",
+        "compares the optimizers with those that are there to be read",
+    ),
     "test_cli.py": (
         "commands training.recipes",
         "loads the commands anew, and reads a recipe as it is written",

@@ -1,0 +1,241 @@
+"""THOR and ThorMuon take the steps of `torch_thor.reference`, which are there to be read.
+
+Both train the same network in float64, and all weights must agree after each step. What a case is
+about must change the weights.
+"""
+
+import copy
+import inspect
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from torch_thor import THOR, ThorMuon, reference
+from torch_thor.reference import ReferenceTHOR, ReferenceThorMuon
+
+STEPS = 9
+
+OF_THOR = {
+    "lr": 0.3,
+    "damping": 0.05,
+    "momentum": 0.9,
+    "nesterov": False,
+    "weight_decay": 0.0,
+    "update_interval": 2,
+    "trace_thresholds": (0.0, 0.0),
+    "split_dim": None,
+    "factor_decay": 0.0,
+    "max_update_ratio": None,
+    "kl_clip": None,
+}
+THOR_CASES = {
+    "plain": {},
+    "no momentum": {"momentum": 0.0},
+    "nesterov": {"nesterov": True},
+    "weight decay": {"weight_decay": 0.1},
+    "split with a tail": {"split_dim": 4},
+    "split into numbers": {"split_dim": 1},
+    "running average": {"factor_decay": 0.6},
+    "trace rule": {"trace_thresholds": (0.1, 0.02), "update_interval": 1},
+    "max_update_ratio": {"max_update_ratio": 0.05},
+    "kl_clip": {"kl_clip": 0.01},
+    "kl_clip in the place of max_update_ratio": {"kl_clip": 0.01, "max_update_ratio": 1e-4},
+    "everything": {
+        "nesterov": True,
+        "weight_decay": 0.1,
+        "split_dim": 4,
+        "factor_decay": 0.6,
+        "trace_thresholds": (0.02, 0.001),
+        "max_update_ratio": 0.05,
+        "update_interval": 1,
+    },
+}
+
+OF_MUON = {
+    "lr": 0.1,
+    "damping": 0.2,
+    "momentum": 0.8,
+    "nesterov": True,
+    "weight_decay": 0.0,
+    "update_interval": 2,
+    "split_dim": None,
+    "factor_decay": 0.0,
+    "max_update_ratio": None,
+}
+MUON_CASES = {
+    "plain": {},
+    "no momentum": {"momentum": 0.0},
+    "not nesterov": {"nesterov": False},
+    "weight decay": {"weight_decay": 0.4},
+    "split with a tail": {"split_dim": 4},
+    "split into numbers": {"split_dim": 1},
+    "running average": {"factor_decay": 0.6},
+    "trace rule": {"update_interval": 1},
+    "max_update_ratio": {"max_update_ratio": 0.05},
+    "everything": {
+        "weight_decay": 0.4,
+        "split_dim": 4,
+        "factor_decay": 0.6,
+        "max_update_ratio": 0.1,
+        "update_interval": 1,
+    },
+}
+
+
+class MeanOfTokens(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+
+def perceptron(*widths, bias=True):
+    layers = [nn.Linear(*sizes, bias=bias) for sizes in itertools.pairwise(widths)]
+    return nn.Sequential(*(one for layer in layers for one in (layer, nn.Tanh())))[:-1].double()
+
+
+def of_tokens(*, bias=True):
+    """The first layers see tokens, and the last one samples."""
+    head = nn.Linear(6, 3, bias=bias).double()
+    return nn.Sequential(perceptron(5, 9, 6, bias=bias), nn.Tanh(), MeanOfTokens(), head)
+
+
+class Sum(nn.Module):
+    """Twelve matrices side by side; one after the other they would amplify rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(perceptron(5, 6, 3) for _ in range(6))
+
+    def forward(self, x):
+        return sum(part(x) for part in self.parts)
+
+
+def small():
+    """A weight that is shorter than 0.03 √d_out."""
+    model = nn.Linear(5, 3).double()
+    nn.init.normal_(model.weight, std=1e-3)
+    return model
+
+
+def rows(step):
+    """The inputs grow by little, so that some traces change by less than 1 %."""
+    return (1 + 0.003 * step) * torch.randn(64, 5, generator=torch.Generator().manual_seed(3))
+
+
+def tokens(step):
+    """(N, L, d_in), of which L, and so T, is another in each step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(24, (4, 3, 6)[step % 3], 5, generator=generator)
+
+
+NETWORKS = {
+    "biases": (lambda: perceptron(5, 9, 6, 3), rows),
+    "no biases": (lambda: perceptron(5, 9, 6, 3, bias=False), rows),
+    "tokens": (of_tokens, tokens),
+    "many layers": (Sum, rows),
+}
+SMALL = {"small weights": (small, rows)}
+
+
+def backward(model, make_inputs, step):
+    x = make_inputs(step).double()
+    output = model(x)
+    targets = torch.randn(output.shape, generator=torch.Generator().manual_seed(100 + step))
+    model.zero_grad()
+    (output - targets).square().mean().backward()
+
+
+def train(network, make, options):
+    """The weights after each step, and what the trace rule has decided."""
+    build, make_inputs = (NETWORKS | SMALL)[network]
+    torch.manual_seed(0)
+    model = build()
+    optimizer = make(model, **options)
+    weights, decisions = [], set()
+    for step in range(STEPS):
+        backward(model, make_inputs, step)
+        optimizer.step()
+        weights.append(copy.deepcopy(model.state_dict()))
+        decisions |= {event.decision.value for event in getattr(optimizer, "last_refresh", ())}
+    return weights, decisions
+
+
+def difference(found, wanted):
+    """The largest distance of two parameters, relative to their length."""
+    return max(((found[name] - W).norm() / W.norm()).item() for name, W in wanted.items())
+
+
+def assert_same_steps(network, make, make_reference, options):
+    """Return what the trace rule has decided."""
+    weights, decisions = train(network, make, options)
+    expected, _ = train(network, make_reference, options)
+    for step, pair in enumerate(zip(weights, expected, strict=True)):
+        assert difference(*pair) < 1e-10, f"after step {step}"
+    return decisions
+
+
+@pytest.mark.parametrize("case", THOR_CASES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_thor(network, case):
+    decisions = assert_same_steps(network, THOR, ReferenceTHOR, OF_THOR | THOR_CASES[case])
+    if case == "trace rule":
+        assert decisions == {"update", "keep", "stop"}
+
+
+@pytest.mark.parametrize("case", MUON_CASES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_thor_muon(network, case):
+    decisions = assert_same_steps(network, ThorMuon, ReferenceThorMuon, OF_MUON | MUON_CASES[case])
+    if case == "trace rule":
+        assert decisions == {"update", "keep"}
+
+
+def test_bound_of_small_weights():
+    for make, make_reference, defaults in (
+        (THOR, ReferenceTHOR, OF_THOR),
+        (ThorMuon, ReferenceThorMuon, OF_MUON),
+    ):
+        options = defaults | {"max_update_ratio": 0.05}
+        assert_same_steps("small weights", make, make_reference, options)
+
+
+def test_directions_without_a_gradient_are_left_alone():
+    """The gradients of a softmax add up to zero, so a direction of the last layer has none."""
+    labels, moved = torch.arange(64) % 3, []
+    for make in (ThorMuon, ReferenceThorMuon):
+        torch.manual_seed(0)
+        model = small()
+        before = model.weight.detach().clone()
+        optimizer = make(model, **OF_MUON)
+        nn.functional.cross_entropy(model(rows(0).double()), labels).backward()
+        optimizer.step()
+        moved.append(model.weight.detach() - before)
+        assert moved[-1].sum(0).norm() < 1e-8
+    torch.testing.assert_close(*moved, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("make", "defaults", "cases"),
+    [(ReferenceTHOR, OF_THOR, THOR_CASES), (ReferenceThorMuon, OF_MUON, MUON_CASES)],
+)
+def test_every_case_differs(make, defaults, cases):
+    """What a case changes is active: the bounds shorten steps, and the blocks cut something off."""
+    for network in NETWORKS:
+        plain = train(network, make, defaults)[0][-1]
+        for case in cases.keys() - {"plain"}:
+            weights, _ = train(network, make, defaults | cases[case])
+            assert difference(weights[-1], plain) > 1e-4, f"{case} with {network}"
+
+
+def test_tokens_have_other_numbers_of_rows_than_loss_terms():
+    model = of_tokens()
+    optimizer = THOR(model, **OF_THOR)
+    backward(model, tokens, 0)
+    optimizer.step()
+    T = {name: layer.rows_per_term for name, layer in optimizer.curvature.items()}
+    assert T == {"0.0": 4.0, "0.2": 4.0, "3": 1.0}
+
+
+def test_it_is_short():
+    assert len(inspect.getsource(reference).splitlines()) <= 160
