@@ -16,7 +16,7 @@ from torch_thor import THOR, ThorMuon
 PACKAGE = Path(torch_thor.__file__).parent
 # Files and functions that a step passes, with its forward and backward pass: an ordinary one, and
 # one that refreshes.
-ORDINARY, REFRESH = (11, 50), (18, 124)  # 120 is the aim
+ORDINARY, REFRESH = (11, 50), (18, 120)
 INTERVAL = 5
 
 

@@ -183,7 +183,9 @@ class Blocks:
         if self.cut.is_diagonal:
             # rows may be wider: other processes' blocks are larger
             return (self.rows[:, :1] * flat).view_as(matrix)
-        if self._in_batches and len(self.cut.runs) > 1:
+        # few large kernels, for which parts of matrices are copied
+        in_batches = self.cut.groups > 1 and self.rows.device.type != "cpu"
+        if in_batches and len(self.cut.runs) > 1:
             found = torch.empty_like(matrix, memory_format=torch.contiguous_format)
             for run, part in zip(self.cut.one_group.runs, self.of_groups, strict=True):
                 own = (
@@ -200,12 +202,6 @@ class Blocks:
             solved.append(product(part, own).flatten(0, 1))
         return (solved[0] if len(solved) == 1 else torch.cat(solved)).view(matrix.shape)
 
-    @property
-    def _in_batches(self) -> bool:
-        """Whether the groups are multiplied together."""
-        # That takes few large kernels, for which parts of matrices are copied.
-        return self.cut.groups > 1 and self.rows.device.type != "cpu"
-
     def accumulate_right_product_(
         self, matrix: Tensor, scale: float, into: Tensor, decay: float
     ) -> None:
@@ -221,7 +217,7 @@ class Blocks:
             (into.mul_(decay) if decay else into.zero_()).addcmul_(matrix, diagonal, value=scale)
         elif self.cut.width == size:  # one block for each group
             add_product_(into, matrix, self.parts[0], decay, scale)
-        elif self._in_batches:
+        elif groups > 1 and self.rows.device.type != "cpu":  # few large kernels
             for run, part in zip(self.cut.one_group.runs, self.of_groups, strict=True):
                 shape = run.count, run.size
                 head = matrix[..., run.first : run.last].unflatten(-1, shape).transpose(1, 2)

@@ -207,14 +207,14 @@ def invert_own(
     return inverses, worst
 
 
+@dataclass(eq=False)
 class _Batch:
     """Blocks of one size that are inverted together."""
 
-    inverses: Tensor
-    levels: Tensor  # the index of the damping raise with which each block was inverted
-
-    def __init__(self, blocks: Tensor, damping: Tensor) -> None:
-        self.blocks, self.damping = blocks, damping
+    blocks: Tensor
+    damping: Tensor
+    inverses: Tensor = field(init=False)
+    levels: Tensor = field(init=False)  # the damping raise of each block, as an index
 
     def invert(self) -> None:
         """Invert the blocks; on an accelerator with the first damping alone, and without a look."""

@@ -5,19 +5,31 @@ shape are views of one tensor, the result of a batched product.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype, ieee_float32
-from torch_thor.curvature.factor import Factor, local
+from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import MatrixWeight
 from torch_thor.distributed.divided import is_divided, turns_of_group
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound, free_rows
-from torch_thor.optim.works import Batch, Matrix, Turn, Work, grouped, here, work_of
+from torch_thor.optim.works import (
+    Batch,
+    Matrix,
+    Rows,
+    Turn,
+    Work,
+    dense,
+    grouped,
+    here,
+    rows_of,
+    with_gradients,
+    work_of,
+)
 
 
 def natural_gradients(works: Iterable[Work]) -> Iterator[tuple[Work, list[Tensor]]]:
@@ -26,10 +38,8 @@ def natural_gradients(works: Iterable[Work]) -> Iterator[tuple[Work, list[Tensor
     They are ``(1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹``.
     """
     memory: dict[Any, Tensor] = {}
-    for prepared in works:
-        work = prepared.with_gradients()
-        if work is not None:
-            yield work, _natural_gradient(work, memory)
+    for work in with_gradients(works):
+        yield work, _natural_gradient(work, memory)
 
 
 def _new_directions(work: Work, memory: dict[Any, Tensor]) -> list[Any]:
@@ -64,9 +74,7 @@ def _natural_gradient(work: Work, memory: dict[Any, Tensor]) -> list[Tensor]:
     # The natural gradient is ``(1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹``.
     if not work.is_natural:
         copy = bool(work.group["weight_decay"])  # it is added in place
-        return [
-            (g.to_dense() if g.is_sparse else g).to(work.dtype, copy=copy) for g in work.gradients
-        ]
+        return [dense(gradient).to(work.dtype, copy=copy) for gradient in work.gradients]
     directions = _new_directions(work, memory)
     for rows in work.plain:
         gradient = work.gradients[rows.index]
@@ -159,84 +167,64 @@ def _solve_rows(a: Blocks, g: Blocks, gradient: Tensor, scale: float, into: Tens
 # ---- looked up once between refreshes ------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Rows:
-    """A parameter, the rows of it that this process holds, and their preconditioned matrices."""
-
-    parameter: nn.Parameter
-    own: Tensor
-    state: dict[str, Any]
-    matrices: list[Matrix]
-    plain: list[Matrix]
-
-
 def turns_of(bound: Bound, group: Group) -> list[Turn]:
     """Return the works of a group, in the turns in which their inverses are collected."""
-    found = []
-    for parameter in group["params"]:
-        own = local(parameter) if bound.plan.sharded else parameter
-        if own.numel():  # else a shard without rows
-            found.append(
-                _Rows(
-                    parameter,
-                    own,
-                    bound.states.get(parameter, {}),
-                    *_matrices_of(parameter, own, bound),
-                )
-            )
-    natural = [one for one in found if one.matrices or one.plain]
-    others = [one for one in found if not (one.matrices or one.plain)]
-    divided = is_divided(bound.plan.layers.values())
-    turns = [Turn([_work_of(group, alike, bound) for alike in grouped(others, _kernels_of)])]
+    rows = [of for of in rows_of(bound, group) if of.own.numel()]  # without shards that have none
+    natural = [of for of in rows if any(s.layer.refreshes for s in bound.shares(of.parameter))]
+    plain = [of for of in rows if of not in natural]
+    turns = [Turn([_work_of(group, alike, bound) for alike in grouped(plain, _kernels_of)])]
     # one parameter after the other: it and its direction then stay in the cache of a CPU
     one_by_one = group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
-    everything = frozenset(id(one.parameter) for one in natural), list[Factor]()
+    everything = frozenset(id(of.parameter) for of in natural), list[Factor]()
+    divided = is_divided(bound.plan.layers.values())
     for ready, factors in turns_of_group(group, bound) if divided else [everything]:
         works = []
-        for alike in grouped((one for one in natural if id(one.parameter) in ready), _kernels_of):
+        for alike in grouped((of for of in natural if id(of.parameter) in ready), _kernels_of):
             if one_by_one and alike[0].own.device.type == "cpu":
-                works += [_work_of(group, [one], bound, alone=True) for one in alike]
+                works += [_natural_work_of(group, [of], bound, alone=True) for of in alike]
             else:
-                works.append(_work_of(group, alike, bound))
+                works.append(_natural_work_of(group, alike, bound))
         turns.append(Turn(works, factors, [batch for work in works for batch in work.batches]))
     return turns
 
 
-def _kernels_of(rows: _Rows) -> Any:
+def _kernels_of(rows: Rows) -> Any:
     """Return what parameters must have in common to share kernels."""
     return rows.own.device, rows.own.dtype
 
 
-def _work_of(group: Group, rows: Sequence[_Rows], bound: Bound, *, alone: bool = False) -> Work:
+def _work_of(group: Group, rows: Sequence[Rows], bound: Bound) -> Work:
     if group["momentum"]:
-        for one in rows:  # a parameter whose gradient was set by hand has no state
-            if "momentum_buffer" not in one.state:
-                one.state["momentum_buffer"] = torch.zeros_like(
-                    one.parameter, dtype=factor_dtype(one.own.dtype)
+        for of in rows:  # a parameter whose gradient was set by hand has no state
+            if "momentum_buffer" not in of.state:
+                of.state["momentum_buffer"] = torch.zeros_like(
+                    of.parameter, dtype=factor_dtype(of.own.dtype)
                 )
     keys = ("momentum_buffer",) if group["momentum"] else ()
-    work = work_of(group, [(one.parameter, one.own, one.state) for one in rows], keys, bound)
-    for index, one in enumerate(rows):
-        for matrix in (*one.matrices, *one.plain):
-            matrix.index = index
-    matrices, several = [m for one in rows for m in one.matrices], rows[0].own.device.type != "cpu"
-    work.batches = [
-        Batch(alike)
-        for alike in grouped(matrices, lambda m: _shape_of(m, rows) if several else id(m))
-    ]
-    work.plain = [m for one in rows for m in one.plain]
-    work.is_natural = bool(work.batches or work.plain)
-    if alone:
-        work.layout = work.weights[0].numel(), work.weights[0].shape, work.moments[0][0].stride()
+    return work_of(Work, group, rows, keys, bound)
+
+
+def _natural_work_of(
+    group: Group, rows: Sequence[Rows], bound: Bound, *, alone: bool = False
+) -> Work:
+    work = _work_of(group, rows, bound)
+    work.is_natural = True
+    found = [one for index, of in enumerate(rows) for one in _matrices_of(index, of, bound)]
+    work.plain = [one for one in found if one.kind is None]
+    matrices = [one for one in found if one.kind is not None]
+    of_one_shape = id if work.on_cpu else partial(_shape_of, work)
+    work.batches = [Batch(alike) for alike in grouped(matrices, of_one_shape)]
     inverses = here(work.batches)
     for batch in work.batches:
         batch.bind(inverses)
+    if alone:
+        work.layout = work.weights[0].numel(), work.weights[0].shape, work.moments[0][0].stride()
     return work
 
 
-def _shape_of(matrix: Matrix, rows: Sequence[_Rows]) -> Any:
+def _shape_of(work: Work, matrix: Matrix) -> Any:
     """Return what matrices of one batch have in common."""
-    kind, own = matrix.kind, matrix.of(rows[matrix.index].own)
+    kind, own = matrix.kind, matrix.of(work.weights[matrix.index])
     # whose gradient may be sparse; experts have a T each
     if kind.diagonal_input or matrix.scales is not None:
         return id(matrix)
@@ -249,35 +237,27 @@ def _shape_of(matrix: Matrix, rows: Sequence[_Rows]) -> Any:
     )
 
 
-def _matrices_of(
-    parameter: nn.Parameter, own: Tensor, bound: Bound
-) -> tuple[list[Matrix], list[Matrix]]:
-    """Return the preconditioned matrices of a parameter, and its other rows, if there are any."""
-    matrices: list[Matrix] = []
-    plain: list[Matrix] = []
-    shares = bound.shares(parameter)
-    if not any(share.layer.refreshes for share in shares):
-        return [], []
+def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:
+    """Yield the matrices of a parameter, and without a kind its rows that have no factors."""
+    shares = bound.shares(rows.parameter)
     if shares[0].view.local_rows is not None:
-        plain += [
-            Matrix(0, rows)
-            for rows in free_rows([share.view.local_rows for share in shares], len(own))
-        ]
+        for free in free_rows([share.view.local_rows for share in shares], len(rows.own)):
+            yield Matrix(index, free)
     for share in shares:
-        layer, rows, kind = share.layer, share.view.local_rows, share.layer.geometry
-        if rows is not None and rows.start == rows.stop:  # another process holds these rows
+        layer, taken, kind = share.layer, share.view.local_rows, share.layer.geometry
+        if taken is not None and taken.start == taken.stop:  # another process holds these rows
             continue
         if not layer.refreshes:  # one projection of a fused weight may have no factors yet
-            plain.append(Matrix(0, rows))
+            yield Matrix(index, taken)
             continue
-        (a, g), scales = layer.stored, None
+        (a, g), scale = layer.stored, 1.0 / layer.rows_per_term
+        if share.is_weight:
+            left, right = (a, g) if kind.transposed else (g, a)
+            yield Matrix(index, taken, kind, left, right, scale)
+            continue
+        scales = None
         # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
         if kind.routed:
             terms = layer.state[layer.prefix + "group_rows_per_term"]
             scales = torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]
-        left, right = (a, g) if kind.transposed else (g, a)
-        if not share.is_weight:
-            matrices.append(Matrix(0, rows, kind, g, None, 1.0 / layer.rows_per_term, scales))
-        else:
-            matrices.append(Matrix(0, rows, kind, left, right, 1.0 / layer.rows_per_term))
-    return matrices, plain
+        yield Matrix(index, taken, kind, g, None, scale, scales)

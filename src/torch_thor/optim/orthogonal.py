@@ -8,7 +8,7 @@ own; rows that belong to no layer are one where they adjoin.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,11 +31,14 @@ from torch_thor.optim.update import subtract_, trust_ratios
 from torch_thor.optim.works import (
     Batch,
     Matrix,
+    Rows,
     Turn,
     Work,
+    dense,
     grouped,
     here,
     in_turns,
+    rows_of,
     smallest_norm,
     work_of,
 )
@@ -53,6 +56,7 @@ class Part(Matrix):
 
     def __post_init__(self) -> None:
         kind = self.kind
+        self.has_factor = self.left is not None or self.right is not None
         self.sides = min(kind.outputs, kind.inputs), max(kind.outputs, kind.inputs)
         # whether the matrices have more rows than columns
         self.is_tall = (
@@ -76,10 +80,6 @@ class Polars:
             part.polars, part.place = self, slice(self.count, self.count + part.kind.groups)
             self.count += part.kind.groups
 
-    def new(self, like: Tensor) -> Tensor:
-        """Return memory for the matrices, with at least as many columns as rows."""
-        return torch.empty((self.count, *self.parts[0].sides), dtype=like.dtype, device=like.device)
-
 
 @dataclass(eq=False)
 class MuonWork(Work):
@@ -89,37 +89,6 @@ class MuonWork(Work):
     polars: list[Polars] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)  # the batches in which they are preconditioned
     whole: bool = False  # whether matrices that processes divide are orthogonalised as a whole
-
-    def _only(self, kept: Sequence[int]) -> "Work":
-        found = super()._only(kept)
-        assert isinstance(found, MuonWork)
-        place = {old: new for new, old in enumerate(kept)}
-        found.parts = [
-            replace(part, index=place[part.index]) for part in self.parts if part.index in place
-        ]
-        by_part = {
-            id(part): new
-            for part, new in zip(
-                [p for p in self.parts if p.index in place], found.parts, strict=True
-            )
-        }
-        _arrange(found)
-        found.turns = []
-        for turn in self.turns:
-            batches = []
-            for batch in turn.batches:
-                members: list[Any] = [
-                    by_part[id(one)] for one in batch.members if id(one) in by_part
-                ]
-                for one, old in zip(
-                    members, [o for o in batch.members if id(o) in by_part], strict=True
-                ):
-                    one.inverses = old.inverses
-                batches += [Batch([one]) for one in members]
-            for batch in batches:
-                batch.stack()
-            found.turns.append(Turn(batches, turn.factors, batches))
-        return found
 
 
 def step_norm(outputs: int, inputs: int) -> float:
@@ -133,13 +102,10 @@ def dense_gradients(work: Work) -> list[Tensor]:
     The moments decay in every row, so sparse updates would save nothing.
     """
     moments = work.moments[0]
-    gradients = [
-        (g.to_dense() if g.is_sparse else g).to(v.dtype)
-        for g, v in zip(work.gradients, moments, strict=True)
-    ]
+    gradients = [dense(g).to(v.dtype) for g, v in zip(work.gradients, moments, strict=True)]
     for i, moment in enumerate(moments):
         # fused kernels need one layout
-        if moment.device.type != "cpu" and gradients[i].stride() != moment.stride():
+        if not work.on_cpu and gradients[i].stride() != moment.stride():
             gradients[i] = torch.empty_like(moment).copy_(gradients[i])
     return gradients
 
@@ -149,7 +115,10 @@ def preconditioned(work: MuonWork, directions: Sequence[Tensor]) -> dict[Polars,
 
     Each has its longer side last.
     """
-    wide = {batch: batch.new(directions[batch.parts[0].index]) for batch in work.polars}
+    wide = {
+        batch: directions[batch.parts[0].index].new_empty(batch.count, *batch.parts[0].sides)
+        for batch in work.polars
+    }
     for batch in in_turns(work.turns):
         first, last, inverse = batch.members[0], batch.members[-1], batch.left or batch.right
         if not len(first.weight):
@@ -190,7 +159,7 @@ def subtract_orthogonal_(
         found = iter(_shares([part for batch in batches for part in batch.parts], lr, float(ratio)))
         limits = [torch.cat([next(found) for _ in batch.parts]) for batch in batches]
     units = dict(zip(batches, unit_polars_(list(batches.values()), rows, limits), strict=True))
-    if work.weights[0].device.type == "cpu":
+    if work.on_cpu:
         for part in work.parts:
             if part.polars in units:
                 unit = units[part.polars][part.place]
@@ -210,13 +179,11 @@ def _subtract_on_device_(
     """Take the steps with a few kernels for all matrices."""
     steps: list[Any] = [None] * len(work.weights)
     for batch, unit in units.items():
-        for norm, alike in (
-            (alike[0].norm, alike) for alike in grouped(batch.parts, lambda part: part.norm)
-        ):
-            for part in alike if len(alike) < len(batch.parts) else ():
-                unit[part.place].mul_(norm)
-            if len(alike) == len(batch.parts):
-                unit.mul_(norm)
+        if len({part.norm for part in batch.parts}) == 1:
+            unit.mul_(batch.parts[0].norm)
+        else:
+            for part in batch.parts:
+                unit[part.place].mul_(part.norm)
     for part in work.parts:
         if part.polars not in units:
             continue
@@ -301,49 +268,44 @@ def _shares(
 
 def turns_of(bound: Bound, group: Group, *, whole_matrices: bool) -> list[Turn]:
     """Return the works of a group: its matrices, and what AdamW trains."""
-    matrices: list[tuple[Any, Tensor, Any]] = []
-    others: list[tuple[Any, Tensor, Any]] = []
-    divided = is_divided(bound.plan.layers.values())
-    for parameter in group["params"]:
-        own = local(parameter) if bound.plan.sharded else parameter
-        state = bound.states.get(parameter)
-        is_matrix = bound.is_matrix(parameter)
-        # a shard without rows takes part where matrices are orthogonalised as a whole
-        if state and (own.numel() or (is_matrix and whole_matrices)):
-            (matrices if is_matrix else others).append((parameter, own, state))
+    rows = [of for of in rows_of(bound, group) if of.state]
+    matrices = [of for of in rows if bound.is_matrix(of.parameter)]
+    others = [of for of in rows if not bound.is_matrix(of.parameter) and of.own.numel()]
+    if not whole_matrices:  # else a shard without rows takes part
+        matrices = [of for of in matrices if of.own.numel()]
     works: list[Work] = []
-    for alike in grouped(matrices, lambda one: _device_of(one[1])):
-        found = work_of(group, alike, ("momentum_buffer",), bound)
-        work = MuonWork(
-            **{name: getattr(found, name) for name in Work.__dataclass_fields__},
-            whole=whole_matrices,
-        )
-        for index, (parameter, own, _) in enumerate(alike):
-            work.parts += _parts_of(index, parameter, own, bound)
+    for alike in grouped(matrices, _kernels_of):
+        work = work_of(MuonWork, group, alike, ("momentum_buffer",), bound)
+        work.whole = whole_matrices
+        for index, of in enumerate(alike):
+            work.parts += _parts_of(index, of.parameter, of.own, bound)
         _arrange(work)
-        # Batches on a device follow the order of the polars, so that their results are one slice.
-        on_device = alike[0][1].device.type != "cpu"
-        ordered = (
-            [part for batch in work.polars for part in batch.parts] if on_device else work.parts
-        )
-        if divided:
-            ids = [id(parameter) for parameter, *_ in alike]
-            rest = [part for part in ordered if part.factors == []]
-            for ready, factors in turns_of_group(group, bound):
-                members = [
-                    part for part in ordered if part not in rest and ids[part.index] in ready
-                ]
-                work.turns.append(_turn(members, factors, on_device=on_device))
-            ordered = rest
-        work.turns.append(_turn(ordered, [], on_device=on_device))
+        work.turns = _turns_of_work(work, bound)
         works.append(work)
-    for alike in grouped(others, lambda one: _device_of(one[1])):
-        works.append(work_of(group, alike, ("exp_avg", "exp_avg_sq"), bound))
+    for alike in grouped(others, _kernels_of):
+        works.append(work_of(Work, group, alike, ("exp_avg", "exp_avg_sq"), bound))
     return [Turn(works)]
 
 
-def _device_of(own: Tensor) -> Any:
-    return own.device if own.device.type == "cpu" else (own.device, own.dtype)
+def _kernels_of(rows: Rows) -> Any:
+    """Return what parameters must have in common to take their step at once."""
+    device = rows.own.device
+    return device if device.type == "cpu" else (device, rows.own.dtype)
+
+
+def _turns_of_work(work: MuonWork, bound: Bound) -> list[Turn]:
+    """Return the batches of a work, in the turns in which their inverses are collected."""
+    # Batches on a device follow the order of the polars, so that their results are one slice.
+    parts = work.parts
+    if not work.on_cpu:
+        parts = [part for polars in work.polars for part in polars.parts]
+    if not is_divided(bound.plan.layers.values()):
+        return [_turn(work, parts, [])]
+    turns = []
+    for ready, factors in turns_of_group(work.group, bound):
+        members = [part for part in parts if id(work.parameters[part.index]) in ready]
+        turns.append(_turn(work, [part for part in members if part.has_factor], factors))
+    return [*turns, _turn(work, [part for part in parts if not part.has_factor], [])]
 
 
 def _arrange(work: MuonWork) -> None:
@@ -374,13 +336,9 @@ def _shape_of(part: Part) -> Any:
     )
 
 
-def _turn(parts: Sequence[Part], factors: list[Factor], *, on_device: bool) -> Turn:
-    alike = (
-        grouped(parts, lambda part: (id(part.polars), _shape_of(part)))
-        if on_device
-        else [[part] for part in parts]
-    )
-    batches = [Batch(list(members)) for members in alike]
+def _turn(work: MuonWork, parts: Sequence[Part], factors: list[Factor]) -> Turn:
+    key = id if work.on_cpu else lambda part: (id(part.polars), _shape_of(part))
+    batches = [Batch(members) for members in grouped(parts, key)]
     inverses = here(batches)
     for batch in batches:
         batch.bind(inverses)

@@ -195,7 +195,7 @@ class Bound:
         self.group_of = {id(p): group for group in groups for p in group["params"]}
         # the layers that precondition a parameter, by its id
         self.shares_of: dict[int, list[Share]] = {}
-        self._turns: Any = None
+        self._turns: tuple[list[bool], list[Any]] | None = None
         for layer in plan.layers.values():
             for view in (layer.weight_view, *layer.biases):
                 parameter = plan.places[id(view.module), view.attribute]
@@ -229,11 +229,12 @@ class Bound:
         return id(parameter) in self.shares_of or id(parameter) in self.plan.matrix_of
 
     def turns(self, of_group: Callable[["Bound", Group], list[Any]]) -> list[Any]:
-        """Return what the steps until the next refresh need, looked up once."""
-        if self._turns is None:
-            self._turns = [turn for group in self.groups for turn in of_group(self, group)]
-        found: list[Any] = self._turns
-        return found
+        """Return what steps with gradients of the same parameters need until the next refresh."""
+        present = [p.grad is not None for group in self.groups for p in group["params"]]
+        if self._turns is None or self._turns[0] != present:
+            turns = [turn for group in self.groups for turn in of_group(self, group)]
+            self._turns = present, turns
+        return self._turns[1]
 
     def refreshed(self) -> "Bound":
         """Return the same for steps with other factors."""

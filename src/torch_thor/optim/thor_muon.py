@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype
-from torch_thor.curvature.shards import RowShards
 from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
@@ -29,7 +28,7 @@ from torch_thor.optim.orthogonal import (
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.update import momentum_, shrink_
-from torch_thor.optim.works import in_turns
+from torch_thor.optim.works import in_turns, with_gradients
 
 _USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced
 _ADAMW_SHARE = 0.2  # the learning rate of AdamW as a share of lr
@@ -91,27 +90,21 @@ class ThorMuon(CurvatureOptimizer):
         """Take the step of every parameter with a gradient."""
         # On an accelerator, take none where ``unless`` is 1.
         of_depth = math.sqrt(min(1.0, _USUAL_DEPTH / max(1, bound.depth)))
-        for prepared in in_turns(
-            bound.turns(partial(turns_of, whole_matrices=self.distributed.whole_matrices))
-        ):
-            work = prepared.with_gradients()
-            if work is None:
-                continue
-            group, weights = work.group, work.weights
-            lr, momentum, decay = (float(group[key]) for key in ("lr", "momentum", "weight_decay"))
+        whole_matrices = self.distributed.whole_matrices
+        shards = bound.plan.first_shards if whole_matrices else None
+        turns = bound.turns(partial(turns_of, whole_matrices=whole_matrices))
+        for work in with_gradients(in_turns(turns)):
+            lr, decay = float(work.group["lr"]), float(work.group["weight_decay"])
             gradients = dense_gradients(work)
-            shrink_(weights, lr * decay, unless)  # W ← (1 - lr · weight_decay) W
+            shrink_(work.weights, lr * decay, unless)  # W ← (1 - lr · weight_decay) W
             if not isinstance(work, MuonWork):
                 adamw_(work, gradients, lr * _ADAMW_SHARE, unless)
                 continue
-            # v ← μ v + ∇W;  u = ∇W + μ v  (nesterov=False: u = v)
-            u = momentum_(
-                work.moments[0], gradients, momentum, nesterov=group["nesterov"], unless=unless
-            )
+            u = momentum_(work, gradients, unless)  # v ← μ v + ∇W;  u = ∇W + μ v  (or u = v)
             wide = preconditioned(work, u)  # u (A + λ tr(A)/d_in · I)⁻¹
-            # d = orth(·),  ‖d‖ = √min(d_out, d_in) · √max(1, d_out / d_in), and lr ‖d‖ ≤ r ·
-            # max(‖W‖, 0.03 √d_out) W ← W - lr · √min(1, 10 / L) · d
-            subtract_orthogonal_(work, wide, lr * of_depth, self._whole_shards(bound), unless)
+            # d = orth(·);  ‖d‖ = √min(d_out, d_in) · √max(1, d_out / d_in), within r · ‖W‖ / lr;
+            # W ← W - lr · √min(1, 10 / L) · d
+            subtract_orthogonal_(work, wide, lr * of_depth, shards, unless)
 
     def __init__(
         self,
@@ -160,6 +153,3 @@ class ThorMuon(CurvatureOptimizer):
         for key in ("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"):
             if key not in state:
                 state[key] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
-
-    def _whole_shards(self, bound: Bound) -> RowShards | None:
-        return bound.plan.first_shards if self.distributed.whole_matrices else None

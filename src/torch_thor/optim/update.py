@@ -17,21 +17,15 @@ from torch_thor.torch_internals import fused_sgd_
 Directions = Iterator[tuple[Work, list[Tensor]]]  # what a step is to follow, work by work
 
 
-def momentum_(
-    velocities: list[Tensor],
-    directions: list[Tensor],
-    momentum: float,
-    *,
-    nesterov: bool = False,
-    unless: Tensor | None = None,
-) -> list[Tensor]:
+def momentum_(work: Work, directions: list[Tensor], unless: Tensor | None = None) -> list[Tensor]:
     """Compute ``v ← μ v + d``, and return v, or with Nesterov's look-ahead ``d + μ v``."""
+    velocities, momentum = work.moments[0], float(work.group["momentum"])
     if unless is not None:
         _fused_sgd_(velocities, directions, -1.0, momentum - 1.0, unless)  # v + (d + (μ - 1) v)
     else:
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, directions)
-    if not nesterov:
+    if not work.group["nesterov"]:
         return velocities
     return list(torch._foreach_add(directions, velocities, alpha=momentum))
 
@@ -110,5 +104,5 @@ def with_momentum(directions: Directions, unless: Tensor | None) -> Directions:
             v = work.moments[0][0]
             d = [torch.add(d[0], v, alpha=momentum, out=v)]
         elif momentum:
-            d = momentum_(work.moments[0], d, momentum, nesterov=group["nesterov"], unless=unless)
+            d = momentum_(work, d, unless)
         yield work, d

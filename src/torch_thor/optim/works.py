@@ -8,8 +8,8 @@ many groups (:mod:`torch_thor.curvature.blocks`).
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,18 @@ def smallest_norm(outputs: int) -> float:
     return SMALLEST_SHARE * math.sqrt(outputs)
 
 
+W = TypeVar("W", bound="Work")
+
+
+@dataclass(eq=False)
+class Rows:
+    """A parameter, the rows of it that this process holds, and its state."""
+
+    parameter: nn.Parameter
+    own: Tensor
+    state: dict[str, Any]
+
+
 @dataclass(eq=False)
 class Matrix:
     """A weight or a bias, or rows of one, and the factors whose inverses precondition it."""
@@ -41,21 +53,10 @@ class Matrix:
     right: Factor | None = None  # on its right
     scale: float = 1.0  # 1 / T
     scales: Tensor | None = None  # 1 / T of each expert, for a bias
-    # those of the factors, while they are here
-    inverses: tuple[Blocks | None, Blocks | None] = (None, None)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the rows of this matrix from a tensor in the shape of the parameter."""
         return tensor if self.rows is None else tensor[self.rows]
-
-    def moved(self, place: Mapping[int, int]) -> "Matrix":
-        """Return this matrix at its place in a smaller work."""
-        return replace(self, index=place[self.index])
-
-    @property
-    def factors(self) -> list[Factor]:
-        """The factors."""
-        return [factor for factor in (self.left, self.right) if factor is not None]
 
 
 @dataclass(eq=False)
@@ -63,118 +64,58 @@ class Batch:
     """Matrices of one shape that are multiplied by their inverses together."""
 
     members: list[Matrix]
+    # the inverses of all members in one matrix each, which contains 1 / T if there are several
     left: Blocks | None = None
     right: Blocks | None = None
     # of this step, ``(n, numbers)``, where the directions of the members are views of it
     result: Tensor | None = None
 
-    def only(self, place: Mapping[int, int]) -> "Batch | None":
-        """Return the batch of the members that a smaller work has, at other places."""
-        members = [one.moved(place) for one in self.members if one.index in place]
-        if not members:
-            return None
-        found = Batch(members)
-        found.stack()
-        return found
+    @property
+    def factors(self) -> set[Factor]:
+        """The factors of all members."""
+        return {of for one in self.members for of in (one.left, one.right) if of is not None}
 
-    def bind(self, inverses: Mapping[Factor, Blocks]) -> None:
-        """Take the inverses of the factors."""
-        for one in self.members:
-            left, right = (None if of is None else inverses.get(of) for of in (one.left, one.right))
-            one.inverses = left, right
-        self.stack()
-
-    def stack(self) -> None:
-        """Put the inverses of all members into one matrix each.
-
-        If there are several members, 1 / T is contained in it.
-        """
-        scales = [one.scale for one in self.members]
-        self.left, self.right = (
-            _stacked([one.inverses[side] for one in self.members]) for side in (0, 1)
-        )
+    def bind(self, inverses: Mapping[Any, Blocks]) -> None:
+        """Take the inverses of the factors, as far as they are there."""
+        self.left = _stacked([inverses.get(one.left) for one in self.members])
+        self.right = _stacked([inverses.get(one.right) for one in self.members])
         blocks = self.right if self.left is None else self.left
-        if blocks is not None and len(scales) > 1 and scales != [1.0] * len(scales):
-            for rows, scale in zip(blocks.rows.chunk(len(scales)), scales, strict=True):
-                rows.mul_(scale)
+        if blocks is None or len(self.members) == 1:
+            return
+        for rows, one in zip(blocks.rows.chunk(len(self.members)), self.members, strict=True):
+            if one.scale != 1.0:
+                rows.mul_(one.scale)
 
 
 @dataclass(eq=False)
 class Work:
-    """Parameters that take their step at once, with all that it needs."""
+    """Parameters with gradients that take their step at once, with all that it needs."""
 
     group: Group
     parameters: list[nn.Parameter]
     weights: list[Tensor]  # the rows of the parameters that this process holds
     # the momentum, or the two of AdamW, of these rows; each a list as long as the weights
     moments: list[list[Tensor]]
+    states: list[dict[str, Any]]
+    smallest: list[float]  # the norm that the bound assumes at least
+    order: list[int]  # the places of the parameters in the model
     dtype: torch.dtype  # of directions and momentum
-    smallest: list[float] = field(default_factory=list)  # the norm that the bound assumes at least
-    order: list[int] = field(default_factory=list)  # the places of the parameters in the model
-    # none if the parameters are not preconditioned
+    on_cpu: bool
+    is_natural: bool = False  # whether its parameters are preconditioned, if only in some rows
+    gradients: list[Tensor] = field(default_factory=list)  # of this step
+    # what is preconditioned; none if the parameters are not
     batches: list[Batch] = field(default_factory=list)
     # rows of preconditioned parameters that have no factors
     plain: list[Matrix] = field(default_factory=list)
-    states: list[dict[str, Any]] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)  # of this step
-    is_natural: bool = False  # whether its parameters are preconditioned, if only in some rows
-    on_cpu: bool = True
     # (numbers, shape, strides) of the only parameter, which takes its step by itself (on a CPU)
     layout: Any = None
     # on an accelerator: which tensor each element of the vector of all small ones is of, by sizes
     owner_in_vector: tuple[dict[int, int], Tensor] | None = None
 
-    def with_gradients(self) -> "Work | None":
-        """Return this work with the gradients of this step, without parameters that have none."""
-        # on a CPU, where a call of Python takes as long as a small product
-        if len(self.parameters) == 1:
-            gradient = self.parameters[0].grad
-            if gradient is None:
-                return None
-            self.gradients = [
-                gradient if self.weights[0] is self.parameters[0] else local(gradient)
-            ]
-            return self
-        gradients = [parameter.grad for parameter in self.parameters]
-        present = [gradient for gradient in gradients if gradient is not None]
-        if len(present) < len(gradients):
-            kept = [i for i, gradient in enumerate(gradients) if gradient is not None]
-            return self._only(kept).with_gradients() if kept else None
-        self.gradients = [
-            gradient if weight is parameter else local(gradient)
-            for gradient, weight, parameter in zip(
-                present, self.weights, self.parameters, strict=True
-            )
-        ]
-        return self
-
-    def _only(self, kept: Sequence[int]) -> "Work":
-        """Return the work of some of the parameters."""
-
-        def of(values: Sequence[Any]) -> list[Any]:
-            return [values[i] for i in kept] if values else []
-
-        place = {old: new for new, old in enumerate(kept)}
-
-        return replace(
-            self,
-            parameters=of(self.parameters),
-            weights=of(self.weights),
-            moments=[of(moment) for moment in self.moments],
-            smallest=of(self.smallest),
-            order=of(self.order),
-            states=of(self.states),
-            batches=[own for batch in self.batches if (own := batch.only(place)) is not None],
-            plain=[one.moved(place) for one in self.plain if one.index in place],
-        )
-
 
 @dataclass(eq=False)
 class Turn:
-    """Works, or batches of one, whose inverses are there together.
-
-    All are together unless curvature is divided.
-    """
+    """Works, or batches of one, whose inverses are there together: all, unless they are divided."""
 
     items: list[Any]
     factors: list[Factor] = field(default_factory=list)  # those that are collected for it
@@ -182,10 +123,7 @@ class Turn:
 
 
 def in_turns(turns: Iterable[Turn]) -> Iterator[Any]:
-    """Yield what the turns hold, each when its inverses are there.
-
-    All processes consume it alike.
-    """
+    """Yield what the turns hold, when the inverses are there; all processes consume it alike."""
     for turn in turns:
         if not turn.factors:
             yield from turn.items
@@ -200,44 +138,53 @@ def in_turns(turns: Iterable[Turn]) -> Iterator[Any]:
                 batch.bind({})
 
 
-def work_of(
-    group: Group,
-    rows: Sequence[tuple[nn.Parameter, Tensor, dict[str, Any]]],
-    keys: Sequence[str],
-    bound: Bound,
-) -> Work:
-    """Return the work of some parameters, each with this process's rows and its state."""
-    parameters, weights, states = (list(column) for column in zip(*rows, strict=True))
-    moments = [
-        [
-            state[key] if weight is parameter else local(state[key])
-            for parameter, weight, state in rows
+def with_gradients(works: Iterable[Any]) -> Iterator[Any]:
+    """Give works the gradients of this step."""
+    for work in works:
+        gradients = (p.grad for p in work.parameters)
+        work.gradients = [
+            gradient if weight is parameter else local(gradient)
+            for gradient, weight, parameter in zip(
+                gradients, work.weights, work.parameters, strict=True
+            )
         ]
-        for key in keys
-    ]
-    sizes = [next((size for size in weight.shape if size != 1), 1) for weight in weights]
-    order = [bound.plan.order.get(id(parameter), len(bound.plan.order)) for parameter in parameters]
-    smallest = [smallest_norm(size) for size in sizes]
-    found = Work(
-        group,
-        parameters,
-        weights,
-        moments,
-        factor_dtype(weights[0].dtype),
-        smallest,
-        order,
-        states=states,
-    )
-    found.on_cpu = weights[0].device.type == "cpu"
+        yield work
+
+
+def rows_of(bound: Bound, group: Group) -> list[Rows]:
+    """Return the parameters of a group that have a gradient in this step."""
+    found = []
+    for parameter in group["params"]:
+        if parameter.grad is not None:
+            own = local(parameter) if bound.plan.sharded else parameter
+            found.append(Rows(parameter, own, bound.states.get(parameter, {})))
     return found
 
 
-def here(batches: Iterable[Batch]) -> dict[Factor, Blocks]:
-    """Return the inverses that this process holds.
+def work_of(
+    kind: type[W], group: Group, rows: Sequence[Rows], keys: Sequence[str], bound: Bound
+) -> W:
+    """Return the work of some parameters; ``keys`` are those of the moments in the state."""
+    sizes = [next((size for size in of.own.shape if size != 1), 1) for of in rows]
+    return kind(
+        group,
+        parameters=[of.parameter for of in rows],
+        weights=[of.own for of in rows],
+        moments=[
+            [of.state[key] if of.own is of.parameter else local(of.state[key]) for of in rows]
+            for key in keys
+        ],
+        states=[of.state for of in rows],
+        smallest=[smallest_norm(size) for size in sizes],
+        order=[bound.plan.order.get(id(of.parameter), len(bound.plan.order)) for of in rows],
+        dtype=factor_dtype(rows[0].own.dtype),
+        on_cpu=rows[0].own.device.type == "cpu",
+    )
 
-    Those of divided curvature are collected in each step.
-    """
-    factors = {factor for batch in batches for one in batch.members for factor in one.factors}
+
+def here(batches: Iterable[Batch]) -> dict[Factor, Blocks]:
+    """Return the inverses that this process holds, without those of divided curvature."""
+    factors = set[Factor]().union(*(batch.factors for batch in batches))
     return {factor: factor.read(inverse=True) for factor in factors if factor.divided is None}
 
 
@@ -249,13 +196,16 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     return list(alike.values())
 
 
+def dense(gradient: Tensor) -> Tensor:
+    """Return a gradient with all its rows."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
 def _stacked(blocks: Sequence[Blocks | None]) -> Blocks | None:
     """Return matrices with the same cut as the groups of one."""
     first = blocks[0]
     if first is None or len(blocks) == 1:
         return first
     width = first.cut.width
-    return Blocks(
-        first.cut.times(len(blocks)),
-        torch.cat([one.rows[:, :width] for one in blocks if one is not None]),
-    )
+    rows = torch.cat([one.rows[:, :width] for one in blocks if one is not None])
+    return Blocks(first.cut.times(len(blocks)), rows)
