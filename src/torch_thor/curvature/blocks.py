@@ -304,10 +304,13 @@ def ieee_float32(device_type: str) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
+# The devices to which numbers are sent from pinned memory; other copies wait for the device.
+WITH_PINNED_MEMORY = {"cuda", "xpu"}
+
+
 def to_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return numbers of the host on a device, without waiting until it has them."""
-    # a copy from memory that is not pinned waits for the device
-    pinned = device.type == "cuda"
+    pinned = device.type in WITH_PINNED_MEMORY
     return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 

@@ -80,6 +80,7 @@ class Candidate:
     # for each group, whether it keeps the factors in use; empty if none does
     without_rows: Sequence[bool] = ()
     # what judge() finds
+    traces: Sequence[Sequence[float]] = ()  # of the new factors, by side and group
     decision: Decision = Decision.UPDATE
     trace: float = 0.0
     change: float | None = None
@@ -92,6 +93,7 @@ class Candidate:
             if keeps:
                 for new, old in zip(now, before, strict=True):
                     new[i] = old[i]
+        self.traces = now
         size = layer.kind.groups * layer.kind.inputs * layer.kind.outputs
         # relative damping multiplies both traces by the same number
         damping = 0.0 if relative else self.damping

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import factor_dtype
+from torch_thor.curvature.blocks import WITH_PINNED_MEMORY, factor_dtype
 from torch_thor.torch_internals import extension_device, fused_devices
 
 
@@ -44,8 +44,8 @@ class Check:
     """The check of the gradients of one step."""
 
     def __init__(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], damping: float) -> None:
-        self._parameters = [parameter for parameter, gradient in gradients if gradient.numel()]
-        self._norms = torch.stack(torch._foreach_norm([g for _, g in gradients if g.numel()], 2))
+        self._parameters = [parameter for parameter, _ in gradients]
+        self._norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients], 2))
         # above it the step could overflow
         most = min(1.0, damping) * torch.finfo(torch.float32).max
         self.unless = 1.0 - (self._norms.max() <= most).to(torch.float32)  # 1 for NaN too
@@ -56,17 +56,16 @@ class Check:
     def send(self) -> None:
         """Start to copy the number to the host, without waiting for it."""
         device = self.unless.device
-        self._found = torch.empty((), dtype=torch.float32, pin_memory=device.type == "cuda")
+        pinned = device.type in WITH_PINNED_MEMORY
+        self._found = torch.empty((), dtype=torch.float32, pin_memory=pinned)
         self._found.copy_(self.unless, non_blocking=True)
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._event = torch.Event(device)
+        self._event.record()
 
     def failed(self) -> bool:
         """Return whether the step has changed nothing; waits until the device has got so far."""
-        if self._event is not None:
-            self._event.synchronize()
         assert self._found is not None
+        self._event.synchronize()
         return bool(self._found)
 
     def bad(self) -> list[nn.Parameter]:

@@ -180,11 +180,7 @@ class Preconditioner:
             if not sampled and self.form.has_g and any(layer.statistics.rows for layer in due):
                 of_outputs = scale.of_outputs()
             scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
-        later = (
-            None
-            if scale is not None or processes.count > 1
-            else self._check_later(bound, request, due)
-        )
+        later = None if processes.count > 1 else self._check_later(bound, request, due)
         largest = 1.0 if later is not None else largest_gradient(groups, bound.plan)
         if not math.isfinite(largest):
             if request.nonfinite == "skip":
@@ -212,7 +208,7 @@ class Preconditioner:
             or (due and request.nonfinite == "skip")
         ):
             return None
-        gradients = [(p, g) for _, p, g in parameters_with_gradient(bound.groups)]
+        gradients = [(p, g) for _, p, g in parameters_with_gradient(bound.groups) if g.numel()]
         if accelerator_of(gradients) is None:
             return None
         return Check(gradients, min(float(group["damping"]) for group in bound.groups))
@@ -276,10 +272,7 @@ class Preconditioner:
             if not bound.complete:
                 bound = self._completed(bound, make_state, divides=not state_only)
             if due and not state_only:
-                if inputs.terms > 1 and not any(
-                    layer.refreshes for layer in bound.plan.layers.values()
-                ):
-                    self._note_summed_loss(inputs)
+                is_first = not any(layer.refreshes for layer in bound.plan.layers.values())
                 candidates = self._candidates(due, inputs.terms)
                 try:
                     self.last_refresh = refresh(
@@ -292,6 +285,8 @@ class Preconditioner:
                 except FloatingPointError as error:
                     raise FloatingPointError(nonfinite_message(bound)) from error
                 bound = self.bind(bound.refreshed())
+                if is_first and inputs.terms > 1:
+                    self._note_summed_loss(candidates, inputs.terms)
                 for layer, what in silent:
                     self.warnings.note_layer(layer, what)
                 capture.finish_refresh(due, self.last_refresh, [layer for layer, _ in silent])
@@ -383,34 +378,24 @@ class Preconditioner:
             )
         return candidates
 
-    def _note_summed_loss(self, inputs: Inputs) -> None:
+    def _note_summed_loss(self, candidates: Sequence[Candidate], terms: int) -> None:
         """Warn of a loss that looks like a sum over the batch although it is to be a mean."""
         # N² times too large a Fisher matrix makes damping void and the natural gradient N times too
         # short
-        if (
-            not self.form.has_g
-            or self.form.loss_reduction == "sum"
-            or self.form.fisher == "sampled"
-        ):
+        form = self.form
+        if not form.has_g or form.loss_reduction == "sum" or form.fisher == "sampled":
             return
-        means: list[torch.Tensor] = []  # the mean square of the output gradients of each layer
-        for layer in inputs.due:
-            rows = layer.statistics.rows
-            if rows:
-                # a row of routed experts belongs to one group
-                groups = 1 if layer.kind.routed else layer.kind.groups
-                mean = layer.statistics.sums()[1].traces().sum() / (
-                    rows * groups * layer.kind.outputs
-                )
-                means.append(mean.to(means[0]) if means else mean)
-        if not means:
+        # the mean square of the output gradients of each layer
+        squares = []
+        for one in candidates:
+            kind = one.layer.kind
+            # a row of routed experts belongs to one group
+            groups = 1 if kind.routed else kind.groups
+            squares.append(max(0.0, math.fsum(one.traces[1])) / (groups * kind.outputs))
+        if not squares:
             return
-        of_processes = inputs.processes.gather(torch.stack(means).tolist())
-        squares = [max(0.0, sum(of_layer)) for of_layer in zip(*of_processes, strict=True)]
-        middle, largest = (
-            math.sqrt(square) for square in (statistics.median_low(squares), max(squares))
-        )
-        terms = inputs.terms
+        middle = math.sqrt(statistics.median_low(squares))
+        largest = math.sqrt(max(squares))
         if (
             middle > max(_MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM * terms)
             and largest <= _LARGEST_PER_TERM * terms

@@ -32,8 +32,12 @@ def momentum_(work: Work, directions: list[Tensor], unless: Tensor | None = None
 
 def shrink_(weights: list[Tensor], share: float, unless: Tensor | None = None) -> None:
     """Compute ``W ← (1 - share) W``."""
-    if share:
-        torch._foreach_mul_(weights, 1 - share if unless is None else 1 - share * (1 - unless))
+    if not share:
+        return
+    if unless is None:
+        torch._foreach_mul_(weights, 1 - share)
+    else:
+        torch._foreach_mul_(weights, 1 - share * (1 - unless.to(weights[0].dtype)))
 
 
 def subtract_(

@@ -44,7 +44,9 @@ class EmbeddingKind(MatrixWeight):
         """Count the tokens."""
         tokens = self._real(x.reshape(-1), x, keep)
         if len(tokens):
-            a.rows.view(-1).add_(torch.bincount(tokens, minlength=self.inputs))
+            # bincount would wait for the device
+            counts = a.rows.view(-1)
+            counts.index_add_(0, tokens, counts.new_ones(()).expand(len(tokens)))
         return len(tokens)
 
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
