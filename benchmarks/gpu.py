@@ -1,6 +1,6 @@
-"""The Python part of gpu.sh: checks, step times and the suite's tasks on a GPU.
+"""The Python part of gpu.sh: checks, step times, profiles and the suite's tasks on a GPU.
 
-It checks THOR and ThorMuon, times their steps, and trains the tasks there.
+It checks THOR and ThorMuon, times and profiles their steps, and trains the tasks there.
 
 Parts, in the order of importance, each as far as the time goes:
 
@@ -9,7 +9,9 @@ Parts, in the order of importance, each as far as the time goes:
    FSDP2 against none;
 2. step times of ResNet-50 (224 pixels, batch 256) and BERT-base (128 tokens, batch 64) in bfloat16,
    as in step_time.py;
-3. tasks of the suite (suite.py), seed 0: ThorMuon with its one setting, the others with those that
+3. profiles of the same networks and of GPT-2 (1024 tokens, batch 8): kernels and synchronisations,
+   memory and times, beside torch's fused AdamW and Muon (gpu_profile.py);
+4. tasks of the suite (suite.py), seed 0: ThorMuon with its one setting, the others with those that
    results/suite.jsonl holds as their best, or else the middle of what they are tuned over.
 
 A part that fails is reported, and the others go on. `--device cpu --tiny` runs a miniature of
@@ -25,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +253,22 @@ def times(
     return rows
 
 
+# ---- profiles ------------------------------------------------------------------------------------
+
+
+def profiles(
+    report: Report, device: torch.device, subject: tuple[str, int, int], rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Profile all optimizers on a network."""
+    study = importlib.import_module("gpu_profile")
+    name, batch, side = subject
+    rows: dict[str, dict[str, Any]] = study.measure(name, device, batch, side, rounds)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    report.say(study.table(rows, device))
+    return rows
+
+
 # ---- trainings -----------------------------------------------------------------------------------
 
 
@@ -342,6 +361,15 @@ def main() -> None:
         else (("resnet50", 256, 224), ("bert-base", 64, 128))
     )
     report.part("Step times", lambda own: times(own, device, networks, 1 if options.tiny else 20))
+    # with small layers, which a CPU profiles in seconds
+    tiny = (("shufflenet_v2_x0_5", 2, 32), ("bert-tiny", 2, 16), ("gpt2-tiny", 2, 16))
+    # a part each: where one does not fit into the memory, the others go on
+    for subject in tiny if options.tiny else (*networks, ("gpt2", 8, 1024)):
+        name, batch, _ = subject
+        report.part(
+            f"Profile of {name}, batch {batch}",
+            partial(profiles, device=device, subject=subject, rounds=1 if options.tiny else 10),
+        )
     names = ("characters",) if options.tiny else TASKS
     report.part(
         "Trainings",
