@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import check_shards_fit
+from torch_thor.curvature.blocks import ieee_float32
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.divided import is_divided
@@ -163,7 +164,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             bound = curvature.refresh(inputs, self._make_parameter_state, state_only=state_only)
             # nothing raises from here on, so a step is taken completely or not at all
             if not state_only:
-                self._update(bound, inputs.unless)
+                with ieee_float32(*bound.device_types):
+                    self._update(bound, inputs.unless)
                 self._advance(inputs)
             return loss
         except BaseException as error:

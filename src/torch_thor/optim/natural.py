@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks, factor_dtype, ieee_float32
+from torch_thor.curvature.blocks import Blocks, factor_dtype
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import MatrixWeight
 from torch_thor.distributed.divided import is_divided, turns_of_group
@@ -98,17 +98,16 @@ def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
         return
     sources = [one.of(gradients[one.index]) for one in batch.members]
     first, dtype = batch.members[0], left.rows.dtype
-    with ieee_float32(left.rows.device.type):
-        if right is None:  # a bias has the constant input 1, so its A is 1
-            groups = left.cut.groups // len(sources)
-            columns = torch.cat([source.to(dtype).reshape(groups, -1, 1) for source in sources])
-            solved = left.left_multiply(columns)
-        else:
-            before = left.left_multiply(
-                torch.cat([first.kind.to_matrix(source).to(dtype) for source in sources])
-            )
-            solved = torch.empty_like(before)
-            right.accumulate_right_product_(before, 1.0, solved, 0.0)
+    if right is None:  # a bias has the constant input 1, so its A is 1
+        groups = left.cut.groups // len(sources)
+        columns = torch.cat([source.to(dtype).reshape(groups, -1, 1) for source in sources])
+        solved = left.left_multiply(columns)
+    else:
+        before = left.left_multiply(
+            torch.cat([first.kind.to_matrix(source).to(dtype) for source in sources])
+        )
+        solved = torch.empty_like(before)
+        right.accumulate_right_product_(before, 1.0, solved, 0.0)
     _put(batch, solved, into)
 
 
@@ -140,15 +139,14 @@ def _solve_one(
             _solve_rows(left, right, gradient.coalesce(), matrix.scale, into)
             return
         gradient = gradient.to_dense()
-    with ieee_float32(gradient.device.type):
-        if right is not None:
-            solved = left.left_multiply(kind.to_matrix(gradient).to(left.rows.dtype))
-            target = kind.to_matrix(into)
-            right.accumulate_right_product_(solved, matrix.scale, target, 0.0)
-            kind.from_matrix_(target, into)
-            return
-        # a bias has the constant input 1, so its A is 1
-        solved = left.left_multiply(gradient.to(left.rows.dtype).reshape(left.cut.groups, -1, 1))
+    if right is not None:
+        solved = left.left_multiply(kind.to_matrix(gradient).to(left.rows.dtype))
+        target = kind.to_matrix(into)
+        right.accumulate_right_product_(solved, matrix.scale, target, 0.0)
+        kind.from_matrix_(target, into)
+        return
+    # a bias has the constant input 1, so its A is 1
+    solved = left.left_multiply(gradient.to(left.rows.dtype).reshape(left.cut.groups, -1, 1))
     if matrix.scales is not None:
         solved *= matrix.scales
     into.zero_().add_(solved.reshape(into.shape), alpha=matrix.scale)
@@ -159,8 +157,7 @@ def _solve_rows(a: Blocks, g: Blocks, gradient: Tensor, scale: float, into: Tens
     tokens, rows = gradient.indices()[0], gradient.values().to(a.rows.dtype)
     scaled = rows * a.rows[tokens]
     solved = torch.zeros_like(scaled)
-    with ieee_float32(gradient.device.type):
-        g.accumulate_right_product_(scaled[None], scale, solved[None], 0.0)
+    g.accumulate_right_product_(scaled[None], scale, solved[None], 0.0)
     into.zero_().index_add_(0, tokens, solved)
 
 

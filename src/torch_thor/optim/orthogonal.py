@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from torch_thor.curvature.blocks import ieee_float32
 from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.kinds import MatrixWeight
 from torch_thor.curvature.kinds.base import Kind
@@ -127,13 +126,12 @@ def preconditioned(work: MuonWork, directions: Sequence[Tensor]) -> dict[Polars,
         into = into.mT if first.is_tall else into
         matrices = [one.kind.to_matrix(one.of(directions[one.index])) for one in batch.members]
         matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-        with ieee_float32(into.device.type):
-            if inverse is None:
-                into.copy_(matrix)
-            elif batch.left is not None:
-                into.copy_(inverse.left_multiply(matrix.to(into.dtype)))
-            else:
-                inverse.accumulate_right_product_(matrix.to(into.dtype), 1.0, into, 0.0)
+        if inverse is None:
+            into.copy_(matrix)
+        elif batch.left is not None:
+            into.copy_(inverse.left_multiply(matrix.to(into.dtype)))
+        else:
+            inverse.accumulate_right_product_(matrix.to(into.dtype), 1.0, into, 0.0)
     return wide
 
 

@@ -213,6 +213,7 @@ class Bound:
         weights = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
         # the number of matrices that are trained
         self.depth = sum(weights) + len(moving & plan.matrix_of.keys())
+        self.device_types = {p.device.type for group in groups for p in group["params"]}
         self._fingerprint = fingerprint(plan, groups, states)
 
     def is_current(self, groups: list[Group], states: States, *, modules: bool) -> bool:
