@@ -12,7 +12,7 @@ are ever computed and stored; :meth:`Blocks.dense` is for users to look at.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -292,18 +292,19 @@ def factor_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def ieee_float32(*device_types: str) -> Iterator[None]:
+def ieee_float32(device_type: str) -> Iterator[None]:
     """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes."""
-    with ExitStack() as stack:
-        for device_type in device_types:
-            backend = torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda
-            # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
-            matmul: Any = backend.matmul
-            stack.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
-            matmul.fp32_precision = "ieee"
-            if torch.amp.is_autocast_available(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
+    # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
+    matmul: Any = (torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda).matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        if torch.amp.is_autocast_available(device_type):
+            with torch.autocast(device_type, enabled=False):
+                yield
+        else:
+            yield
+    finally:
+        matmul.fp32_precision = before
 
 
 # The devices to which numbers are sent from pinned memory; other copies wait for the device.

@@ -82,7 +82,9 @@ def unit_polars_(
 def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Tensor]:
     """Return the polar factor of every matrix, or of each of its blocks of rows."""
     found = [matrices.new_empty(matrices.shape) for matrices in batches]
-    alike: defaultdict[tuple[object, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    alike: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = (
+        defaultdict(list)
+    )
     for matrices, into in zip(batches, found, strict=True):
         _, size, columns = matrices.shape
         most = size if rows is None else min(rows, size)
@@ -91,11 +93,14 @@ def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Te
             if block:
                 blocks = matrices[:, first:last].reshape(-1, block, columns)
                 alike[block, matrices.dtype, matrices.device].append((blocks, into[:, first:last]))
-    for members in alike.values():
-        parts = [part for part, _ in members]
-        with ieee_float32(parts[0].device.type):
-            for (_, into), polar in zip(members, _polar(parts), strict=True):
-                into.copy_(polar.reshape(into.shape))
+    # a matrix is on the device of the others, as a rule: their precision is chosen once
+    for device_type in {matrices.device.type for matrices in batches}:
+        with ieee_float32(device_type):
+            for (*_, device), members in alike.items():
+                if device.type == device_type:
+                    polars = _polar([part for part, _ in members])
+                    for (_, into), polar in zip(members, polars, strict=True):
+                        into.copy_(polar.reshape(into.shape))
     return found
 
 

@@ -1,6 +1,7 @@
 """What THOR and ThorMuon share: construction, step, refresh of the layers' curvature, reports."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -164,7 +165,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             bound = curvature.refresh(inputs, self._make_parameter_state, state_only=state_only)
             # nothing raises from here on, so a step is taken completely or not at all
             if not state_only:
-                with ieee_float32(*bound.device_types):
+                with ExitStack() as precision:
+                    for device_type in bound.device_types:
+                        precision.enter_context(ieee_float32(device_type))
                     self._update(bound, inputs.unless)
                 self._advance(inputs)
             return loss
