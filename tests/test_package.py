@@ -83,6 +83,7 @@ def test_options_in_messages_exist():
     known = {
         "d_in",
         "d_out",
+        "fullgraph",
         "gradient",
         "learning_rate",
         "nonfinite",

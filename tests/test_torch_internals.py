@@ -17,17 +17,23 @@ from torch_thor.torch_internals import (
     backward_keeps_graph,
     backward_reaches,
     compile_stance,
+    compiler_in_use,
     extension_device,
     function_mode,
     functorch,
     fused_devices,
     fused_sgd_,
     is_tracing,
+    refuse_running_fullgraph,
+    refuse_tracing_fullgraph,
     saved_hooks,
+    traced_not_compiled,
     tree_flatten,
     tree_leaves,
     tree_map,
     tree_unflatten,
+    uncompiled,
+    use_compiler,
 )
 
 SOURCE = Path(torch_internals.__file__).parent
@@ -117,6 +123,44 @@ def test_the_stance_of_the_compiler():
             assert not run()
         assert compile_stance(torch) is before
         assert run()
+
+
+def test_the_compiler_in_use():
+    states = []
+
+    @uncompiled
+    def outside():
+        states.append(compiler_in_use() is not None)
+
+    @traced_not_compiled
+    def function():
+        states.append(compiler_in_use() is not None)
+        outside()
+        use_compiler(None)
+        states.append(compiler_in_use() is not None)
+
+    with torch.compiler.set_stance("default"):
+        function()
+        torch.compile(function, backend="eager")()
+        assert compiler_in_use() is None
+    assert states == [False] * 3 + [True, False, False]
+
+
+@pytest.mark.parametrize("refuse", [refuse_running_fullgraph, refuse_tracing_fullgraph])
+def test_full_graphs_are_told_apart(refuse):
+    message = "no full graphs"
+
+    @traced_not_compiled
+    def function(x):
+        if torch.compiler.is_dynamo_compiling() == (refuse is refuse_tracing_fullgraph):
+            refuse(message)
+        return x + 1
+
+    def outer(x):
+        return function(x) * 2
+
+    with torch.compiler.set_stance("default"):
+        assert torch.compile(outer, backend="eager")(torch.ones(1)) == 4
 
 
 def test_the_innermost_mode():

@@ -6,11 +6,14 @@ Private attributes of single modules, tensors and parameters (``_parameters``, `
 ``torch._foreach_*`` are used in their places.
 """
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.overrides import _get_current_function_mode
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
@@ -46,3 +49,43 @@ extension_device = torch._C._get_privateuse1_backend_name
 # of torch: the stance of torch.compile, which torch.compiler can set but not read; slow to import,
 # so not imported here
 compile_stance: Callable[[Any], Any] = attrgetter("_dynamo.eval_frame._stance")
+# torch.compiler.disable, which imports the compiler at once, not when the function is called
+uncompiled: Callable[[Any], Any] = _disable_dynamo
+# what compiles the functions that are called, None outside of compiled functions
+compiler_in_use: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+# with None, what is left of the compiled function that is running runs eagerly
+use_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def traced_not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function be traced as a part of others, but never compiled on its own."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+    return function
+
+
+def refuse_tracing_fullgraph(message: str) -> None:
+    """Raise an error if what traces the caller is ``torch.compile(fullgraph=True)``."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_refuse)
+
+
+def _refuse(context: Any) -> None:  # called by the compiler, with what it knows of the caller
+    from torch._dynamo.exc import Unsupported
+
+    if context._i_will_not_complain_if_bc_breaks_InstructionTranslator().one_graph:
+        raise Unsupported(context.get_local("message").as_python_constant())
+
+
+@uncompiled
+def refuse_running_fullgraph(message: str) -> None:
+    """Raise an error if the caller runs in a function of ``torch.compile(fullgraph=True)``."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py") and getattr(
+            frame.f_locals.get("self"), "fullgraph", False
+        ):
+            raise RuntimeError(message)
+        frame = frame.f_back

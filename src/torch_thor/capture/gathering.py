@@ -39,6 +39,7 @@ from torch_thor.torch_internals import (
     backward_reaches,
     functorch,
     saved_hooks,
+    uncompiled,
 )
 
 # The number of rows that is enough for A alone: this many, and at least so many for each column of
@@ -289,6 +290,7 @@ class Capture:
         self.discard()
         return found
 
+    @uncompiled
     def discard(self) -> None:
         """Drop all statistics and loss terms of this step."""
         self.passes.clear()

@@ -146,7 +146,13 @@ class ModuleCalls:
                 and frame.f_code.co_name != "__call__"
             ):
                 frame = frame.f_back
-            self._by_function = frame is not None
+            # torch.compiler.disable, as around a closure that step() calls, has no callback
+            by_function = frame is not None and frame.f_locals["self"].callback is not None
+            # An evaluation does not show how the training calls the model, nor does a model that
+            # was compiled in place since, which the next refresh suspends. And what compiled code
+            # has called once it may call again, whoever calls the model in between.
+            if torch.is_grad_enabled() and module._compiled_call_impl is None:
+                self._by_function = by_function
             _run_eagerly(self, wanted=True)
         handler, watcher = self._handlers.get(id(module)), self._watcher()
         if isinstance(handler, CompositeHook) and watcher is not None:
@@ -164,13 +170,13 @@ class ModuleCalls:
                 handler.abandon()
         if module is self._outermost:
             self._outermost = None
-            if not self._by_function:
+            if self._by_function is False:
                 _run_eagerly(self, wanted=False)
 
 
 _eager: set[int] = set()  # the `id` of each ModuleCalls that wants everything to run eagerly
 # those of ``torch.compile`` that are changed meanwhile, and what they said
-_stances: list[tuple[Any, str]] = []
+suspended_stances: list[tuple[Any, str]] = []
 
 
 def _run_eagerly(calls: ModuleCalls, *, wanted: bool) -> None:
@@ -183,10 +189,10 @@ def _run_eagerly(calls: ModuleCalls, *, wanted: bool) -> None:
         _eager.add(id(calls))
     stance = compile_stance(torch)
     if _eager and stance.stance != "force_eager":
-        _stances.append((stance, stance.stance))
+        suspended_stances.append((stance, stance.stance))
         stance.stance = "force_eager"
-    while _stances and not _eager:
-        stance, before = _stances.pop()
+    while suspended_stances and not _eager:
+        stance, before = suspended_stances.pop()
         stance.stance = before
 
 

@@ -1,8 +1,12 @@
-"""What THOR and ThorMuon share: construction, step, refresh of the layers' curvature, reports."""
+"""What the optimizers share.
+
+All of them step eagerly inside of compiled functions. THOR and ThorMuon share construction, step,
+refresh of the layers' curvature, and reports.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.coverage import Coverage
+from torch_thor.capture.hooks import suspended_stances
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import check_shards_fit
 from torch_thor.curvature.blocks import ieee_float32
@@ -26,6 +31,13 @@ from torch_thor.optim.options import check
 from torch_thor.optim.parameters import Group, check_known, parameters_of_model
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.preconditioner import Form, Preconditioner
+from torch_thor.torch_internals import (
+    compiler_in_use,
+    refuse_running_fullgraph,
+    refuse_tracing_fullgraph,
+    traced_not_compiled,
+    use_compiler,
+)
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 
@@ -34,7 +46,60 @@ LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 COUNTERS = {"step": 0, "next_refresh": 0, "last_loss_terms": 0}
 
 
-class CurvatureOptimizer(torch.optim.Optimizer):
+_NO_FULL_GRAPH = (
+    "torch.compile(fullgraph=True) of a function that calls {}.step() or its zero_grad(): a step "
+    "decides by values of tensors, which no graph does; leave fullgraph out, and the step runs "
+    "eagerly between the graphs"
+)
+
+
+class EagerStep(torch.optim.Optimizer):
+    """An optimizer whose ``step`` runs eagerly in compiled functions, as one call between graphs.
+
+    Traced, it would be compiled again for each refresh and each state, and stop at each value of a
+    tensor that it reads.
+    """
+
+    @classmethod
+    def profile_hook_step(cls, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Do what torch does to ``step`` when the first optimizer of a class is made, and more."""
+        message = _NO_FULL_GRAPH.format(cls.__name__)
+        eagerly = torch.compiler.disable(super().profile_hook_step(func), reason=message)
+
+        # What this calls and what it reads are no part of the graphs: the call of `eagerly` ends
+        # them.
+        @traced_not_compiled
+        @wraps(func)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                refuse_tracing_fullgraph(message)
+            # nothing is traced if step itself was compiled, or if a refresh is due
+            elif compiler_in_use() is not None or suspended_stances:
+                refuse_running_fullgraph(message)
+            result = eagerly(*args, **kwargs)
+            if suspended_stances:  # the rest of the function that runs may call the model
+                use_compiler(None)
+            return result
+
+        return step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as any optimizer of torch does.
+
+        Args:
+            set_to_none: as in ``torch.optim.Optimizer.zero_grad``.
+        """
+        if torch.compiler.is_dynamo_compiling() and set_to_none:  # torch's would end the graph
+            refuse_tracing_fullgraph(_NO_FULL_GRAPH.format(type(self).__name__))
+            # for the attribute itself the compiler would guard all options and counters
+            for group in self.__dict__["param_groups"]:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
+            super().zero_grad(set_to_none)
+
+
+class CurvatureOptimizer(EagerStep):
     """A base class of optimizers that precondition layers with Kronecker factors.
 
     A subclass defines ``_update``.
@@ -155,9 +220,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         try:
             loss = None if closure is None else torch.enable_grad()(closure)()
             state_only = not self.state and creates_state_only(self.param_groups)
-            inputs = curvature.read(
-                self.param_groups, self.state, self._request(state_only=state_only)
-            )
+            # GradScaler sets this attribute before it calls step()
+            scaled = self.grad_scaler is not None or hasattr(self, "found_inf")
+            scale = partial(LossScale, self) if scaled else None
+            request = Request(self.loss_terms, self.nonfinite, scale, state_only)
+            inputs = curvature.read(self.param_groups, self.state, request)
             if inputs.skip:
                 curvature.capture.discard()
                 self._skipped_steps += inputs.nonfinite
@@ -176,18 +243,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if isinstance(error, FloatingPointError):
                 curvature.capture.discard()
             raise
-
-    def _request(self, *, state_only: bool) -> Request:
-        """Return what the user has set for this step."""
-
-        def scale() -> LossScale | None:  # GradScaler sets this attribute before it calls step()
-            return (
-                LossScale(self)
-                if self.grad_scaler is not None or hasattr(self, "found_inf")
-                else None
-            )
-
-        return Request(self.loss_terms, self.nonfinite, scale, state_only)
 
     def _bound(self) -> Bound:
         """Return the plan, bound to the groups and the state as they are now."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns, selected, some
 from torch_thor.optim import checkpoint
+from torch_thor.optim.base import EagerStep
 from torch_thor.optim.options import OPTIONS, Option, check, check_complete, flag
 from torch_thor.optim.parameters import Group, parameters_of
 
@@ -63,7 +64,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-class ExcludingOptimizer(torch.optim.Optimizer):
+class ExcludingOptimizer(EagerStep):
     """An optimizer with a table of options and the option ``exclude``."""
 
     options: ClassVar[Mapping[str, Option]]

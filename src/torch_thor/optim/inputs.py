@@ -30,7 +30,7 @@ class Request:
     loss_terms: Any  # N, or a callable that returns it; None if it is to be counted
     nonfinite: str  # "raise" or "skip"
     # the loss scale, read when the processes take part in the step
-    scale: Callable[[], LossScale | None]
+    scale: Callable[[], LossScale] | None
     state_only: bool = False  # whether only the state is to be created
 
 

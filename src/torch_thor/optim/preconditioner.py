@@ -170,7 +170,7 @@ class Preconditioner:
         bound = self.current(groups, states, modules=bool(capture.awaited))
         due = self._due(bound)
         known = bound, due, processes, next_refreshes(bound)
-        scale = request.scale()
+        scale = None if request.scale is None else request.scale()
         if scale is not None and scale.found_inf:
             return Inputs(*known, skip=True)
         terms, of_outputs = self._loss_terms(request, due), 1.0

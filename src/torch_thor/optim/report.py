@@ -131,7 +131,7 @@ class StepWarnings:
             others = f" (likewise {some(names[1:])})" if len(names) > 1 else ""
             text = f"{message}{''.join(names[:1])}{others}{then}"
             # the caller of step, outside torch's wrappers
-            warnings.warn(text, RuntimeWarning, stacklevel=7)
+            warnings.warn(text, RuntimeWarning, stacklevel=9)
 
     def note_layer(self, layer: LayerCurvature, what: str) -> None:
         """Warn of a problem of a layer, once for each layer and problem."""
