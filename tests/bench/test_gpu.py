@@ -45,6 +45,7 @@ def call(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_a_miniature_of_everything(call):
     found, text = call[1]()
     checks = found["Checks"]

@@ -109,6 +109,7 @@ def test_without_golden_runs_rows_have_no_numbers_and_none_is_stale(monkeypatch,
     assert golden.is_stale(unknown)
 
 
+@pytest.mark.slow
 def test_what_is_left_after_a_failure_or_a_kill_is_run_again(call):
     for told, said in (("fail 2", "ValueError: no luck"), ("die 2", "BrokenProcessPool")):
         Path("told").write_text(told)
@@ -123,6 +124,7 @@ def test_what_is_left_after_a_failure_or_a_kill_is_run_again(call):
     assert len(ran()) == len(set(ran())) == 5  # none twice
 
 
+@pytest.mark.slow
 def test_verify_compares_headlines_with_what_is_recorded(call, capfd):
     call()
     for told, code, said in (

@@ -276,8 +276,9 @@ def assert_as_eager(kind, way, comp, batches, **options):
     return counts
 
 
+# one of each base class
+@pytest.mark.parametrize("kind", [THOR, pytest.param(LAMB, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [THOR, LAMB])  # one of each base class
 def test_compiled_steps_train_as_eager_ones(kind, way):
     counts = assert_as_eager(kind, way, with_compiler, stream())
     # steps 0, 3, 6 and 9 refresh, and two steps a call refresh in the second step of some calls
@@ -301,6 +302,7 @@ def test_a_compiled_step_has_no_graph(kind, way):
     assert breaks() == counters["stats"]["unique_graphs"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_with_graphs_of_autograd(kind):
     assert_as_eager(kind, whole, lambda f: torch.compile(f, backend="aot_eager"), stream())

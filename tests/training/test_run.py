@@ -101,6 +101,7 @@ def torchrun(place, *words):
     )
 
 
+@pytest.mark.slow
 def test_torchrun_starts_again_and_the_run_continues(tmp_path, whole):
     code, out, err = torchrun(tmp_path, f"1:step:7:SIGKILL,{NOTHING}", "run")
     assert code == 0, out + err

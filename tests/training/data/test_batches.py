@@ -179,6 +179,7 @@ def raising(error):
     return fail
 
 
+@pytest.mark.slow
 def test_a_machine_without_resources_is_one_line(monkeypatch):
     remedy = r"enlarge /dev/shm .* lower data.workers.count"
     for workers in (0, 1):

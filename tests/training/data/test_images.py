@@ -189,6 +189,7 @@ def test_training_crops_are_those_of_torchvision_under_the_seed_of_the_sample(cr
     assert not any(torch.equal(*pair) for pair in itertools.combinations(found, 2))
 
 
+@pytest.mark.slow
 def test_training_crops_have_the_stated_areas_ratios_and_flips(cropped):
     # the pixels of the image are its coordinates, so that a crop tells where it was taken
     height, width = 200, 250
