@@ -22,6 +22,9 @@ from torch_thor import THOR, ThorMuon
 from torch_thor.curvature import polar
 from torch_thor.curvature.inverse import invert_own
 
+# The pretend accelerator leans on a part of torch that ends the process in 2.9.
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.14", reason="made for torch 2.14")
+
 INTERVAL = 4
 
 
