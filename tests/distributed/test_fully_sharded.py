@@ -68,6 +68,18 @@ class Free(nn.Module):
         return self.head(torch.tanh(self.tall(x)))
 
 
+def trained_before():
+    """A network whose matrices have a large singular value, as training leaves them."""
+    model, generator = network(), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                rows, columns = p.flatten(1).shape
+                left = torch.randn(rows, 1, generator=generator)
+                p += (0.3 * left @ torch.randn(1, columns, generator=generator)).view_as(p)
+    return model
+
+
 # ---- what ordinary steps send --------------------------------------------------------------------
 
 
@@ -97,11 +109,14 @@ def sharded(rank, world, make=network, layers=(), micro=1, skipped=(), **options
             step=count,
         )
         assert optimizer.skipped_steps == len(skipped)
+        factors = {state.get("lr_factor") for state in optimizer.state.values()}
+        assert min(factors) < 0.1 if make is trained_before else factors == {None}
         return decisions
 
     # shards leave out the convolution of two groups by themselves
     options = {"max_update_ratio": None, "split_dim": 1, "layers": [*layers] or None, **options}
-    twin = {"layers": [*layers, "-images.3"] if make is network else options["layers"]}
+    of_network = make in (network, trained_before)
+    twin = {"layers": [*layers, "-images.3"] if of_network else options["layers"]}
     decisions, bits = as_one_process(rank, world, go, make, twin=twin, **options)
     return {kind for step in decisions for kind in step.values()}, set(sent[0]), bits
 
@@ -135,6 +150,11 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
         0,
     ),
     "ThorMuon": ([TWO, HSDP], MUON, 0),
+    "ThorMuon, trained before": (
+        [TWO, HSDP],
+        {**MUON, "make": trained_before, "lr": None, "weight_decay": 0.1},
+        0,
+    ),
     "kept after forward": ([TWO], {"momentum": 0.0, "fsdp": {"reshard_after_forward": False}}, 0),
     "cpu offload": ([TWO], {"fsdp": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}, 0),
     # all agree that they take the step, then the sum

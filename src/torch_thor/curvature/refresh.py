@@ -165,6 +165,22 @@ class Candidate:
         return RefreshEvent(layer.name, self.step, self.decision, self.change, self.trace)
 
 
+class Beside:
+    """Numbers on the device that are read in the same wait as the traces.
+
+    Args:
+        values: a vector in float32.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.numbers: list[float] | None = None  # once they are read
+
+    def read(self) -> list[float]:
+        """Return the numbers, with a wait of their own if there were no traces."""
+        return self.values.tolist() if self.numbers is None else self.numbers
+
+
 def refresh(
     candidates: Sequence[Candidate],
     report: Callable[[LayerCurvature, str], None],
@@ -172,6 +188,7 @@ def refresh(
     relative: bool = False,
     processes: Processes = ALONE,
     unless: Tensor | None = None,
+    beside: Beside | None = None,
 ) -> tuple[RefreshEvent, ...]:
     """Apply the trace rule to each layer, then invert the new factors of all layers together.
 
@@ -181,6 +198,7 @@ def refresh(
         relative: whether the damping is relative to the mean diagonal of a factor.
         processes: those that train together.
         unless: a number on the device, 1 if a gradient of this step is not finite.
+        beside: other numbers to read; all processes get those of the first.
 
     Returns:
         The decisions, one for each layer.
@@ -200,10 +218,15 @@ def refresh(
         traces[i] = trace.to(
             device, torch.float64 if trace.dtype == torch.float64 else torch.float32
         )
+    others = [] if beside is None else [beside.values.to(device)]
     extra = [] if unless is None else [unless.reshape(1).to(traces[0])]
-    numbers: list[float] = torch.cat([*traces, *extra]).tolist()
+    numbers: list[float] = torch.cat([*traces, *others, *extra]).tolist()
     if unless is not None and numbers.pop():
         raise FloatingPointError("gradients are not finite")
+    if beside is not None:
+        count = len(numbers) - len(beside.values)
+        beside.numbers = processes.gather(numbers[count:])[0]
+        numbers = numbers[:count]
     new, in_use = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
     if processes.count > 1:
         rows = processes.gather(numbers)

@@ -26,6 +26,7 @@ from torch_thor.distributed.processes import Distributed
 from torch_thor.optim import persistence, report
 from torch_thor.optim.check import Check
 from torch_thor.optim.inputs import Inputs, Request, creates_state_only, nonfinite_message
+from torch_thor.optim.learned import Look
 from torch_thor.optim.loss_scale import LossScale, asked_by_lightning, remove_scale
 from torch_thor.optim.options import check
 from torch_thor.optim.parameters import Group, check_known, parameters_of_model
@@ -121,7 +122,8 @@ class CurvatureOptimizer(EagerStep):
     # whether the damping is relative to the mean diagonal of a factor
     relative_damping: ClassVar[bool]
     trace_thresholds: ClassVar[tuple[float, float]]  # where a group has none
-    lr_is_usual: ClassVar[bool]  # whether one lr serves all tasks, so that another is told
+    # the lr that serves all tasks from scratch, so that another is told; None if there is none
+    usual_lr: ClassVar[float | None]
 
     def __init__(
         self,
@@ -229,7 +231,8 @@ class CurvatureOptimizer(EagerStep):
                 curvature.capture.discard()
                 self._skipped_steps += inputs.nonfinite
                 return loss
-            bound = curvature.refresh(inputs, self._make_parameter_state, state_only=state_only)
+            made = self._make_parameter_state, self._look
+            bound = curvature.refresh(inputs, *made, state_only=state_only)
             # nothing raises from here on, so a step is taken completely or not at all
             if not state_only:
                 with ExitStack() as precision:
@@ -301,8 +304,8 @@ class CurvatureOptimizer(EagerStep):
         warnings, bound = self._curvature.warnings, inputs.bound
         if not inputs.largest and bound.plan.first_shards is None:
             warnings.note_nothing_trained(bound, self._known)
-        if self.lr_is_usual and self.param_groups[0]["step"] in report.LR_JUDGED:
-            warnings.note_lr(self.param_groups)
+        if self.usual_lr is not None and self.param_groups[0]["step"] in report.LR_JUDGED:
+            warnings.note_lr(self.param_groups, self.usual_lr)
         self._curvature.finish(inputs)
 
     def _undo(self, counters: list[tuple[int, int]]) -> None:
@@ -332,6 +335,11 @@ class CurvatureOptimizer(EagerStep):
         # see LossScale; if the user gave the scaler, it unscales gradients and skips steps as for
         # any optimizer
         return self.grad_scaler is None and not asked_by_lightning()
+
+    def _look(self, bound: Bound) -> Look | None:
+        """Return what is to be read of the weights when a state is completed; nothing as a rule."""
+        del bound
+        return None
 
     # ---- groups, plan and state ------------------------------------------------------------------
 

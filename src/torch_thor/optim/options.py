@@ -79,6 +79,11 @@ _BOUND = Option(
 _SHARE = real(lambda v: 0 <= v < 1)
 OF_GROUPS: dict[str, Option] = {  # what stands in each parameter group of THOR or ThorMuon
     "lr": Option(real(lambda v: v >= 0), "a finite number ≥ 0", "start from {default}"),
+    "auto_lr": Option(
+        flag,
+        "True or False",
+        "True takes smaller steps with weights that are trained already, False lr for all",
+    ),
     "damping": Option(
         real(lambda v: v > 0),
         "a finite number > 0",
@@ -146,8 +151,10 @@ def default_of(optimizer: Callable[..., Any], name: str) -> Any:
     # a subclass may hand its arguments on as **kwargs, which do not name the option
     for owner in getattr(optimizer, "__mro__", (optimizer,)):
         argument = inspect.signature(owner).parameters.get(name)
-        if argument is not None and argument.default is not argument.empty:
+        if argument is not None and argument.default not in (argument.empty, None):
             return argument.default
+    if name == "lr":  # found from the weights, unless it is given
+        return getattr(optimizer, "usual_lr", None)
     return None
 
 

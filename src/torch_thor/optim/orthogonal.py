@@ -272,7 +272,7 @@ def turns_of(bound: Bound, group: Group, *, whole_matrices: bool) -> list[Turn]:
     if not whole_matrices:  # else a shard without rows takes part
         matrices = [of for of in matrices if of.own.numel()]
     works: list[Work] = []
-    for alike in grouped(matrices, _kernels_of):
+    for alike in grouped(matrices, _together):
         work = work_of(MuonWork, group, alike, ("momentum_buffer",), bound)
         work.whole = whole_matrices
         for index, of in enumerate(alike):
@@ -280,15 +280,16 @@ def turns_of(bound: Bound, group: Group, *, whole_matrices: bool) -> list[Turn]:
         _arrange(work)
         work.turns = _turns_of_work(work, bound)
         works.append(work)
-    for alike in grouped(others, _kernels_of):
+    for alike in grouped(others, _together):
         works.append(work_of(Work, group, alike, ("exp_avg", "exp_avg_sq"), bound))
     return [Turn(works)]
 
 
-def _kernels_of(rows: Rows) -> Any:
+def _together(rows: Rows) -> Any:
     """Return what parameters must have in common to take their step at once."""
     device = rows.own.device
-    return device if device.type == "cpu" else (device, rows.own.dtype)
+    kernels = device if device.type == "cpu" else (device, rows.own.dtype)
+    return kernels, rows.lr_factor
 
 
 def _turns_of_work(work: MuonWork, bound: Bound) -> list[Turn]:

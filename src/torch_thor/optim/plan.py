@@ -258,7 +258,12 @@ def fingerprint(plan: Plan, groups: Iterable[Group], states: States) -> list[Any
             found.append(id(module._parameters.get(attribute)))
     for group in groups:
         # how works are formed
-        works = bool(group["momentum"]), group.get("nesterov"), group.get("kl_clip") is None
+        works = (
+            bool(group["momentum"]),
+            group.get("nesterov"),
+            group.get("kl_clip") is None,
+            group.get("auto_lr"),
+        )
         found.append((id(group), group["split_dim"], len(group["params"]), *works))
         for p in group["params"]:
             shape = None if isinstance(p, nn.UninitializedParameter) else p.shape

@@ -36,6 +36,7 @@ from torch_thor.optim.inputs import (
     next_refreshes,
     nonfinite_message,
 )
+from torch_thor.optim.learned import Look
 from torch_thor.optim.missing import silent_layers
 from torch_thor.optim.options import check
 from torch_thor.optim.parameters import Group, States, parameters_with_gradient
@@ -259,6 +260,7 @@ class Preconditioner:
         self,
         inputs: Inputs,
         make_state: Callable[[Bound, Tensor, dict[str, Any], Group], None],
+        look: Callable[[Bound], Look | None],
         *,
         state_only: bool,
     ) -> Bound:
@@ -268,9 +270,10 @@ class Preconditioner:
         if bound.complete and not due:
             return bound
         try:
-            silent = self._pool(inputs, state_only=state_only)
+            silent, looked = self._pool(inputs, state_only=state_only), None
             if not bound.complete:
                 bound = self._completed(bound, make_state, divides=not state_only)
+                looked = look(bound)
             if due and not state_only:
                 is_first = not any(layer.refreshes for layer in bound.plan.layers.values())
                 candidates = self._candidates(due, inputs.terms)
@@ -281,10 +284,11 @@ class Preconditioner:
                         relative=self.form.relative_damping,
                         processes=inputs.processes,
                         unless=inputs.unless,
+                        beside=looked,
                     )
                 except FloatingPointError as error:
                     raise FloatingPointError(nonfinite_message(bound)) from error
-                bound = self.bind(bound.refreshed())
+                bound = bound.refreshed()
                 if is_first and inputs.terms > 1:
                     self._note_summed_loss(candidates, inputs.terms)
                 for layer, what in silent:
@@ -292,6 +296,9 @@ class Preconditioner:
                 capture.finish_refresh(due, self.last_refresh, [layer for layer, _ in silent])
                 for group in bound.groups if inputs.terms else ():
                     group["last_loss_terms"] = inputs.terms
+            if looked is not None:
+                looked.take()
+            self.bind(bound)
         # the statistics may be partly scaled, or partly summed over processes
         except BaseException:
             capture.discard()
@@ -334,7 +341,7 @@ class Preconditioner:
         found = Bound(bound.plan, bound.groups, bound.states, complete=True)
         for layer in layers:
             layer.make_state()
-        return self.bind(found)
+        return found
 
     def _candidates(self, layers: Sequence[LayerCurvature], terms: int) -> list[Candidate]:
         """Return a candidate for each layer that has rows."""

@@ -9,7 +9,6 @@ from typing import Any
 from torch_thor.capture.coverage import LEFT_OUT, NOT_TRAINED, Covered, table
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.optim.options import default_of
 from torch_thor.optim.plan import Bound, Plan, parameters
 
 # The entries of a parameter group that are not options: its parameters and the counters of step().
@@ -194,12 +193,12 @@ class StepWarnings:
         )
         self.note("nothing trained", about)
 
-    def note_lr(self, groups: Sequence[dict[str, Any]]) -> None:
+    def note_lr(self, groups: Sequence[dict[str, Any]], usual: float) -> None:
         """Warn of a learning rate that is for another optimizer.
 
         It is far above the default, or below it and not growing (as in a warm-up).
         """
-        label, default = self.label, default_of(self.optimizer, "lr")
+        label, default = self.label, usual
         # the highest one of torch's schedulers, as a rule
         lr = max(max(float(group["lr"]), float(group.get("initial_lr", 0.0))) for group in groups)
         if groups[0]["step"] == LR_JUDGED[0]:

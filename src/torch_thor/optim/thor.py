@@ -96,7 +96,7 @@ class THOR(CurvatureOptimizer):
     """
 
     sides = ("A", "G")
-    lr_is_usual = False
+    usual_lr = None
     relative_damping = False
     trace_thresholds = (0.01, 0.0)
 

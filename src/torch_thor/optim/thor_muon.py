@@ -14,6 +14,7 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
+from torch_thor.optim import learned
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.orthogonal import (
@@ -81,7 +82,7 @@ class ThorMuon(CurvatureOptimizer):
     """
 
     sides = ("A",)
-    lr_is_usual = True
+    usual_lr = 0.08
     relative_damping = True
     # a layer whose trace has changed by 1 % or less keeps its factor
     trace_thresholds = (0.01, 0.0)
@@ -94,7 +95,8 @@ class ThorMuon(CurvatureOptimizer):
         shards = bound.plan.first_shards if whole_matrices else None
         turns = bound.turns(partial(turns_of, whole_matrices=whole_matrices))
         for work in with_gradients(in_turns(turns)):
-            lr, decay = float(work.group["lr"]), float(work.group["weight_decay"])
+            # of the group, and less where the weights were trained already
+            lr, decay = float(work.group["lr"]) * work.lr_factor, float(work.group["weight_decay"])
             gradients = dense_gradients(work)
             shrink_(work.weights, lr * decay, unless)  # W ← (1 - lr · weight_decay) W
             if not isinstance(work, MuonWork):
@@ -109,7 +111,7 @@ class ThorMuon(CurvatureOptimizer):
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 0.08,
+        lr: float | Tensor | None = None,
         damping: float | Tensor = 0.1,
         momentum: float = 0.8,
         nesterov: bool = True,
@@ -124,7 +126,22 @@ class ThorMuon(CurvatureOptimizer):
         distributed: Distributed | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in OF_GROUPS}
+        options |= {"lr": self.usual_lr if lr is None else lr, "auto_lr": lr is None}
         super().__init__(params, options, model=model, layers=layers, distributed=distributed)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model, with options of their own.
+
+        Args:
+            param_group: as for ``torch.optim.Optimizer.add_param_group``. Its ``lr`` counts as it
+                is, and so does the optimizer's; without one, see ``lr`` of the class.
+
+        Raises:
+            ValueError: an option is out of range, or a parameter is not in the model.
+        """
+        group = {k: v for k, v in param_group.items() if k != "lr" or v is not None}
+        group.setdefault("auto_lr", self.defaults["auto_lr"] and "lr" not in group)
+        super().add_param_group(group)
 
     def coverage(self) -> Coverage:
         """List how each parameter of the model is trained.
@@ -142,6 +159,24 @@ class ThorMuon(CurvatureOptimizer):
             else entry
             for entry in entries
         )
+
+    def _look(self, bound: Bound) -> learned.Look | None:
+        """Tell from the weights which learning rates they take, where none is given."""
+
+        def note(rates: str) -> None:
+            text = f"{type(self).__name__}: {rates}. Give lr=... for a rate that counts as it is"
+            self._curvature.warnings.note("trained", text)
+
+        groups = [group for group in bound.groups if group["auto_lr"]]
+        states = [bound.states.get(p) for group in groups for p in group["params"]]
+        undecided = any(state is not None and "lr_factor" not in state for state in states)
+        return learned.Look(bound, note) if undecided else None
+
+    def __repr__(self) -> str:
+        bound = self._bound()
+        rates = learned.described(bound, learned.decided(bound))
+        automatic = any(group["auto_lr"] for group in self.param_groups)
+        return super().__repr__() + (f"\nlr=None: {rates}" if automatic else "")
 
     def _make_parameter_state(
         self, bound: Bound, parameter: Tensor, state: dict[str, Any], group: Group

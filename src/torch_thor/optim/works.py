@@ -40,6 +40,7 @@ class Rows:
     parameter: nn.Parameter
     own: Tensor
     state: dict[str, Any]
+    lr_factor: float = 1.0  # less where it was trained already (optim.learned)
 
 
 @dataclass(eq=False)
@@ -101,6 +102,7 @@ class Work:
     order: list[int]  # the places of the parameters in the model
     dtype: torch.dtype  # of directions and momentum
     on_cpu: bool
+    lr_factor: float = 1.0  # of the learning rate of its group
     is_natural: bool = False  # whether its parameters are preconditioned, if only in some rows
     gradients: list[Tensor] = field(default_factory=list)  # of this step
     # what is preconditioned; none if the parameters are not
@@ -157,7 +159,9 @@ def rows_of(bound: Bound, group: Group) -> list[Rows]:
     for parameter in group["params"]:
         if parameter.grad is not None:
             own = local(parameter) if bound.plan.sharded else parameter
-            found.append(Rows(parameter, own, bound.states.get(parameter, {})))
+            state = bound.states.get(parameter, {})
+            factor = state.get("lr_factor", 1.0) if group.get("auto_lr") else 1.0
+            found.append(Rows(parameter, own, state, factor))
     return found
 
 
@@ -179,6 +183,7 @@ def work_of(
         order=[bound.plan.order.get(id(of.parameter), len(bound.plan.order)) for of in rows],
         dtype=factor_dtype(rows[0].own.dtype),
         on_cpu=rows[0].own.device.type == "cpu",
+        lr_factor=rows[0].lr_factor,
     )
 
 

@@ -1,0 +1,174 @@
+"""ThorMuon without a learning rate against AdamW, where a trained network adapts to other data.
+
+    python -m torch_thor.bench finetuning           # runs what is missing, then the tables
+    python -m torch_thor.bench finetuning --table
+
+The tasks are those of finetuning_tasks.py, the ways those of finetuning_ways.py. The learning rate
+grows over the first 5 % of the steps, then falls linearly to 0. A seed that serves nothing else and
+one half of the held-out data choose the learning rate of AdamW and among the ways; then three other
+seeds run, and the other half of the held-out data gives the figures. Everything is trained on one
+thread.
+"""
+
+import math
+import statistics
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetuning_tasks import TASKS, UNSEEN
+from finetuning_ways import WAYS
+from suite_tasks import Batch, Task
+from torch_thor import THOR, ThorMuon
+
+CHOOSING, SEEDS = (10, 11, 12), (0, 1, 2)
+WARM_UP = 0.05  # of the steps
+ADAMW = {False: (2e-5, 5e-5, 1e-4, 2e-4), True: (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)}  # LoRA or not
+RATE = 0.08  # ThorMuon's
+OURS = {"optimizer": "thor-muon"}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Job = dict[str, Any]
+Rows = dict[str, dict[str, Any]]
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train once."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    task, tuning = (TASKS | UNSEEN)[job["task"]], job["seed"] in CHOOSING
+    torch.manual_seed(job["seed"])
+    model = task.model().to(DEVICE).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p]} for p in trained]
+    optimizer, rate = make(model, groups, job)
+    way = WAYS[job.get("way", "same")](model, {"rate": rate, **job})
+    batches, losses = task.batches(task.batch, job["seed"]), []
+    for step in range(task.steps):
+        loss = task.loss(model, on_device(next(batches)))
+        optimizer.zero_grad()
+        loss.backward()
+        factors, share = way(step), share_of_lr(step, task.steps)
+        for group, parameter in zip(optimizer.param_groups, trained, strict=True):
+            group["lr"] = rate * share * factors[parameter]
+        optimizer.step()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            return {"value": None, "failure": f"loss {losses[-1]} in step {step}"}
+    found = {"loss": statistics.fmean(losses[-max(1, task.steps // 10) :])}
+    halves = (0,) if tuning else (0, 1)
+    return found | {
+        "value" if half == halves[-1] else "chosen": figure(task, model, half) for half in halves
+    }
+
+
+def make(
+    model: nn.Module, groups: list[dict[str, Any]], job: Job
+) -> tuple[torch.optim.Optimizer, float]:
+    """Return the optimizer of a job, and its learning rate."""
+    if job["optimizer"] == "adamw":
+        return torch.optim.AdamW(groups, lr=job["lr"], weight_decay=0.01), job["lr"]
+    kind = {"thor-muon": ThorMuon, "thor": THOR}[job["optimizer"]]
+    rate = job.get("lr", RATE)
+    return kind(groups, lr=rate, weight_decay=0.01, model=model), rate
+
+
+def on_device(batch: Batch) -> Batch:
+    """Return a batch on the device of the network."""
+    return tuple(part.to(DEVICE) for part in batch)
+
+
+def share_of_lr(step: int, steps: int) -> float:
+    """Return the learning rate of a step, from 0, as a share of the highest."""
+    return min(1.0, (step + 1) / (WARM_UP * steps), (steps - step) / ((1 - WARM_UP) * steps))
+
+
+@torch.no_grad()
+def figure(task: Task, model: nn.Module, half: int) -> float:
+    """Return the task's figure on half of the held-out data."""
+    model.eval()
+    found = [task.score(model, on_device(batch)) for batch in task.held_out(half)]
+    model.train()
+    return torch.cat(found).mean().item()
+
+
+def optimizers(job: Job) -> list[str]:
+    """Name ours among those that a job trains with."""
+    names = {"thor-muon": "ThorMuon", "thor": "THOR"}
+    made_by = ["ThorMuon"] if job["task"].endswith("-thor-muon") else []
+    return sorted({*made_by, *([names[job["optimizer"]]] if job["optimizer"] in names else [])})
+
+
+def jobs(rows: Rows) -> list[Job]:
+    """List the jobs that are known."""
+    found: list[Job] = []
+    for task in reversed(TASKS):
+        minilm = task.startswith("minilm")
+        for seed in CHOOSING if minilm else CHOOSING[:1]:
+            found += [{**job, "task": task, "seed": seed} for job in rates(task)]
+            found += [{**job, "task": task, "seed": seed} for job in knowns(task)]
+        found += [{**job, "task": task, "seed": CHOOSING[0]} for job in others()]
+    for task in UNSEEN:
+        found += [{**job, "task": task, "seed": CHOOSING[0]} for job in rates(task)]
+    for task in reversed(TASKS | UNSEEN):
+        best = chosen_rate(rows, task)
+        if best is not None:
+            for job in ({"optimizer": "adamw", "lr": best}, {**OURS, "lr": RATE}, *FINALISTS):
+                found += [{**job, "task": task, "seed": seed} for seed in SEEDS]
+    return found
+
+
+def rates(task: str) -> list[Job]:
+    """List AdamW with each of its learning rates."""
+    return [{"optimizer": "adamw", "lr": lr} for lr in ADAMW["lora" in task]]
+
+
+def knowns(task: str) -> list[Job]:
+    """List what is known of the weights, with several factors."""
+    if "lora" in task:
+        return [known(0.125, zero, 0.0125) for zero in (0.125, 0.25, 0.5, 1.0)]
+    rests = (0.0125, 0.025, 0.05)
+    return [known(trained, 0.25, rest) for trained in (0.125, 0.25) for rest in rests]
+
+
+def known(trained: float, zero: float, rest: float) -> Job:
+    """Return a job with what is known of the weights."""
+    return {**OURS, "way": "known", "trained": trained, "zero": zero, "rest": rest}
+
+
+def others() -> list[Job]:
+    """List the other ways, and single learning rates."""
+    found = [{**OURS, "lr": lr} for lr in (0.01, 0.02, 0.04, 0.08)]
+    found += [{**OURS, "way": "distance", "first": first} for first in (0.01, 0.1)]
+    found += [{**OURS, "way": "noise", "least": least} for least in (0.01, 0.1)]
+    return [*found, {**OURS, "way": "small"}, known(1.0, 1.0, 0.0125)]
+
+
+def chosen_rate(rows: Rows, task: str) -> float | None:
+    """Return AdamW's best learning rate on the seeds that choose, once all are there."""
+    found: dict[float, list[float]] = {}
+    for row in rows.values():
+        job = row["job"]
+        if (job["task"], job["optimizer"]) == (task, "adamw") and job["seed"] in CHOOSING:
+            worst = math.inf if not (TASKS | UNSEEN)[task].higher else -math.inf
+            found.setdefault(job["lr"], []).append(worst if row["value"] is None else row["value"])
+    if set(found) != set(ADAMW["lora" in task]):
+        return None
+    best = max if (TASKS | UNSEEN)[task].higher else min
+    return best(found, key=lambda lr: statistics.fmean(found[lr]))
+
+
+FINALISTS = (known(0.125, 0.25, 0.0125), known(0.25, 0.25, 0.0125), known(0.25, 0.25, 0.05))
+
+
+def table(rows: Rows) -> str:
+    """Return the figures of each task."""
+    lines = []
+    for task in TASKS | UNSEEN:
+        lines.append(f"{task}:")
+        own = [row for row in rows.values() if row["job"]["task"] == task]
+        for row in sorted(own, key=lambda row: str(row["value"])):
+            rest = {k: v for k, v in row["job"].items() if k != "task"}
+            lines.append(f"    {row['value']}  {row['loss']:.4f}  {rest}")
+    return "\n".join(lines)

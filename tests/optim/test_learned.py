@@ -1,0 +1,410 @@
+"""ThorMuon without a learning rate: what was trained already is told from the weights, and takes
+smaller steps.
+"""
+
+import copy
+import itertools
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from tiny import assert_same, weights
+from torch_thor import ThorMuon, param_groups
+from torch_thor.optim import learned
+from torch_thor.optim.learned import LEARNED, NEW, REST, UNTOLD, dependence, rectangles
+
+
+class Net(nn.Module):
+    """What a network has: matrices, a convolution, an embedding, a norm, a head."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        self.words = nn.Embedding(11, width)
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
+        self.norm = nn.LayerNorm(width)
+        self.body = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, words):
+        x = torch.tanh(self.conv(self.words(words).mT).mT)
+        return self.head(torch.tanh(self.body(self.norm(x)))).mean(1)
+
+
+def teach_(model, but=("head",)):
+    """Add a direction with a large singular value to each matrix, as training does."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1 and not name.startswith(but):
+                rows, columns = p.flatten(1).shape
+                left = torch.randn(rows, 1, generator=generator)
+                right = torch.randn(1, columns, generator=generator)
+                p += 0.3 * (left @ right).view_as(p)
+    return model
+
+
+def net(*, trained=True):
+    torch.manual_seed(0)
+    model = Net()
+    return teach_(model) if trained else model
+
+
+def data(count):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield (
+            torch.randint(11, (8, 6), generator=generator),
+            torch.randint(5, (8,), generator=generator),
+        )
+
+
+def train(model, optimizer, batches, after=lambda: None):
+    for words, labels in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(words), labels).backward()
+        optimizer.step()
+        after()
+    return weights(model)
+
+
+def factors(optimizer, model):
+    return {name: optimizer.state[p].get("lr_factor") for name, p in model.named_parameters()}
+
+
+# ---- the statistic -------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    arrays.arrays(
+        np.float64,
+        st.tuples(st.integers(1, 5), st.integers(1, 5)),
+        elements=st.floats(-3, 3).map(lambda x: round(x, 2)),
+    )
+)
+def test_rectangles_are_those_of_a_loop(array):
+    (m, n), w = array.shape, array
+    want = sum(
+        w[i, j] * w[k, j] * w[i, p] * w[k, p]
+        for i, k in itertools.permutations(range(m), 2)
+        for j, p in itertools.permutations(range(n), 2)
+    )
+    assert rectangles(torch.from_numpy(array)).item() == pytest.approx(want, abs=1e-8)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (8, 200), (200, 8)])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.randn,
+        lambda *s: torch.rand(*s) - 0.5,
+        lambda *s: torch.randn(*s) * (torch.rand(*s) < 0.1),  # nn.init.sparse_
+        lambda *s: torch.randn(*s) * torch.logspace(-2, 2, s[0])[:, None],  # rows of other sizes
+        lambda *s: torch.randn(*s) * torch.logspace(-2, 2, s[1]),
+    ],
+)
+def test_independent_entries_are_a_standard_normal_variable(draw, shape):
+    torch.manual_seed(0)
+    values = torch.stack([dependence(draw(*shape).double()) for _ in range(400)])
+    values = values[~values.isnan()]
+    assert len(values) > 350
+    assert abs(values.mean()) < 5 / math.sqrt(400)
+    assert 0.7 < values.std() < 1.2
+    assert values.max() < 1.6 * learned.DEPENDENT
+
+
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
+def test_the_size_of_a_matrix_does_not_count(size):
+    torch.manual_seed(0)
+    matrix = torch.randn(9, 12).double()
+    assert torch.isclose(dependence(matrix * size), dependence(matrix), rtol=1e-4)
+
+
+def test_what_training_leaves_and_what_does_not_tell():
+    torch.manual_seed(0)
+    assert dependence(torch.randn(12, 1) @ torch.randn(1, 9)) > learned.DEPENDENT
+    assert dependence(nn.init.orthogonal_(torch.empty(24, 24))) < -learned.DEPENDENT
+    for nothing in (torch.zeros(4, 5), torch.eye(6), torch.randn(1, 7), torch.randn(7, 1)):
+        assert dependence(nothing).isnan()
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18", "vit_b_16", "swin_t", "convnext_tiny", "efficientnet_b0", "densenet121"]
+)
+def test_networks_of_torchvision_are_untrained(name):
+    import torchvision
+
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name)
+    values = [float(v) for v in learned._dependences(model.parameters()).values() if not v.isnan()]
+    assert len(values) > 10
+    assert max(values) < learned.DEPENDENT
+    assert min(values) > -learned.DEPENDENT
+
+
+# ---- an untrained network ------------------------------------------------------------------------
+
+
+def test_from_scratch_the_steps_are_those_of_an_explicit_rate():
+    found = []
+    for options in ({}, {"lr": 0.08}, {"lr": None}):
+        model = net(trained=False)
+        found.append(train(model, ThorMuon(model, **options), data(4)))
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        nn.init.orthogonal_,
+        nn.init.zeros_,
+        nn.init.xavier_uniform_,
+        nn.init.kaiming_normal_,
+        lambda w: nn.init.sparse_(w, 0.8) if w.dim() == 2 else w,
+        lambda w: nn.init.trunc_normal_(w, std=0.02),
+        lambda w: nn.init.dirac_(w) if w.dim() == 3 else nn.init.eye_(w),
+    ],
+)
+def test_initializers_are_no_training(init):
+    model = net(trained=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                init(p)
+    optimizer = ThorMuon(model)
+    train(model, optimizer, data(1))
+    assert set(factors(optimizer, model).values()) == {NEW}
+
+
+def test_one_strange_matrix_is_no_training():
+    model = net(trained=False)
+    nn.init.uniform_(model.body[1].weight, 0, 1)
+    optimizer = ThorMuon(model)
+    train(model, optimizer, data(1))
+    assert set(factors(optimizer, model).values()) == {NEW}
+
+
+# ---- a trained network ---------------------------------------------------------------------------
+
+
+def test_a_trained_network_takes_the_steps_of_groups_with_these_rates():
+    """Also with a schedule, weight decay and both ways of cutting the rows."""
+    for options in ({}, {"weight_decay": 0.1}, {"split_dim": None, "nesterov": False}):
+        model = net()
+        nn.init.zeros_(model.body[2].weight)
+        twin = copy.deepcopy(model)
+        optimizer = ThorMuon(model, **options)
+        expected = {
+            name: REST if p.dim() == 1 or name.startswith("words") else LEARNED
+            for name, p in twin.named_parameters()
+        }
+        expected |= {"body.2.weight": UNTOLD, "head.weight": NEW}
+        groups = [
+            {"params": [p], "lr": 0.08 * expected[name]} for name, p in twin.named_parameters()
+        ]
+        other = ThorMuon(groups, lr=0.08, model=twin, **options)
+        runs = []
+        for net_, opt in ((model, optimizer), (twin, other)):
+            schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+            runs.append(train(net_, opt, data(5), after=schedule.step))
+        assert_same(*runs)
+        assert factors(optimizer, model) == expected
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.08 / 6)
+
+
+def test_weights_are_looked_at_in_the_first_step_and_not_before():
+    model = net(trained=False)
+    optimizer = ThorMuon(model)
+    model.load_state_dict(net().state_dict())
+    train(model, optimizer, data(1))
+    assert factors(optimizer, model)["body.0.weight"] == LEARNED
+
+
+def test_a_run_from_scratch_stays_one_when_it_is_resumed():
+    model = net(trained=False)
+    optimizer = ThorMuon(model)
+    train(model, optimizer, data(2))
+    teach_(model)
+    again = copy.deepcopy(model)
+    resumed = ThorMuon(again)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert_same(train(model, optimizer, data(3)), train(again, resumed, data(3)))
+    assert set(factors(resumed, again).values()) == {NEW}
+
+
+def test_fine_tuning_that_is_resumed_equals_never_stopped():
+    model = net()
+    optimizer = ThorMuon(model)
+    train(model, optimizer, data(2))
+    again = copy.deepcopy(model)
+    with torch.no_grad():  # a look at these weights would tell something else
+        again.body[0].weight.copy_(torch.randn(24, 24))
+    resumed = ThorMuon(again)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.load_state_dict(model.state_dict())
+    assert_same(train(model, optimizer, data(3)), train(again, resumed, data(3)))
+    assert factors(resumed, again) == factors(optimizer, model)
+
+
+def test_checkpoints_of_torch_keep_the_factors(tmp_path):
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    for trained in (True, False):
+        model = net(trained=trained)
+        optimizer = ThorMuon(model)
+        train(model, optimizer, data(2))
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        checkpoint.save(state, checkpoint_id=tmp_path / str(trained))
+        again = net(trained=not trained)
+        resumed = ThorMuon(again)
+        state = dict(zip(("model", "optimizer"), get_state_dict(again, resumed), strict=True))
+        checkpoint.load(state, checkpoint_id=tmp_path / str(trained))
+        set_state_dict(
+            again, resumed, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        assert_same(train(model, optimizer, data(3)), train(again, resumed, data(3)))
+        assert factors(resumed, again) == factors(optimizer, model)
+
+
+def test_the_random_generator_is_left_alone():
+    model = net()
+    optimizer = ThorMuon(model)
+    words, labels = next(data(1))
+    F.cross_entropy(model(words), labels).backward()
+    before = torch.get_rng_state()
+    optimizer.step()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# ---- which groups have none ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lr", [0.08, 0.02, torch.tensor(0.08)])
+def test_a_rate_that_is_given_counts_as_it_is(lr):
+    model = net()
+    optimizer = ThorMuon(model, lr=lr)
+    train(model, optimizer, data(1))
+    assert set(factors(optimizer, model).values()) == {None}
+
+
+def test_a_rate_of_a_group_counts_as_it_is():
+    model = net()
+    rest = [p for name, p in model.named_parameters() if not name.startswith("body.0")]
+    optimizer = ThorMuon(
+        [{"params": model.body[0].parameters(), "lr": 0.05}, {"params": rest}], model=model
+    )
+    train(model, optimizer, data(1))
+    assert factors(optimizer, model)["body.0.weight"] is None
+    assert factors(optimizer, model)["body.1.weight"] == LEARNED
+    assert [group["auto_lr"] for group in optimizer.param_groups] == [False, True]
+
+
+def test_groups_of_our_own_have_none():
+    model = net()
+    optimizer = ThorMuon(param_groups(model, weight_decay=0.01), model=model)
+    train(model, optimizer, data(1))
+    assert factors(optimizer, model)["body.1.weight"] == LEARNED
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_parameters_that_come_later_are_those_of_the_network(trained):
+    model = net(trained=trained)
+    model.head.requires_grad_(False)
+    optimizer = ThorMuon([p for p in model.parameters() if p.requires_grad], model=model)
+    train(model, optimizer, data(1))
+    teach_(model)
+    model.head.requires_grad_(True)
+    optimizer.add_param_group({"params": model.head.parameters()})
+    train(model, optimizer, data(1))
+    assert factors(optimizer, model)["head.weight"] == NEW
+    assert factors(optimizer, model)["head.bias"] == (REST if trained else NEW)
+
+
+def test_frozen_weights_tell_too():
+    """As those below adapters, some of which are zeros; also if they are quantised."""
+    for frozen in (lambda w: w, lambda w: (w * 50).to(torch.int8)):
+        model = net()
+        model.requires_grad_(False)
+        for layer in model.body:
+            layer.weight = nn.Parameter(frozen(layer.weight.detach()), requires_grad=False)
+            layer.down, layer.up = nn.Linear(24, 4, bias=False), nn.Linear(4, 24, bias=False)
+            nn.init.zeros_(layer.up.weight)
+            layer.forward = lambda x, layer=layer: (
+                F.linear(x, layer.weight.float()) + layer.up(layer.down(x))
+            )
+        optimizer = ThorMuon([p for p in model.parameters() if p.requires_grad], model=model)
+        train(model, optimizer, data(2))
+        found = factors(optimizer, model)
+        assert found["body.1.down.weight"] == NEW
+        assert found["body.1.up.weight"] == UNTOLD
+
+
+def test_other_parameters_are_no_obstacle():
+    """Half precision, complex numbers, empty parameters, parametrisations."""
+    model = net()
+    model.half_precision = nn.Linear(6, 6, dtype=torch.bfloat16)
+    model.complex = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64), requires_grad=False)
+    model.empty = nn.Parameter(torch.empty(0, 5))
+    parametrizations.weight_norm(model.body[1])
+    optimizer = ThorMuon(model)
+    train(model, optimizer, data(2))
+    assert factors(optimizer, model)["body.0.weight"] == LEARNED
+
+
+def test_experts_tell_as_their_matrices_do():
+    torch.manual_seed(0)
+    experts = torch.randn(4, 16, 12) / 4
+    assert abs(learned._dependences([nn.Parameter(experts)]).popitem()[1]) < 5
+    one = torch.einsum("ei,ej->eij", torch.randn(4, 16), torch.randn(4, 12))
+    assert learned._dependences([nn.Parameter(experts + one)]).popitem()[1] > 5
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def test_print_says_which_rates_were_taken_and_why():
+    model = net()
+    nn.init.zeros_(model.body[2].weight)
+    optimizer = ThorMuon(model)
+    assert str(optimizer).endswith(
+        "lr=None: the first step tells from the weights whether they are trained already"
+    )
+    train(model, optimizer, data(1))
+    assert str(optimizer).endswith(
+        f"lr=None: the network is trained already, so lr is multiplied by {LEARNED:g} for 3 "
+        "matrices whose entries are dependent, as training leaves them, "
+        f"{UNTOLD:g} for 1 matrices that do not tell (of zeros, or with one row or column), "
+        "1 for 1 matrices whose entries are independent, as initializers leave them, "
+        f"{REST:g} for 8 other parameters"
+    )
+    fresh = net(trained=False)
+    optimizer = ThorMuon(fresh)
+    train(fresh, optimizer, data(1))
+    assert str(optimizer).endswith("so lr is that of all parameters")
+    assert "lr=None" not in str(ThorMuon(fresh, lr=0.08))
+
+
+def test_a_trained_network_is_said_once():
+    model = net()
+    optimizer = ThorMuon(model)
+    with pytest.warns(RuntimeWarning, match=r"trained already.*0\.125 for.*Give lr="):
+        train(model, optimizer, data(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, data(3))
+    fresh = net(trained=False)
+    optimizer = ThorMuon(fresh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(fresh, optimizer, data(2))
