@@ -13,6 +13,7 @@ thread.
 import math
 import statistics
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch_thor import THOR, ThorMuon
 CHOOSING, SEEDS = (10, 11, 12), (0, 1, 2)
 WARM_UP = 0.05  # of the steps
 ADAMW = {False: (2e-5, 5e-5, 1e-4, 2e-4), True: (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)}  # LoRA or not
+BEYOND = (5e-4, 1e-3, 2e-3)  # more than is usual, for the networks that were trained here
 RATE = 0.08  # ThorMuon's
 OURS = {"optimizer": "thor-muon"}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +39,7 @@ def run(job: Job) -> dict[str, Any]:
     """Train once."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    task, tuning = (TASKS | UNSEEN)[job["task"]], job["seed"] in CHOOSING
+    task, tuning = (TASKS | UNSEEN)[job["task"]], chooses(job)
     torch.manual_seed(job["seed"])
     model = task.model().to(DEVICE).train()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -112,16 +114,18 @@ def jobs(rows: Rows) -> list[Job]:
     for task in UNSEEN:
         found += [{**job, "task": task, "seed": CHOOSING[0]} for job in rates(task)]
     for task in reversed(TASKS | UNSEEN):
-        best = chosen_rate(rows, task)
-        if best is not None:
-            for job in ({"optimizer": "adamw", "lr": best}, {**OURS, "lr": RATE}, *FINALISTS):
+        best = {chosen_rate(rows, task, within) for within in (ADAMW["lora" in task], None)}
+        if None not in best:
+            adamw = [{"optimizer": "adamw", "lr": lr} for lr in sorted(best)]
+            for job in (*adamw, {**OURS, "lr": RATE}, *FINALISTS):
                 found += [{**job, "task": task, "seed": seed} for seed in SEEDS]
     return found
 
 
 def rates(task: str) -> list[Job]:
     """List AdamW with each of its learning rates."""
-    return [{"optimizer": "adamw", "lr": lr} for lr in ADAMW["lora" in task]]
+    lrs = ADAMW["lora" in task] + (() if task.startswith("minilm") else BEYOND)
+    return [{"optimizer": "adamw", "lr": lr} for lr in lrs]
 
 
 def knowns(task: str) -> list[Job]:
@@ -145,18 +149,28 @@ def others() -> list[Job]:
     return [*found, {**OURS, "way": "small"}, known(1.0, 1.0, 0.0125)]
 
 
-def chosen_rate(rows: Rows, task: str) -> float | None:
-    """Return AdamW's best learning rate on the seeds that choose, once all are there."""
-    found: dict[float, list[float]] = {}
-    for row in rows.values():
-        job = row["job"]
-        if (job["task"], job["optimizer"]) == (task, "adamw") and job["seed"] in CHOOSING:
-            worst = math.inf if not (TASKS | UNSEEN)[task].higher else -math.inf
-            found.setdefault(job["lr"], []).append(worst if row["value"] is None else row["value"])
-    if set(found) != set(ADAMW["lora" in task]):
+def chosen_rate(rows: Rows, task: str, within: Sequence[float] | None) -> float | None:
+    """Return AdamW's best learning rate on the seeds that choose, once all have run."""
+    wanted = [job["lr"] for job in rates(task) if within is None or job["lr"] in within]
+    own = [row for row in rows.values() if row["job"]["task"] == task and chooses(row["job"])]
+    found = {
+        lr: [row["value"] for row in own if row["job"].get("lr") == lr and is_adamw(row["job"])]
+        for lr in wanted
+    }
+    if not all(found.values()):
         return None
-    best = max if (TASKS | UNSEEN)[task].higher else min
-    return best(found, key=lambda lr: statistics.fmean(found[lr]))
+    sign = 1 if (TASKS | UNSEEN)[task].higher else -1
+    return max(wanted, key=lambda lr: sign * statistics.fmean(found[lr]))
+
+
+def chooses(job: Job) -> bool:
+    """Return whether a job serves to choose."""
+    return job["seed"] in CHOOSING
+
+
+def is_adamw(job: Job) -> bool:
+    """Return whether a job is the peer's."""
+    return job["optimizer"] == "adamw"
 
 
 FINALISTS = (known(0.125, 0.25, 0.0125), known(0.25, 0.25, 0.0125), known(0.25, 0.25, 0.05))

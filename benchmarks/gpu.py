@@ -179,8 +179,9 @@ def errors(device: torch.device) -> Iterator[tuple[str, float, float]]:
         error(trained("THOR", device, single), wanted["THOR"]),
         0.02,
     )
-    # six iterations in float64, or in bfloat16, are not exact
-    for dtype, limit in ((double, 0.02), (single, 0.1)):
+    # Six iterations are not exact. Bfloat16 also turns the directions of small singular values, of
+    # which these matrices have many: the same iterations on a CPU are 0.17 away.
+    for dtype, limit in ((double, 0.02), (single, 0.3)):
         found = trained("ThorMuon", device, dtype, steps=1)
         yield f"ThorMuon, {dtype}, a step against the CPU", error(found, wanted["ThorMuon"]), limit
     orthogonalise = importlib.import_module("torch_thor.curvature.polar").orthogonalise

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in at most ten minutes: bash benchmarks/gpu.sh [OUTPUT FOLDER]
 # Needs an NVIDIA GPU and a Python (PYTHON=...) with torch >= 2.9, torchvision and transformers; downloads nothing.
-# What else it finds in the checkout it uses: wheels of missing packages (pydantic, pytorch-optimizer) in build/wheels,
+# What else it finds in the checkout it uses: wheels of missing packages (pydantic and what it needs, pytorch-optimizer) in build/wheels,
 # and the files of Fashion-MNIST in build/fashion-mnist (Debian's are in /usr/share/datasets/fashion-mnist).
 # Prints tables, and writes gpu.md and gpu.json (gpu.py says what of).
 set -euo pipefail

@@ -408,3 +408,24 @@ def test_a_trained_network_is_said_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(fresh, optimizer, data(2))
+
+
+@pytest.mark.parametrize(
+    ("trained", "lr", "said"),
+    [
+        (True, 2e-5, "lr=2e-05 is below 0.001, the least for networks that are trained already"),
+        (True, 0.002, None),
+        (False, 0.002, "lr=0.002 is below 0.008, the least for new networks"),
+        (False, 0.01, None),
+    ],
+)
+def test_a_small_rate_that_is_given_is_judged_by_the_weights(trained, lr, said):
+    model, start = net(trained=trained), 0.01 if trained else 0.08
+    optimizer = ThorMuon(model, lr=lr)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, data(12))
+    found = [str(one.message) for one in caught]
+    assert len(found) == (said is not None)
+    assert all(said in one and f"start with learning_rate={start}" in one for one in found)
+    assert set(factors(optimizer, model).values()) == {None}

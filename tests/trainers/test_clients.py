@@ -243,12 +243,12 @@ def timm(place, steps, resume, **options):
     from timm.optim import OptimInfo, create_optimizer_v2
     from timm.optim._optim_factory import default_registry
 
-    default_registry.register(OptimInfo("thor-muon", ThorMuon, has_eps=False, has_momentum=True))
+    default_registry.register(OptimInfo("thor-muon", ThorMuon, has_eps=False))
     model = net()
     with model_is(model):
-        optimizer = create_optimizer_v2(
-            model, "thor-muon", lr=0.08, weight_decay=0.01, momentum=0.8, update_interval=3
-        )
+        optimizer = create_optimizer_v2(model, "thor-muon", weight_decay=0.01, update_interval=3)
+    assert {(group["lr"], group["momentum"]) for group in optimizer.param_groups} == {(0.08, 0.8)}
+    assert all(group["auto_lr"] for group in optimizer.param_groups)
     # timm's groups
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.01}
     return loop(place, steps, resume, model, optimizer, **options)

@@ -232,6 +232,65 @@ def test_the_callback_follows_labels_and_names_arguments_without_effect(tmp_path
     assert "weight_decay=0.1 has no effect" in said[1]
 
 
+def given(form, model, lr=None):
+    """What a Trainer is given in each form of the trainers' page, and the Trainer."""
+    kind = transformers.Trainer
+    if form == "optimizer":
+        optimizer = ThorMuon(model) if lr is None else ThorMuon(model, lr=lr)
+        return {"optimizers": (optimizer, None), "callbacks": [CurvatureCallback()]}, kind
+    if form == "class":
+        return {"optimizer_cls_and_kwargs": (ThorMuon, {} if lr is None else {"lr": lr})}, kind
+
+    class Own(transformers.Trainer):
+        def create_optimizer(self, *others):
+            self.optimizer = ThorMuon(self.model, lr=lr or self.args.learning_rate)
+            return self.optimizer
+
+    return {}, Own
+
+
+@pytest.mark.parametrize("form", ["optimizer", "class", "own"])
+@pytest.mark.parametrize(
+    ("asked", "lr", "expected", "automatic"),
+    [
+        ({}, None, 0.08, True),
+        ({"learning_rate": 5e-5}, None, 0.08, True),
+        ({"learning_rate": 0.02}, None, 0.02, False),
+        ({"learning_rate": 0.02}, 0.04, 0.04, False),
+        ({}, 0.04, 0.04, False),
+    ],
+)
+def test_the_learning_rate_of_the_arguments_counts_unless_it_is_the_default(
+    tmp_path, form, asked, lr, expected, automatic
+):
+    model = gpt2()
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=4, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_strategy="no", per_device_train_batch_size=2, **asked,
+    )  # fmt: skip
+    more, kind = given(form, model, lr)
+    sentences = [{"input_ids": one, "labels": one} for one in tokens(8)]
+    trainer, rates = None, []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_begin(self, *others, optimizer, **rest):
+            rates.append({group["lr"] for group in optimizer.param_groups})
+
+    more["callbacks"] = [*more.get("callbacks", []), Watch()]
+    trainer = kind(model, arguments, train_dataset=sentences, **more)
+    with model_is(model), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    for step, found in enumerate(rates):  # the Trainer lowers them to 0
+        assert list(found) == [pytest.approx(expected * (4 - step) / 4)]
+    groups = trainer.optimizer.param_groups
+    assert {group["initial_lr"] for group in groups} == {expected}
+    assert {group["auto_lr"] for group in groups} == {automatic}
+    said = [str(one.message) for one in caught if "the default of Training" in str(one.message)]
+    assert len(said) == automatic
+    assert all("learning_rate=5e-05" in one and "give TrainingArguments(" in one for one in said)
+
+
 def test_a_training_that_an_error_ended_is_not_followed_twice(tmp_path):
     class Breaks(transformers.TrainerCallback):
         left = 1

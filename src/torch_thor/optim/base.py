@@ -26,7 +26,7 @@ from torch_thor.distributed.processes import Distributed
 from torch_thor.optim import persistence, report
 from torch_thor.optim.check import Check
 from torch_thor.optim.inputs import Inputs, Request, creates_state_only, nonfinite_message
-from torch_thor.optim.learned import Look
+from torch_thor.optim.learned import Look, looks_trained
 from torch_thor.optim.loss_scale import LossScale, asked_by_lightning, remove_scale
 from torch_thor.optim.options import check
 from torch_thor.optim.parameters import Group, check_known, parameters_of_model
@@ -305,7 +305,9 @@ class CurvatureOptimizer(EagerStep):
         if not inputs.largest and bound.plan.first_shards is None:
             warnings.note_nothing_trained(bound, self._known)
         if self.usual_lr is not None and self.param_groups[0]["step"] in report.LR_JUDGED:
-            warnings.note_lr(self.param_groups, self.usual_lr)
+            warnings.note_lr(
+                self.param_groups, self.usual_lr, partial(looks_trained, bound.plan.model)
+            )
         self._curvature.finish(inputs)
 
     def _undo(self, counters: list[tuple[int, int]]) -> None:

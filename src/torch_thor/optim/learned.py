@@ -121,11 +121,18 @@ def described(bound: Bound, factors: Mapping[int, float]) -> str:
     return f"the network is trained already, so lr is multiplied by {', '.join(parts)}"
 
 
+def looks_trained(model: nn.Module) -> bool:
+    """Return whether a network is trained already, by its weights; the host waits for them."""
+    return _are_trained([float(value) for value in _dependences(model.parameters()).values()])
+
+
 def _is_trained(bound: Bound, dependences: Collection[float]) -> bool:
     """Return whether the network is trained already, which is decided once."""
     before = decided(bound).values()
-    if before:
-        return any(factor != NEW for factor in before)
+    return any(factor != NEW for factor in before) if before else _are_trained(dependences)
+
+
+def _are_trained(dependences: Collection[float]) -> bool:
     trained = sum(value > DEPENDENT for value in dependences)
     return trained > 0 and trained >= LEAST_SHARE * len(dependences)
 

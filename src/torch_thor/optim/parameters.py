@@ -1,6 +1,5 @@
 """The arguments ``params`` and ``model`` of the optimizers, and the gradients of a step."""
 
-import sys
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,29 +9,10 @@ from torch import Tensor, nn
 
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.factor import local
+from torch_thor.optim.callers import line_of_caller
 
 Group = dict[str, Any]
 States = MutableMapping[Tensor, dict[str, Any]]  # the state of an optimizer: entries by parameter
-
-# How an optimizer comes into a trainer, by the package that calls it with parameters alone.
-_WITHIN = "`with torch_thor.model_is(model):` around"
-_HUGGING_FACE = (
-    f"make it yourself: Trainer(..., optimizers=({{0}}(model), None)), or {_WITHIN} "
-    "trainer.train(); with model_init, return {0}(self.model) from Trainer.create_optimizer"
-)
-_TRAINERS = {
-    "trl": _HUGGING_FACE,
-    "transformers": _HUGGING_FACE,
-    "lightning": "return {0}(self) from configure_optimizers",
-    "pytorch_lightning": "return {0}(self) from configure_optimizers",
-    "fastai": "Learner(..., opt_func=partial(OptimWrapper, opt=partial({0}, model=model)))",
-    "stable_baselines3": (
-        "make the agent with a learning_rate for {0}, then agent.policy.optimizer = "
-        "{0}(agent.policy)"
-    ),
-    "timm": f"{_WITHIN} create_optimizer_v2(model, ...)",
-    "torchtitan": f"{_WITHIN} the code that makes the OptimizersContainer",
-}
 
 _MODEL: ContextVar[nn.Module | None] = ContextVar("model", default=None)
 
@@ -90,7 +70,7 @@ def parameters_of_model(
     params, model = parameters_of(params, model, optimizer)
     model = _MODEL.get() if model is None else model
     if model is None:
-        line = _line_of_caller() or (
+        line = line_of_caller() or (
             "where a trainer makes the optimizer, give it functools.partial({0}, model=model), or "
             "let it run inside `with torch_thor.model_is(model):`"
         )
@@ -100,17 +80,6 @@ def parameters_of_model(
             f"{line.format(optimizer)}"
         )
     return params, model
-
-
-def _line_of_caller() -> str:
-    """Return the line for the trainer that makes the optimizer."""
-    # It is empty if no package that is known calls.
-    frame = sys._getframe()
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package in _TRAINERS:
-            return f"in {package}: {_TRAINERS[package]}"
-    return ""
 
 
 def check_known(parameters: Iterable[Tensor], model: nn.Module) -> None:

@@ -2,13 +2,14 @@
 
 import math
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch_thor.capture.coverage import LEFT_OUT, NOT_TRAINED, Covered, table
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.optim.learned import LEARNED, NEW, REST
 from torch_thor.optim.plan import Bound, Plan, parameters
 
 # The entries of a parameter group that are not options: its parameters and the counters of step().
@@ -193,29 +194,36 @@ class StepWarnings:
         )
         self.note("nothing trained", about)
 
-    def note_lr(self, groups: Sequence[dict[str, Any]], usual: float) -> None:
+    def note_lr(
+        self, groups: Sequence[dict[str, Any]], usual: float, is_trained: Callable[[], bool]
+    ) -> None:
         """Warn of a learning rate that is for another optimizer.
 
-        It is far above the default, or below it and not growing (as in a warm-up).
+        It is far above the usual one, or below it and not growing (as in a warm-up). A network that
+        was trained before takes smaller ones.
         """
-        label, default = self.label, usual
+        label = self.label
         # the highest one of torch's schedulers, as a rule
         lr = max(max(float(group["lr"]), float(group.get("initial_lr", 0.0))) for group in groups)
         if groups[0]["step"] == LR_JUDGED[0]:
             self.first_lr = lr
-        elif lr > 10 * default:
+        elif lr > 10 * usual:
             self.note(
                 "lr",
-                f"{label}: lr={lr:g} is above {10 * default:g}, ten times the default. Start with "
-                f"{default:g}",
+                f"{label}: lr={lr:g} is above {10 * usual:g}, ten times that for new networks. "
+                f"Start with {usual:g}, or leave lr out",
             )
-        elif 0 < lr < default / 10 and lr <= self.first_lr:
-            self.note(
-                "lr",
-                f"{label}: lr={lr:g} is below {default / 10:g}, a tenth of the default. If it is a "
-                f"trainer's, for Adam, give the trainer {label}'s, such as "
-                f"learning_rate={default:g}",
-            )
+        elif 0 < lr < usual / 10 and lr <= self.first_lr:
+            trained = is_trained()
+            least, start = (REST, LEARNED) if trained else (0.1, NEW)
+            if lr < least * usual:
+                what = "networks that are trained already" if trained else "new networks"
+                self.note(
+                    "lr",
+                    f"{label}: lr={lr:g} is below {least * usual:g}, the least for {what}. If it "
+                    f"is a trainer's, for Adam, leave lr out, or start with "
+                    f"learning_rate={start * usual:g}",
+                )
 
 
 def _untrained(names: Sequence[str]) -> str:

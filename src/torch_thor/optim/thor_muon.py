@@ -16,6 +16,7 @@ from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim import learned
 from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.optim.callers import lr_of_caller
 from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.orthogonal import (
     MuonWork,
@@ -126,6 +127,7 @@ class ThorMuon(CurvatureOptimizer):
         distributed: Distributed | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in OF_GROUPS}
+        lr = lr_of_caller(lr, type(self).__name__)
         options |= {"lr": self.usual_lr if lr is None else lr, "auto_lr": lr is None}
         super().__init__(params, options, model=model, layers=layers, distributed=distributed)
 

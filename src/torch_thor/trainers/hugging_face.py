@@ -4,8 +4,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainingArguments
 
+from torch_thor.optim.callers import USUAL, about_usual
 from torch_thor.optim.groups import held
 from torch_thor.trainers.labels import follow_labels
 
@@ -13,16 +15,22 @@ from torch_thor.trainers.labels import follow_labels
 class CurvatureCallback(TrainerCallback):
     """Tells THOR and ThorMuon of loss terms and padding, as ``torch_thor.follow_labels`` does.
 
-    It warns of ``learning_rate`` and ``weight_decay`` of ``TrainingArguments`` that an optimizer
-    does not have which was made before, because the Trainer gives them only to optimizers that it
-    makes. With other optimizers it does nothing.
+    ``learning_rate`` of ``TrainingArguments`` becomes that of a ThorMuon that was made without one;
+    the default of transformers, 5e-5, means none. It warns of ``learning_rate`` and
+    ``weight_decay`` that an optimizer made before does not have, because the Trainer gives them
+    only to optimizers that it makes. With other optimizers it does nothing.
     """
 
     def __init__(self) -> None:
         self._end: Callable[[], None] = lambda: None
 
     def on_train_begin(
-        self, args: TrainingArguments, *others: Any, optimizer: Any = None, **given: Any
+        self,
+        args: TrainingArguments,
+        *others: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **given: Any,
     ) -> None:
         """Begin to follow the labels."""
         self._end()  # of a training that an error has ended
@@ -30,6 +38,11 @@ class CurvatureCallback(TrainerCallback):
         if inner is None:
             return
         self._end = follow_labels(inner)
+        if any(group.get("auto_lr") for group in inner.param_groups):
+            if args.learning_rate == USUAL:
+                warnings.warn(about_usual(type(inner).__name__), UserWarning, stacklevel=2)
+            else:
+                _give_lr(inner, args.learning_rate, lr_scheduler)
         usual = TrainingArguments.__dataclass_fields__
         for ours, theirs in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
             has = {float(group.get(f"initial_{ours}", group[ours])) for group in inner.param_groups}
@@ -45,3 +58,18 @@ class CurvatureCallback(TrainerCallback):
     def on_train_end(self, *others: Any, **given: Any) -> None:
         """End it."""
         self._end()
+
+
+def _give_lr(optimizer: torch.optim.Optimizer, lr: float, scheduler: Any) -> None:
+    """Give a learning rate to the groups without one, and to the scheduler that lowers it."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # which Accelerate wraps
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("auto_lr"):
+            before = float(group.get("initial_lr", group["lr"]))
+            group["lr"] *= lr / before
+            group["auto_lr"] = False
+            if "initial_lr" in group:
+                group["initial_lr"] = lr
+            if hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs[number] = lr
+                scheduler._last_lr[number] = group["lr"]

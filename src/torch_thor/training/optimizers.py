@@ -80,7 +80,7 @@ def _checked_patterns(value: Any) -> Any:
 _Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_checked_patterns)]
 _AVERAGE = "weight of the old value in a running average of "
 KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of the classes says more
-    "lr": (Positive, "learning rate"),
+    "lr": (Positive, "learning rate; null: thor-muon finds it from the weights"),
     "weight_decay": (NotNegative, "coefficient of the weight decay, in the optimizer's own form"),
     "damping": (Positive, "λ, added to the diagonal of the factors; see damping_schedule"),
     "momentum": (Share, "μ; 0 switches momentum off"),
@@ -190,7 +190,7 @@ def _keys_of(name: str) -> type[OptimizerKeys]:
     if is_dataclass(interval := given.get("update_interval")):
         given["update_interval"] = {"kind": type(interval).__name__.lower(), **vars(interval)}
     known: Any = {
-        key: (hint, Field(given[key], description=about))
+        key: (hint if given[key] is not None else hint | None, Field(given[key], description=about))
         for key, (hint, about) in KEYS.items()
         if key in given
     }
