@@ -81,12 +81,20 @@ def end_ranks():
     _POOL.close()
 
 
-def every_layer(steps, method=THOR, **options):
-    """Train `EveryLayer` in a plain loop, padding left out of the statistics."""
+def every_layer(steps, method=THOR, before=0, **options):
+    """Train `EveryLayer` in a plain loop, padding left out of the statistics.
+
+    Before that AdamW may train it for some steps, so that it is fine-tuned.
+    """
     from golden.layers import LENGTH, PADDING, EveryLayer, batches, loss_of  # slow to import
 
     torch.manual_seed(0)
     model = EveryLayer()
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for images, tokens in batches(before):
+        loss_of(model(images, tokens[:, :LENGTH]), tokens).backward()
+        adamw.step()
+        adamw.zero_grad()
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     others = [p for name, p in model.named_parameters() if "norm" not in name]
     optimizer = method(
@@ -101,7 +109,8 @@ def every_layer(steps, method=THOR, **options):
         optimizer.step()
         optimizer.zero_grad()
         found.append((step, loss.item(), optimizer.last_refresh))
-    settings = [f"{key}={value!r}" for key, value in {"steps": steps, **options}.items()]
+    given = {"steps": steps, **({"before": before} if before else {}), **options}
+    settings = [f"{key}={value!r}" for key, value in given.items()]
     return outcome(settings, found, [], optimizer, model)
 
 
@@ -170,6 +179,7 @@ RUNS_OF = {
         ),
         "two-ranks-scale-free": partial(two_ranks, "digits", "optimizer=thor-muon", "epochs=1"),
         "every-layer-scale-free": partial(every_layer, 40, ThorMuon, lr=0.02, split_dim=24),
+        "every-layer-fine-tuned": partial(every_layer, 20, ThorMuon, before=100, split_dim=24),
     },
     "AGCSGD": {
         "digits-agc-sgd": partial(
