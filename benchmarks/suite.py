@@ -13,9 +13,10 @@ one half of the held-out data: six learning rates a factor of two apart, chosen 
 far, more while the best is at an end; then another momentum with the best learning rate and with
 twice that, and for Muon two learning rates of its AdamW. The best setting runs with three other
 seeds, and the other half of the held-out data gives its figures. ThorMuon has its default setting
-with a weight decay of 0.01 for all tasks; it is also tuned, to see what that is worth. Optimizers'
-names with `one:` have the learning rate that serves all tasks best on the whole, chosen with the
-tuning seed. Everything is trained on one thread.
+with a weight decay of 0.01 for all tasks; it is also tuned, to see what that is worth. A job with
+the entry ``half`` is judged by that half: where defaults are chosen with several seeds, by half 0.
+Optimizers' names with `one:` have the learning rate that serves all tasks best on the whole, chosen
+with the tuning seed. Everything is trained on one thread.
 
 The time of a step is measured apart, by the optimizers with their chosen settings in turns (jobs
 named `alone`).
@@ -88,7 +89,7 @@ def train(task: Task, job: Job) -> dict[str, Any]:
         if not math.isfinite(losses[-1]) or losses[-1] > HIGHEST_LOSS:
             return {"value": None, "failure": f"loss {losses[-1]} in step {step}"}
         if step == task.steps or (not tuning and step % max(1, task.steps // EVALUATIONS) == 0):
-            curve.append((step, evaluate(task, model, optimizer, 0 if tuning else 1)))
+            curve.append((step, evaluate(task, model, optimizer, job.get("half", int(not tuning)))))
     result = {"value": curve[-1][1], "loss": statistics.fmean(losses[-max(1, task.steps // 20) :])}
     own = {"curve": curve, "seconds": round(seconds, 2), "refreshes": refreshes}
     return result | ({} if tuning else own)
