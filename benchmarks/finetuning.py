@@ -20,11 +20,12 @@ import torch
 from torch import nn
 
 from finetuning_tasks import TASKS, UNSEEN
-from finetuning_ways import WAYS
+from finetuning_ways import WAYS, same
 from suite_tasks import Batch, Task
 from torch_thor import THOR, ThorMuon
 from torch_thor.bench.markdown import table as markdown
 from torch_thor.bench.stores import key_of
+from torch_thor.optim import learned
 
 CHOOSING, SEEDS = (10, 11, 12), (0, 1, 2)
 WARM_UP = 0.05  # of the steps
@@ -47,7 +48,7 @@ def run(job: Job) -> dict[str, Any]:
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p]} for p in trained]
     optimizer, rate = make(model, groups, job)
-    way = WAYS[job.get("way", "same")](model, {"rate": rate, **job})
+    way = WAYS.get(job.get("way", "same"), same)(model, {"rate": rate, **job})
     batches, losses = task.batches(task.batch, job["seed"]), []
     for step in range(task.steps):
         loss = task.loss(model, on_device(next(batches)))
@@ -75,8 +76,13 @@ def make(
         return torch.optim.AdamW(groups, lr=job["lr"], weight_decay=0.01), job["lr"]
     kind = {"thor-muon": ThorMuon, "thor": THOR}[job["optimizer"]]
     rate = job.get("lr", RATE)
-    own = {name: job[name] for name in ("max_update_ratio",) if name in job}
-    return kind(groups, lr=rate, weight_decay=0.01, model=model, **own), rate
+    own: dict[str, Any] = {"lr": rate}
+    if "max_update_ratio" in job:
+        own["max_update_ratio"] = job["max_update_ratio"]
+    if job.get("way") == "known":  # as without a learning rate, with factors to choose from
+        learned.LEARNED, learned.UNTOLD = job["trained"], job["zero"]
+        learned.REST, own["lr"] = job["rest"], None
+    return kind(groups, weight_decay=0.01, model=model, **own), rate
 
 
 def on_device(batch: Batch) -> Batch:
@@ -143,7 +149,7 @@ def knowns(task: str) -> list[Job]:
 
 
 def known(trained: float, zero: float, rest: float) -> Job:
-    """Return a job with what is known of the weights."""
+    """Return a job with what is known of the weights, as ThorMuon has it without a rate."""
     return {**OURS, "way": "known", "trained": trained, "zero": zero, "rest": rest}
 
 
@@ -203,16 +209,12 @@ def table(rows: Rows) -> str:
         for row in rows.values()
         if row["job"]["optimizer"] == "thor"
     ]
-    return "\n\n".join(
-        (
-            "Three seeds, the half of the held-out data that chose nothing:",
-            markdown(heads, lines),
-            "One seed (three for MiniLM), the half that chose:",
-            markdown(["way", *TASKS], chosen),
-            "THOR on minilm-sst2, one seed, the half that chose:",
-            markdown(["lr", "max_update_ratio", "held-out accuracy"], thor),
-        )
+    tables = (
+        markdown(heads, lines),
+        markdown(["way", *TASKS], chosen),
+        markdown(["lr", "max_update_ratio", "held-out accuracy"], thor),
     )
+    return "\n\n".join(tables)
 
 
 def name_of(job: Job) -> str:

@@ -2,7 +2,7 @@
 
 A way is made from the model and a job before the first step, and returns before each step, when
 the gradients are there, the factor of each parameter's learning rate. None of them reads names,
-classes or configurations.
+classes or configurations. What is known of the weights, the way that ThorMuon goes, is its own.
 """
 
 import math
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.polar import orthogonalise
-from torch_thor.optim.learned import DEPENDENT, LEAST_SHARE, dependence
 from torch_thor.optim.orthogonal import step_norm
 
 Factors = dict[Tensor, float]
@@ -35,22 +34,6 @@ def same(model: nn.Module, job: Job) -> Way:
     """Scale nothing."""
     del job
     return lambda step: dict.fromkeys(model.parameters(), 1.0)
-
-
-def known(model: nn.Module, job: Job) -> Way:
-    """Take small steps with what is trained already, if a quarter of the network's matrices are.
-
-    The job gives the factors of trained matrices, of zero matrices (adapters) and of what is no
-    matrix; new matrices have 1. It is what ThorMuon does without a learning rate.
-    """
-    found = {p: float(dependence(p.detach().double().flatten(1))) for p in matrices(model)}
-    if sum(value > DEPENDENT for value in found.values()) < LEAST_SHARE * len(found):
-        return same(model, job)
-    factors = dict.fromkeys(model.parameters(), job["rest"])
-    for p, value in found.items():
-        is_trained = abs(value) > DEPENDENT
-        factors[p] = job["zero"] if math.isnan(value) else job["trained"] if is_trained else 1.0
-    return lambda step: factors
 
 
 def small(model: nn.Module, job: Job) -> Way:
@@ -130,7 +113,6 @@ def distance(model: nn.Module, job: Job) -> Way:
 
 WAYS: dict[str, Callable[[nn.Module, Job], Way]] = {
     "same": same,
-    "known": known,
     "small": small,
     "noise": noise,
     "distance": distance,

@@ -2,9 +2,11 @@
 it.
 """
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from golden.runs import RUNS_OF
@@ -14,7 +16,7 @@ from torch_thor.bench.stores import key_of
 from torch_thor.bench.study import Lines, load
 
 ROOT = Path(__file__).parents[2]
-STUDIES = ("defaults", "many_devices", "models", "step_time")
+STUDIES = ("defaults", "finetuning", "many_devices", "models", "step_time", "untrained")
 
 
 def study(name):
@@ -96,3 +98,52 @@ def test_the_docs_show_the_raw_data():
         parts = tables.split("\n\n")
         assert parts[0].count("\n") > 1, name
         assert [part for part in parts if part not in text] == [], name
+
+
+# ---- fine-tuning ---------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_of_adamw_is_chosen_by_the_other_half_and_other_seeds():
+    tuned, rows = study("finetuning"), {}
+    for lr, seed, value in (
+        (2e-5, 10, 1.6), (5e-5, 10, 1.3), (1e-4, 10, 1.4), (1e-4, 0, 0.1), (2e-4, 10, 1.5),
+        (5e-4, 10, 1.2), (1e-3, 10, 1.25),
+    ):  # fmt: skip
+        job = {"task": "gpt-adamw", "optimizer": "adamw", "lr": lr, "seed": seed}
+        rows[key_of(job)] = {"job": job, "value": value}
+    assert tuned.chosen_rate(rows, "gpt-adamw", tuned.ADAMW[False]) == 5e-5  # a loss
+    assert tuned.chosen_rate(rows, "gpt-adamw", None) is None  # 2e-3 is missing
+    job = {"task": "gpt-adamw", "optimizer": "adamw", "lr": 2e-3, "seed": 10}
+    rows[key_of(job)] = {"job": job, "value": 1.7}
+    assert tuned.chosen_rate(rows, "gpt-adamw", None) == 5e-4
+
+
+def test_ways_to_scale_a_learning_rate():
+    """By hand: small first weights, the share of signal, and a distance that gradients prove."""
+    ways, model = study("finetuning_ways"), nn.Linear(4, 2, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.fill_(0.1)
+    found = ways.small(model, {})(0)
+    # ‖W‖ = 0.1 √8; a step at lr 1 has the norm √2
+    assert found[model.weight] == pytest.approx(math.sqrt(0.1 * math.sqrt(8 * 3) / math.sqrt(2)))
+    assert found[model.bias] == 1.0
+
+    noise, generator = ways.noise(model, {"least": 0.01}), torch.Generator().manual_seed(0)
+    for step in range(200):
+        model.weight.grad = torch.ones_like(model.weight)
+        model.bias.grad = torch.randn(2, generator=generator, dtype=torch.float64)
+        found = noise(step)
+    assert found[model.weight] == pytest.approx(1.0)
+    assert found[model.bias] < 0.6
+
+    # the gradient of ‖W - 3‖_1, with steps of 0.01 to all entries: at most 2.9 away, in the norm
+    # whose dual is the sum of singular values
+    distance = ways.distance(model, {"first": 0.01, "rate": 0.08})
+    for step in range(100):
+        model.weight.grad = (model.weight.detach() - 3).sign()
+        model.bias.grad = torch.zeros_like(model.bias)
+        found = distance(step)[model.weight]
+        with torch.no_grad():
+            model.weight.sub_(0.01 * model.weight.grad)
+    moved = 0.01 * 99 * math.sqrt(8)  # the largest singular value of what was added
+    assert 0.01 < found <= min(1.0, moved / 0.08)

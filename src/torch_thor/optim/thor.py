@@ -52,7 +52,9 @@ class THOR(CurvatureOptimizer):
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
         lr: learning rate, a float or a one-element tensor. The length of a natural-gradient step
-            depends on lr and damping together, so a learning rate of SGD does not transfer.
+            depends on lr and damping together, so a learning rate of SGD does not transfer. The
+            default is for new networks and ruins one that is trained already; 0.005 with
+            ``max_update_ratio=0.001`` does not (docs/measurements/fine-tuning.md).
         damping: λ > 0; ``√(λ/T)`` is added to the diagonal of both factors. Schedule it like lr:
             every parameter group holds it. Inverses have the damping of the refresh that made them.
         momentum: μ in [0, 1).

@@ -56,7 +56,14 @@ class ThorMuon(CurvatureOptimizer):
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
-        lr: learning rate: the spectral norm of the step of a square matrix.
+        lr: learning rate: the spectral norm of the step of a square matrix. None: 0.08, which the
+            groups hold, and less where the first step finds that the network is trained already: a
+            matrix whose entries are dependent then takes 0.125 of it, one that does not tell (of
+            zeros, or with one row or column) 0.25, what is no matrix 0.0125
+            (docs/explanation/thor-muon.md). ``state[p]["lr_factor"]`` holds these shares, and
+            ``print(optimizer)`` says them. A learning rate that is given counts as it is, also in
+            one group alone. Where a Trainer of transformers makes the optimizer,
+            ``learning_rate`` of its arguments is given, unless it is their default.
         damping: λ, relative to the mean diagonal of A. Every parameter group holds it.
         momentum: μ in [0, 1).
         nesterov: ``u = ∇W + μ v`` instead of ``u = v``.
