@@ -21,6 +21,7 @@ from nodes import Node, replaced
 ROOT = Path(__file__).parents[1]
 STEPS = ("tests/optim/test_layer_kinds.py", "tests/optim/test_step.py")
 MUON = ("tests/optim/test_thor_muon.py",)
+LEARNED = ("tests/optim/test_learned.py",)
 STATE = ("tests/optim/test_state.py", "tests/optim/test_loading.py")
 REFRESH = ("tests/optim/test_refresh.py",)
 RULE = ("tests/curvature/test_refresh_rule.py",)
@@ -159,6 +160,22 @@ MUTATIONS = {
     "ThorMuon's norm of a tall matrix": Mutation(
         "optim/orthogonal.py", "step_norm",
         Node("call", "max", number=1), "1.0", MUON,
+    ),
+    "weights that are trained, without rows of their own": Mutation(
+        "optim/learned.py", "rectangles",
+        Node("return"), "gram.square().sum() - of_lines", LEARNED,
+    ),
+    "a trained network from one matrix": Mutation(
+        "optim/learned.py", "_are_trained",
+        Node("return"), "trained > 0", LEARNED,
+    ),
+    "factors of a trained network decided again": Mutation(
+        "optim/learned.py", "_is_trained",
+        Node("return"), "_are_trained(dependences)", LEARNED,
+    ),
+    "ThorMuon's rate without the factor": Mutation(
+        "optim/works.py", "work_of",
+        Node("keyword", "lr_factor"), "1.0", LEARNED,
     ),
     "polar factors of one matrix": Mutation(
         "curvature/polar.py", "_roots",
