@@ -68,9 +68,9 @@ class Free(nn.Module):
         return self.head(torch.tanh(self.tall(x)))
 
 
-def trained_before():
+def trained_before(make=network):
     """A network whose matrices have a large singular value, as training leaves them."""
-    model, generator = network(), torch.Generator().manual_seed(5)
+    model, generator = make(), torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1:
@@ -78,6 +78,22 @@ def trained_before():
                 left = torch.randn(rows, 1, generator=generator)
                 p += (0.3 * left @ torch.randn(1, columns, generator=generator)).view_as(p)
     return model
+
+
+def free_before():
+    return trained_before(Free)
+
+
+class Pixels(nn.Module):
+    def forward(self, batch):
+        return batch[0].flatten(1)[:, :24]
+
+
+def new_head():
+    """A trained layer and a new head, of whose five rows the last of four shards has none."""
+    torch.manual_seed(0)
+    body = trained_before(lambda: nn.Sequential(Pixels(), nn.Linear(24, 8)).double())
+    return body.extend([nn.Tanh(), nn.Linear(8, 5).double()])
 
 
 # ---- what ordinary steps send --------------------------------------------------------------------
@@ -110,7 +126,8 @@ def sharded(rank, world, make=network, layers=(), micro=1, skipped=(), **options
         )
         assert optimizer.skipped_steps == len(skipped)
         factors = {state.get("lr_factor") for state in optimizer.state.values()}
-        assert min(factors) < 0.1 if make is trained_before else factors == {None}
+        before = make in (trained_before, free_before, new_head)
+        assert min(factors) < 0.1 if before else factors == {None}
         return decisions
 
     # shards leave out the convolution of two groups by themselves
@@ -155,6 +172,14 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
         {**MUON, "make": trained_before, "lr": None, "weight_decay": 0.1},
         0,
     ),
+    # all agree; then each of the two learning rates collects its inverses, or sends its matrices
+    # there and back
+    "trained before, divided": (
+        [(4,)],
+        {**MUON, **DIVIDED, "make": new_head, "lr": None, "layers": (), "inner": ()},
+        3,
+    ),
+    "trained before, whole matrices": ([TWO], {**WHOLE, "make": free_before, "lr": None}, 5),
     "kept after forward": ([TWO], {"momentum": 0.0, "fsdp": {"reshard_after_forward": False}}, 0),
     "cpu offload": ([TWO], {"fsdp": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}, 0),
     # all agree that they take the step, then the sum
@@ -184,7 +209,7 @@ def test_equals_one_process_and_sends_only_what_it_must(run, name):
         kinds, sent, bits = zip(
             *run(world_of(mesh), functools.partial(sharded, way=mesh, **options)), strict=True
         )
-        assert all(one == {collectives} for one in sent)
+        assert [*sent] == [{collectives}] * len(sent)
         assert options or set.union(*kinds) == {"UPDATE", "KEEP", "STOP"}
         assert mesh != HSDP or bits[:2] == bits[2:], "replicas differ in some bit"
 

@@ -362,7 +362,7 @@ def test_a_subclass_that_hands_its_arguments_on_steps_and_is_told_the_default():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
     optimizer = Forwarding(model, lr=0.001)
-    with pytest.warns(RuntimeWarning, match=r"Forwarding: lr=0\.001 is below 0\.008, a tenth of"):
+    with pytest.warns(RuntimeWarning, match=r"Forwarding: lr=0\.001 is below 0\.008, the least"):
         train(model, optimizer, STREAM + STREAM)
     optimizer.param_groups[0]["lr"] = -1.0
     with pytest.raises(ValueError, match=r"lr=-1\.0: lr must be .*start from 0\.08"):

@@ -38,9 +38,11 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def make(kind, **options):
+def make(kind, taught=False, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    if taught:  # a large singular value, as training leaves it
+        nn.init.constant_(model[0].weight, 0.5)
     return model, kind(model, **{**OPTIONS[kind], **options})
 
 
@@ -290,6 +292,14 @@ def test_compiled_steps_train_as_eager_ones(kind, way):
     late = 3 if way is two_steps_in_a_row else 2
     again = counts[late - 1 :] != counts[late - 1 : late] * (STEPS - late + 1)
     assert GUARDS_OPTIONS or not again, "compiled again"
+
+
+def test_a_network_that_is_trained_already():
+    counts = assert_as_eager(ThorMuon, scheduled_outside, with_compiler, stream(), taught=True)
+    assert GUARDS_OPTIONS or counts[1:] == counts[1:2] * (STEPS - 1)
+    _, optimizer = make(ThorMuon, taught=True)
+    scheduled_outside(optimizer.model, optimizer, eager)(stream(1)[0])
+    assert {state["lr_factor"] for state in optimizer.state.values()} == {0.0125, 0.125, 1.0}
 
 
 @never_compiles_again

@@ -11,8 +11,10 @@ The factor of the rows of a sharded weight (FSDP2) is divided with the rows alre
 other factor has owners. The factors of grouped convolutions and experts stay on all processes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+from torch import nn
 
 from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.factor import Factor
@@ -73,12 +75,12 @@ def is_divided(layers: Iterable[LayerCurvature]) -> bool:
     return any(factor.divided for layer in layers for factor in layer.stored)
 
 
-def turns_of_group(
-    group: Mapping[str, Any], bound: Any
+def turns_of_parameters(
+    parameters: Iterable[nn.Parameter], bound: Any
 ) -> list[tuple[frozenset[int], list[Factor]]]:
-    """Return in which turns a group's inverses are collected, for some parameters (by id) each."""
+    """Return in which turns inverses are collected, for some of the parameters (by id) each."""
     needs: list[tuple[int, list[Factor]]] = []
-    for parameter in group["params"]:
+    for parameter in parameters:
         shares = [share for share in bound.shares(parameter) if share.layer.refreshes]
         if shares:
             of_shares = [

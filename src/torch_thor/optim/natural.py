@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_thor.curvature.blocks import Blocks, factor_dtype
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import MatrixWeight
-from torch_thor.distributed.divided import is_divided, turns_of_group
+from torch_thor.distributed.divided import is_divided, turns_of_parameters
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound, free_rows
 from torch_thor.optim.works import (
@@ -174,7 +174,7 @@ def turns_of(bound: Bound, group: Group) -> list[Turn]:
     one_by_one = group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
     everything = frozenset(id(of.parameter) for of in natural), list[Factor]()
     divided = is_divided(bound.plan.layers.values())
-    for ready, factors in turns_of_group(group, bound) if divided else [everything]:
+    for ready, factors in turns_of_parameters(group["params"], bound) if divided else [everything]:
         works = []
         for alike in grouped((of for of in natural if id(of.parameter) in ready), _kernels_of):
             if one_by_one and alike[0].own.device.type == "cpu":

@@ -21,7 +21,7 @@ from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import unit_polars_
 from torch_thor.curvature.shards import RowShards, bounds_within
-from torch_thor.distributed.divided import is_divided, turns_of_group
+from torch_thor.distributed.divided import is_divided, turns_of_parameters
 from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
 from torch_thor.optim.check import fused_on
 from torch_thor.optim.parameters import Group
@@ -269,7 +269,8 @@ def turns_of(bound: Bound, group: Group, *, whole_matrices: bool) -> list[Turn]:
     rows = [of for of in rows_of(bound, group) if of.state]
     matrices = [of for of in rows if bound.is_matrix(of.parameter)]
     others = [of for of in rows if not bound.is_matrix(of.parameter) and of.own.numel()]
-    if not whole_matrices:  # else a shard without rows takes part
+    divided = is_divided(bound.plan.layers.values())
+    if not (whole_matrices or divided):  # else a shard without rows takes part
         matrices = [of for of in matrices if of.own.numel()]
     works: list[Work] = []
     for alike in grouped(matrices, _together):
@@ -301,7 +302,7 @@ def _turns_of_work(work: MuonWork, bound: Bound) -> list[Turn]:
     if not is_divided(bound.plan.layers.values()):
         return [_turn(work, parts, [])]
     turns = []
-    for ready, factors in turns_of_group(work.group, bound):
+    for ready, factors in turns_of_parameters(work.parameters, bound):
         members = [part for part in parts if id(work.parameters[part.index]) in ready]
         turns.append(_turn(work, [part for part in members if part.has_factor], factors))
     return [*turns, _turn(work, [part for part in parts if not part.has_factor], [])]
