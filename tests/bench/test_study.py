@@ -72,6 +72,7 @@ def ran():
     return Path("ran").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_results_lead_to_jobs_until_none_is_missing(call, tmp_path):
     assert "best 0.0 of 5" in call()
     assert len(ran()) == 5

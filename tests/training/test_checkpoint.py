@@ -55,7 +55,13 @@ def _go(rank, world, folder, given, name, options):
     return noisy.go(folder, noisy.recipe(**given), name, Ranks(rank, world), **options)
 
 
-CASES = [(way, name) for way in WAYS for name in noisy.OPTIMIZERS if (way, name) != ("hsdp", "sgd")]
+SHARDED = ("fsdp", "hsdp")
+CASES = [  # shards take seconds to start, so one optimizer stands for the others
+    pytest.param(way, name, marks=[pytest.mark.slow] * (way in SHARDED and name != "thor-muon"))
+    for way in WAYS
+    for name in noisy.OPTIMIZERS
+    if (way, name) != ("hsdp", "sgd")
+]
 
 
 @pytest.mark.parametrize(("way", "name"), CASES)

@@ -313,6 +313,7 @@ def test_a_step_that_thor_skips_enters_no_average_and_the_average_is_evaluated()
     )
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_steps(tmp_path):
     """Nothing of a step is kept, not by the observers either: a list of the losses alone would be
     32 bytes a step.

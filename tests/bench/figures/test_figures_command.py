@@ -19,6 +19,7 @@ def figures(run):
     return functools.partial(run, "figures")
 
 
+@pytest.mark.slow
 def test_measured_once_and_gone_on_with_after_a_kill(run, tmp_path):
     folder = tmp_path / "runs" / "figures"
     store = folder / "curves.jsonl"
