@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from torch_thor import torch_internals
 from torch_thor.torch_internals import (
@@ -26,7 +25,6 @@ from torch_thor.torch_internals import (
     is_tracing,
     refuse_running_fullgraph,
     refuse_tracing_fullgraph,
-    saved_hooks,
     traced_not_compiled,
     tree_flatten,
     tree_leaves,
@@ -80,21 +78,6 @@ def test_a_leaf_of_autograd_grad_is_an_error():
     y.register_hook(lambda _: backward_reaches(get_gradient_edge(x).node))
     with pytest.raises(RuntimeError):
         torch.autograd.grad(y.sum(), x)
-
-
-def test_a_checkpoint_recomputes_through_hooks():
-    found = []
-
-    def forward(x):
-        found.append((backward_id() >= 0, saved_hooks(True) is not None))
-        return x.sin()
-
-    assert saved_hooks(True) is None
-    for reentrant in (False, True):
-        checkpoint(
-            forward, torch.ones(2, requires_grad=True), use_reentrant=reentrant
-        ).sum().backward()
-    assert found == [(False, True), (True, True), (False, False), (True, False)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace. is deprecated")

@@ -29,9 +29,6 @@ backward_id = torch._C._current_graph_task_id
 backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # whether the running backward pass executes a node; RuntimeError for a leaf under autograd.grad
 backward_reaches = torch._C._will_engine_execute_node
-# the hooks on saved tensors, None without; a checkpoint without reentry sets some while it
-# recomputes
-saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # the transform of torch.func that is running, whose tensors are not those of the training; None
 # outside
 functorch = torch._C._functorch.peek_interpreter_stack

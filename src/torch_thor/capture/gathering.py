@@ -5,9 +5,10 @@ The loss terms that are counted are those of the step's losses.
 On a refresh step hooks see the calls of the layers (:mod:`torch_thor.capture.hooks`), and each call
 registers a hook on its output. When the gradient of the output has been computed, that adds the
 rows of both input and gradient. So an evaluation pass, a pass whose loss is never differentiated,
-and the first of the two forward passes of activation checkpointing add no rows, and the input is
-kept alive no longer than autograd keeps it. Layers that have A alone need no gradient: their rows
-are summed in the forward pass, so that no input is kept alive, and the hook adds the sum.
+and one of the two forward passes of activation checkpointing add no rows, and the input is kept
+alive no longer than autograd keeps it. Layers that have A alone need no gradient: what their calls
+keep is the sum of their rows, or a copy of the input where that is smaller, until the graph is
+freed.
 
 Rows live until ``step``, until ``optimizer.zero_grad()``, or until no weight that a loss has
 reached has a gradient.
@@ -18,7 +19,7 @@ model runs eagerly for it, unless it is frozen, the loss did not reach it when i
 its weight is used without calling its module (uncalled).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +39,6 @@ from torch_thor.torch_internals import (
     backward_keeps_graph,
     backward_reaches,
     functorch,
-    saved_hooks,
     uncompiled,
 )
 
@@ -68,18 +68,6 @@ class Pass:
 
 
 @dataclass
-class _Waiting:
-    """The rows of the calls of a layer since the last backward pass.
-
-    They count together when the next one comes.
-    """
-
-    rows: Statistics
-    masked: bool = False  # whether the mask has fitted one of the inputs
-    counted: int = -1  # the generation in which they have been counted
-
-
-@dataclass
 class _Watched:
     """A call of a layer whose output has not received a gradient yet, or may receive another."""
 
@@ -89,11 +77,12 @@ class _Watched:
     weight: Node | None  # the node that adds to the gradient of the weight
     # the backward pass in which the call was made, as activation checkpointing does; -1 outside
     outer: int
-    waiting: _Waiting | None = None  # where the layer has A alone; otherwise what follows is used
-    x: Any = None  # the input
+    sequences: int  # their number in a nested input, whose rows are theirs; 0 for any other
+    rows: Statistics | None = None  # those of the input, summed, if nothing else is needed of it
+    x: Any = None  # the input, if it is
     version: int = 0  # of the input
     mark: Mark | None = None
-    # the generation of the previous gradient, and the gradient
+    # the generation of the previous gradient, and the gradient where G needs it
     earlier: tuple[int, Tensor | None] = (-1, None)
 
 
@@ -112,7 +101,8 @@ class Capture:
         self.awaited: set[LayerCurvature] = set()
         self.passes: dict[int, Pass] = {}  # by autograd's id of the pass
         self._parents: dict[int, int] = {}  # the id of the outer pass of each nested one
-        self._waiting: dict[LayerCurvature, _Waiting] = {}
+        # calls that a pass with create_graph went through, which a loss may reach by its result
+        self._differentiated: defaultdict[LayerCurvature, list[_Watched]] = defaultdict(list)
         # counts calls of discard(), after which a pass may go through an earlier graph again
         self._generation = 0
         self._calls = ModuleCalls(self)
@@ -155,54 +145,58 @@ class Capture:
         # pruned since the optimizer was created, or frozen
         if weight is None or not weight.requires_grad:
             return
-        mask = self.row_mask
-        keep = mask if mask is not None and kind.row_shape(x) == mask.shape else None
-        node = get_gradient_edge(weight).node if weight.is_leaf else None
-        call = _Watched(layer, kind, keep, node, backward_id())
+        inputs, mask = as_rows(x), self.row_mask
+        call = _Watched(
+            layer,
+            kind,
+            mask if mask is not None and kind.row_shape(inputs) == mask.shape else None,
+            get_gradient_edge(weight).node if weight.is_leaf else None,
+            backward_id(),
+            x.size(0) if x.is_nested else 0,
+        )
         if "G" in layer.sides:
-            call.x, call.version = x.detach(), x._version  # shares storage and version counter
+            call.x, call.version = inputs, inputs._version  # shares storage and version counter
             call.mark = None if self.sampler is None else self.sampler.mark(output)
-        elif call.outer >= 0 and saved_hooks(True) is not None:
-            # recomputed by a non-reentrant checkpoint, whose first pass had gradients enabled and
-            # was counted
-            return
+        elif inputs.numel() < layer.stored[0].cut.rows * layer.stored[0].cut.width:
+            call.x = inputs.clone()
         else:
-            if layer not in self._waiting:
-                self._waiting[layer] = _Waiting(
-                    Statistics(layer.kind, layer.weight_view, layer.stored)
-                )
-            call.waiting = self._waiting[layer]
-            call.waiting.masked |= keep is not None
-            enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.stored[0].cut.width)
-            call.waiting.rows.gather(kind, x, output.shape, keep, most=enough)
+            call.rows = _input_rows(call, inputs, as_rows(output).shape)
         output.register_hook(partial(self._on_gradient, call))
 
     def _on_gradient(self, call: _Watched, g: Tensor) -> None:
         """Take the rows of a call, now that the gradient of its output has been computed."""
-        layer, kind, sampler, waiting, before = (
-            call.layer,
-            call.kind,
-            self.sampler,
-            call.waiting,
-            None,
-        )
+        layer, sampler = call.layer, self.sampler
+        if layer not in self.gathering:
+            return
         try:  # a gradient penalty's pass does not add to the gradient of the weight
             trains = call.weight is None or backward_reaches(call.weight)
         except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
             trains = False
         # such a pass adds to no gradient of a weight
         sampled = sampler is not None and sampler.running
-        if layer not in self.gathering or not (sampled or trains):
+        if "G" not in layer.sides:
+            if trains:
+                self._running_pass(call.outer)
+                for one in (call, *self._differentiated.pop(layer, ())):
+                    self._add_inputs(one, as_rows(g).shape)
+            elif torch.is_grad_enabled():
+                self._differentiated[layer].append(call)
+        elif sampled or trains:
+            self._add(call, as_rows(g), sampled=sampled)
+
+    def _add_inputs(self, call: _Watched, output: torch.Size) -> None:
+        """Add the rows of the input of a call, once for each step."""
+        layer = call.layer
+        if call.earlier[0] == self._generation:
             return
-        if waiting is not None:
-            self._waiting.clear()  # later calls wait for another backward pass
-            self._running_pass(call.outer)
-            if waiting.counted != self._generation:
-                waiting.counted = self._generation
-                self.mask_taken |= waiting.masked
-                self.reached.add(layer)
-                layer.statistics.add(waiting.rows)
-            return
+        call.earlier = self._generation, None
+        self.mask_taken |= call.keep is not None
+        self.reached.add(layer)
+        layer.statistics.add(call.rows or _input_rows(call, call.x, output))
+
+    def _add(self, call: _Watched, g: Tensor, *, sampled: bool) -> None:
+        """Add the rows of a call and of the gradient of its output."""
+        layer, kind, sampler, before = call.layer, call.kind, self.sampler, None
         if sampler is not None and call.mark is not None and not sampled:
             call.mark.trained = sampler.trained = True
             return
@@ -216,16 +210,11 @@ class Capture:
             into = self._running_pass(call.outer)
             if call.earlier[0] == self._generation:
                 into.repeated, before = True, call.earlier[1]
-            g = g.detach() if before is None else g.detach() + before
+            g = g if before is None else g + before
             # kept if another pass may follow (retain_graph), because G is that of the sum of all
             # losses
             call.earlier = self._generation, g if backward_keeps_graph() else None
-            dims = tuple(kind.row_shape(call.x))
-            # no dims: rows are patches, as in a convolution; registered kinds may lack batch_first
-            certain = not dims or bool(getattr(kind, "batch_first", False))
-            into.calls.append(
-                Call(layer, kind.loss_terms(call.x), dims, certain, kind.diagonal_input)
-            )
+            into.calls.append(_described(call))
         self.mask_taken |= call.keep is not None
         self.reached.add(layer)
         if sampler is None or not sampler.empty:
@@ -295,7 +284,7 @@ class Capture:
         """Drop all statistics and loss terms of this step."""
         self.passes.clear()
         self._parents.clear()
-        self._waiting.clear()
+        self._differentiated.clear()
         self._generation += 1
         self.reached.clear()
         self.inside_transform.clear()
@@ -304,6 +293,38 @@ class Capture:
             self.sampler.reset()
         for layer in self.layers:
             layer.statistics.forget()
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """Return an input or the gradient of an output as a dense tensor.
+
+    The sequences of a nested one follow each other.
+    """
+    dense = tensor.detach()
+    if dense.layout is torch.jagged:
+        return dense.values()
+    if dense.is_nested:
+        return torch.cat(dense.unbind())
+    return dense if dense.layout is torch.strided else dense.to_dense()
+
+
+def _input_rows(call: _Watched, x: Tensor, output: torch.Size) -> Statistics:
+    """Return the sum of the rows of one input."""
+    layer = call.layer
+    enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.stored[0].cut.width)
+    rows = Statistics(layer.kind, layer.weight_view, layer.stored)
+    rows.gather(call.kind, x, output, call.keep, most=enough)
+    return rows
+
+
+def _described(call: _Watched) -> Call:
+    """Return what the number of loss terms is found from."""
+    kind, dims = call.kind, tuple(call.kind.row_shape(call.x))
+    if call.sequences:
+        return Call(call.layer, call.sequences, (call.sequences,), certain=True)
+    # no dims: rows are patches, as in a convolution; registered kinds may lack batch_first
+    certain = not dims or bool(getattr(kind, "batch_first", False))
+    return Call(call.layer, kind.loss_terms(call.x), dims, certain, kind.diagonal_input)
 
 
 # ---- N, the number of loss terms -----------------------------------------------------------------
