@@ -329,6 +329,8 @@ class CurvatureOptimizer(EagerStep):
         """
         capture = self._curvature.capture
         if capture.awaited and (capture.sampler is None or capture.sampler.trained):
+            capture.evidence.late.clear()
+            capture.evidence.dropped |= bool(capture.reached)
             capture.discard()
         super().zero_grad(set_to_none)
 
@@ -361,7 +363,7 @@ class CurvatureOptimizer(EagerStep):
             check_known(self.param_groups[-1]["params"], self.model)
             if self._curvature.plan is not None:
                 self._bound()
-                self._curvature.listen()
+                self._curvature.listen_again()
         except BaseException:
             del self.param_groups[before:]
             raise
