@@ -7,8 +7,8 @@ registers a hook on its output. When the gradient of the output has been compute
 rows of both input and gradient. So an evaluation pass, a pass whose loss is never differentiated,
 and one of the two forward passes of activation checkpointing add no rows, and the input is kept
 alive no longer than autograd keeps it. Layers that have A alone need no gradient: what their calls
-keep is the sum of their rows, or a copy of the input where that is smaller, until the graph is
-freed.
+keep is the sum of their rows, or a copy of the input where that is small or smaller, until the
+graph is freed.
 
 Rows live until ``step``, until ``optimizer.zero_grad()``, or until no weight that a loss has
 reached has a gradient.
@@ -46,6 +46,8 @@ from torch_thor.torch_internals import (
 # a block. More rows would take time in large batches without improving A.
 _ENOUGH_ROWS = 1024
 _ROWS_PER_COLUMN = 8
+# The size of an input that is kept in the place of the sum of its rows, however small that is.
+_SMALL = 2**14
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Capture:
         else:
             cut = layer.stored[0].cut
             call.enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * cut.width)
-            if inputs.numel() < cut.rows * cut.width:
+            if inputs.numel() <= max(_SMALL, cut.rows * cut.width):
                 call.x = inputs.clone()
             else:
                 call.rows = Statistics(layer.kind, layer.weight_view, layer.stored)
@@ -183,7 +185,7 @@ class Capture:
         if "G" not in layer.sides:
             if trains:
                 self._running_pass(call.outer)
-                for one in (call, *self._differentiated.pop(layer, ())):
+                for one in (*self._differentiated.pop(layer, ()), call):
                     self._add_inputs(one, as_rows(g).shape)
             elif torch.is_grad_enabled():
                 self._differentiated[layer].append(call)
