@@ -7,8 +7,8 @@ registers a hook on its output. When the gradient of the output has been compute
 rows of both input and gradient. So an evaluation pass, a pass whose loss is never differentiated,
 and one of the two forward passes of activation checkpointing add no rows, and the input is kept
 alive no longer than autograd keeps it. Layers that have A alone need no gradient: what their calls
-keep is the sum of their rows, or a copy of the input where that is smaller, until the graph is
-freed.
+keep is the sum of their rows, or a copy of the input where that is small or smaller, until the
+graph is freed.
 
 Rows live until ``step``, until ``optimizer.zero_grad()``, or until no weight that a loss has
 reached has a gradient.
@@ -47,6 +47,8 @@ from torch_thor.torch_internals import (
 # a block. More rows would take time in large batches without improving A.
 _ENOUGH_ROWS = 1024
 _ROWS_PER_COLUMN = 8
+# The size of an input that is kept in the place of the sum of its rows, however small that is.
+_SMALL = 2**14
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,9 @@ class _Watched:
     # the backward pass in which the call was made, as activation checkpointing does; -1 outside
     outer: int
     sequences: int  # their number in a nested input, whose rows are theirs; 0 for any other
-    rows: Statistics | None = None  # those of the input, summed, if nothing else is needed of it
-    x: Any = None  # the input, if it is
+    enough: int | None = None  # a number of rows that is enough, for a layer that has A alone
+    rows: Statistics | None = None  # those of the input, summed, where that is smaller than it
+    x: Any = None  # the input, where it is kept
     version: int = 0  # of the input
     mark: Mark | None = None
     # the generation of the previous gradient, and the gradient where G needs it
@@ -177,10 +180,15 @@ class Capture:
         if "G" in layer.sides:
             call.x, call.version = inputs, inputs._version  # shares storage and version counter
             call.mark = None if self.sampler is None else self.sampler.mark(output)
-        elif inputs.numel() < layer.stored[0].cut.rows * layer.stored[0].cut.width:
-            call.x = inputs.clone()
         else:
-            call.rows = _input_rows(call, inputs, as_rows(output).shape)
+            cut = layer.stored[0].cut
+            call.enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * cut.width)
+            if inputs.numel() <= max(_SMALL, cut.rows * cut.width):
+                call.x = inputs.clone()
+            else:
+                call.rows = Statistics(layer.kind, layer.weight_view, layer.stored)
+                shape = as_rows(output).shape
+                call.rows.gather(kind, inputs, shape, call.keep, most=call.enough)
         output.register_hook(partial(self._on_gradient, call))
 
     def _on_gradient(self, call: _Watched, g: Tensor) -> None:
@@ -199,7 +207,7 @@ class Capture:
         if "G" not in layer.sides:
             if trains:
                 self._running_pass(call.outer)
-                for one in (call, *self._differentiated.pop(layer, ())):
+                for one in (*self._differentiated.pop(layer, ()), call):
                     self._add_inputs(one, as_rows(g).shape)
             elif torch.is_grad_enabled():
                 self._differentiated[layer].append(call)
@@ -214,7 +222,10 @@ class Capture:
         call.earlier = self._generation, None
         self.mask_taken |= call.keep is not None
         self.reached.add(layer)
-        layer.statistics.add(call.rows or _input_rows(call, call.x, output))
+        if call.rows is not None:
+            layer.statistics.add(call.rows)
+        else:
+            layer.statistics.gather(call.kind, call.x, output, call.keep, most=call.enough)
 
     def _add(self, call: _Watched, g: Tensor, *, sampled: bool) -> None:
         """Add the rows of a call and of the gradient of its output."""
@@ -236,7 +247,11 @@ class Capture:
             # kept if another pass may follow (retain_graph), because G is that of the sum of all
             # losses
             call.earlier = self._generation, g if backward_keeps_graph() else None
-            into.calls.append(_described(call))
+            dims = (call.sequences,) if call.sequences else tuple(kind.row_shape(call.x))
+            # no dims: rows are patches, as in a convolution; registered kinds may lack batch_first
+            certain = not dims or call.sequences > 0 or bool(getattr(kind, "batch_first", False))
+            terms = call.sequences or kind.loss_terms(call.x)
+            into.calls.append(Call(layer, terms, dims, certain, kind.diagonal_input))
         self.mask_taken |= call.keep is not None
         self.reached.add(layer)
         if sampler is None or not sampler.empty:
@@ -330,25 +345,6 @@ def as_rows(tensor: Tensor) -> Tensor:
     if dense.is_nested:
         return torch.cat(dense.unbind())
     return dense if dense.layout is torch.strided else dense.to_dense()
-
-
-def _input_rows(call: _Watched, x: Tensor, output: torch.Size) -> Statistics:
-    """Return the sum of the rows of one input."""
-    layer = call.layer
-    enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.stored[0].cut.width)
-    rows = Statistics(layer.kind, layer.weight_view, layer.stored)
-    rows.gather(call.kind, x, output, call.keep, most=enough)
-    return rows
-
-
-def _described(call: _Watched) -> Call:
-    """Return what the number of loss terms is found from."""
-    kind, dims = call.kind, tuple(call.kind.row_shape(call.x))
-    if call.sequences:
-        return Call(call.layer, call.sequences, (call.sequences,), certain=True)
-    # no dims: rows are patches, as in a convolution; registered kinds may lack batch_first
-    certain = not dims or bool(getattr(kind, "batch_first", False))
-    return Call(call.layer, kind.loss_terms(call.x), dims, certain, kind.diagonal_input)
 
 
 # ---- N, the number of loss terms -----------------------------------------------------------------

@@ -55,14 +55,7 @@ class Inputs:
     # whether it is skipped because a gradient is not finite, so that it is counted
     nonfinite: bool = False
     check: Check | None = None  # of the gradients, on an accelerator that is not waited for
-
-    @property
-    def unless(self) -> Tensor | None:
-        """A number on the device, 1 if the step is to change nothing.
-
-        It is None if that is known already.
-        """
-        return None if self.check is None else self.check.unless
+    unless: Tensor | None = None  # a number there, which that check makes 1 if nothing may change
 
 
 def creates_state_only(groups: list[Group]) -> bool:

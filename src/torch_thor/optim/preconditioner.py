@@ -55,11 +55,6 @@ class Form:
     loss_reduction: str = "mean"
     fisher: str = "empirical"
 
-    @property
-    def has_g(self) -> bool:
-        """Whether G is used, and so the number of loss terms."""
-        return "G" in self.sides
-
 
 class Preconditioner:
     """The curvature of the layers of a model."""
@@ -89,7 +84,7 @@ class Preconditioner:
             plan = Plan(self.model, parameters(groups), self.form.sides, self.chosen, before)
             bound = Bound(plan, groups, states)
             if before is not None:
-                if not plan.layers and self.form.has_g:
+                if not plan.layers and "G" in self.form.sides:
                     raise ValueError(report.nothing_found(self.form.optimizer, bound))
                 conform(bound)
                 self.warnings.note_changes(before, plan)
@@ -183,7 +178,11 @@ class Preconditioner:
         # then captured gradients are those of single loss terms already
         sampled = capture.sampler is not None
         if scale is not None:
-            if not sampled and self.form.has_g and any(layer.statistics.rows for layer in due):
+            if (
+                not sampled
+                and "G" in self.form.sides
+                and any(layer.statistics.rows for layer in due)
+            ):
                 of_outputs = scale.of_outputs()
             scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
         later = None if processes.count > 1 else self._check_later(bound, request, due)
@@ -196,7 +195,8 @@ class Preconditioner:
         output_scale = terms if terms and self.form.loss_reduction == "mean" and not sampled else 1
         if bound.plan.first_shards is not None:
             largest = 0.0  # every process has other rows, whose gradients differ
-        return Inputs(*known, terms, output_scale / of_outputs, largest, check=later)
+        unless = None if later is None else later.unless
+        return Inputs(*known, terms, output_scale / of_outputs, largest, check=later, unless=unless)
 
     def _check_later(
         self, bound: Bound, request: Request, due: Sequence[LayerCurvature]
@@ -235,7 +235,7 @@ class Preconditioner:
         if given is not None:
             check(self.form.optimizer, {"loss_terms": given})
             return int(given)
-        if not (due and self.form.has_g):
+        if not (due and "G" in self.form.sides):
             return 0
         if self.capture.sampler is not None:
             return self.capture.sampler.terms
@@ -395,7 +395,7 @@ class Preconditioner:
         # N² times too large a Fisher matrix makes damping void and the natural gradient N times too
         # short
         form = self.form
-        if not form.has_g or form.loss_reduction == "sum" or form.fisher == "sampled":
+        if "G" not in form.sides or form.loss_reduction == "sum" or form.fisher == "sampled":
             return
         # the mean square of the output gradients of each layer
         squares = []
