@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from torch_thor.capture.patterns import Patterns
+from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.agc import CLIPPING, ClipStatistics, add_up, clip, last_linear, units_of
 from torch_thor.optim.exclusion import COMMON, ExcludingOptimizer, Found, Slot
 from torch_thor.optim.options import OPTIONS, Option, real
@@ -69,6 +70,7 @@ class AGCSGD(ExcludingOptimizer):
     """
 
     options: ClassVar = {**_SGD, **CLIPPING, "dampen_first": OPTIONS["nesterov"]}
+    counterparts = foreign.AGC_SGD
     origin = ("torch.optim.SGD", ("momentum", "dampening", "nesterov"))
     clip_statistics: ClipStatistics | None = None
     """How many units the latest step clipped; it is None before the first step.
@@ -76,6 +78,7 @@ class AGCSGD(ExcludingOptimizer):
     It is not part of checkpoints and copies.
     """
 
+    @foreign.names_counterparts
     def __init__(
         self,
         params: nn.Module | Iterable[Any],

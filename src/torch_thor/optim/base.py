@@ -24,7 +24,9 @@ from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.divided import is_divided
 from torch_thor.distributed.processes import Distributed
 from torch_thor.optim import persistence, report
+from torch_thor.optim.callers import refuse_divided_parameters
 from torch_thor.optim.check import Check
+from torch_thor.optim.counterparts import check_group
 from torch_thor.optim.inputs import Inputs, Request, creates_state_only, nonfinite_message
 from torch_thor.optim.learned import Look, looks_trained
 from torch_thor.optim.loss_scale import LossScale, asked_by_lightning, remove_scale
@@ -60,6 +62,9 @@ class EagerStep(torch.optim.Optimizer):
     Traced, it would be compiled again for each refresh and each state, and stop at each value of a
     tensor that it reads.
     """
+
+    # options of other optimizers, and what stands in the place of each
+    counterparts: ClassVar[Mapping[str, str]]
 
     @classmethod
     def profile_hook_step(cls, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,6 +142,7 @@ class CurvatureOptimizer(EagerStep):
         fisher: str = "empirical",
     ) -> None:
         label = type(self).__name__
+        refuse_divided_parameters(label)
         params, model = parameters_of_model(params, model, label)
         if not isinstance(distributed, Distributed | None):
             raise TypeError(
@@ -175,7 +181,7 @@ class CurvatureOptimizer(EagerStep):
         used = any(e.preconditioned and e.trained for e in entries)
         if not used and ("G" in form.sides or not any(entry.trained for entry in entries)):
             raise ValueError(report.nothing_found(type(self), bound))
-        report.warn_of_little(entries, label, stacklevel=3)
+        report.warn_of_little(entries, label, stacklevel=4)
 
     # what is read at construction alone
     model = property(
@@ -354,9 +360,11 @@ class CurvatureOptimizer(EagerStep):
             param_group: as for ``torch.optim.Optimizer.add_param_group``.
 
         Raises:
-            ValueError: an option is out of range, or a parameter is not in the model.
+            ValueError: an option is out of range or one of another optimizer, or a parameter is
+                not in the model.
         """
         check(type(self), {**self.defaults, **param_group})
+        check_group(type(self), param_group, self.defaults)
         before = len(self.param_groups)
         super().add_param_group(param_group)
         try:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_thor.capture.patterns import Patterns, selected, some
 from torch_thor.optim import checkpoint
 from torch_thor.optim.base import EagerStep
+from torch_thor.optim.counterparts import check_group
 from torch_thor.optim.options import OPTIONS, Option, check, check_complete, flag
 from torch_thor.optim.parameters import Group, parameters_of
 
@@ -102,6 +103,7 @@ class ExcludingOptimizer(EagerStep):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own, as to any optimizer of torch."""
         self._check({**self.defaults, **param_group})
+        check_group(type(self), param_group, self.defaults)
         super().add_param_group(param_group)
         try:
             self._slots.append(self._slots_of(self.param_groups[-1]))

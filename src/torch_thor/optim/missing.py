@@ -103,8 +103,9 @@ _BESIDE = (
 )
 _DATA_PARALLEL = (
     "Use torch.nn.parallel.DistributedDataParallel, with one process for each device (torchrun, or "
-    "accelerate launch). A trainer that takes DataParallel by itself where it sees several devices, "
-    "as the Trainer of transformers, does not if it is started so, or with CUDA_VISIBLE_DEVICES=0"
+    "accelerate launch). A trainer that takes DataParallel by itself where it sees several "
+    "devices, as the Trainer of transformers, does not if it is started so, or with "
+    "CUDA_VISIBLE_DEVICES=0"
 )
 _NOTHING_SEEN = (
     "{}, because no forward and backward pass through them was seen since the last step: step() "
