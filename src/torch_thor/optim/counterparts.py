@@ -56,7 +56,10 @@ _CURVATURE = {
     **_ARGUMENTS,
     "foreach": _KERNELS,
     "maximize": "it has no counterpart: call (-loss).backward()",
-    "dampening": "it has no counterpart: the momentum is v ← μ v + d, with momentum= for μ",
+    **dict.fromkeys(
+        ("dampening", "dampen_first"),
+        "it has no counterpart: the momentum is v ← μ v + d, with momentum= for μ",
+    ),
     "alpha": "factor_decay= is the weight of the old curvature in a running average",
     "beta": "momentum= is the decay rate of the momentum",
     "beta1": "momentum= is the decay rate of the momentum",
@@ -135,7 +138,9 @@ LAMB = {
     **_WITHOUT_CURVATURE,
     "momentum": "betas= has it as β1",
     "nesterov": "it has no counterpart: the first moment is used as it is",
-    "dampening": "betas= has it as β1: the first moment is a running average",
+    **dict.fromkeys(
+        ("dampening", "dampen_first"), "betas= has it as β1: the first moment is a running average"
+    ),
     "beta1": "betas= is the pair (β1, β2)",
     "beta2": "betas= is the pair (β1, β2)",
     "alpha": "betas= has it as β2",
