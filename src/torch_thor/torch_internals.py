@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+
+# tensors without numbers, which FakeTensorMode makes for dry runs; and how to make others meanwhile
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.overrides import _get_current_function_mode
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 

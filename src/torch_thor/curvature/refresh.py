@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks
+from torch_thor.curvature.blocks import Blocks, has_values, wide_dtype
 from torch_thor.curvature.inverse import DAMPING_RAISES, NewFactor, invert_, relative_damping
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
@@ -109,9 +109,12 @@ class Candidate:
         elif layer.refreshes:
             self.change = abs(abs(self.trace) - abs(in_use)) / abs(in_use) if in_use else math.inf
             self.decision = decide(self.change, self.thresholds)
-        if self.decision is not Decision.UPDATE:
-            return
-        plain: list[bool] = []
+        if self.decision is Decision.UPDATE:
+            self.take(now, before, relative)
+
+    def take(self, now: list[list[float]], before: list[list[float]], relative: bool) -> None:
+        """Take the new factors, to be averaged with those in use and inverted."""
+        layer, plain = self.layer, list[bool]()
         for factor, sums, new, old in zip(layer.stored, self.factors, now, before, strict=True):
             averaged = new
             if self.decay and layer.refreshes:
@@ -178,7 +181,9 @@ class Beside:
 
     def read(self) -> list[float]:
         """Return the numbers, with a wait of their own if there were no traces."""
-        return self.values.tolist() if self.numbers is None else self.numbers
+        if self.numbers is None:
+            self.numbers = self.values.tolist() if len(self.values) else []
+        return self.numbers
 
 
 def refresh(
@@ -208,6 +213,29 @@ def refresh(
     """
     if not candidates:
         return ()
+    judged = []
+    for one in candidates:
+        if has_values(one.factors[0].rows):
+            judged.append(one)
+        else:
+            ones = [[1.0] * one.layer.kind.groups for _ in one.factors]
+            one.take(ones, ones, relative)
+    if judged:
+        _judge(judged, relative, processes, unless, beside)
+    invert_([factor for one in candidates for factor in one.new], processes)
+    # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises
+    # from here on
+    return tuple(one.commit(report) for one in candidates)
+
+
+def _judge(
+    candidates: Sequence[Candidate],
+    relative: bool,
+    processes: Processes,
+    unless: Tensor | None,
+    beside: Beside | None,
+) -> None:
+    """Apply the trace rule to each layer."""
     # with one host–device synchronisation for all layers
     stored = [factor for c in candidates for factor in c.layer.stored]
     traces = [sums.traces() for c in candidates for sums in c.factors] + [
@@ -215,9 +243,8 @@ def refresh(
     ]
     device = traces[0].device
     for i, trace in enumerate(traces):
-        traces[i] = trace.to(
-            device, torch.float64 if trace.dtype == torch.float64 else torch.float32
-        )
+        wide = trace.dtype == torch.float64
+        traces[i] = trace.to(wide_dtype(device) if wide else torch.float32).to(device)
     others = [] if beside is None else [beside.values.to(device)]
     extra = [] if unless is None else [unless.reshape(1).to(traces[0])]
     numbers: list[float] = torch.cat([*traces, *others, *extra]).tolist()
@@ -252,7 +279,3 @@ def refresh(
             for of in numbers_of
         )
         one.judge(now, before, relative)
-    invert_([factor for one in candidates for factor in one.new], processes)
-    # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises
-    # from here on
-    return tuple(one.commit(report) for one in candidates)

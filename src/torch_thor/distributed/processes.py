@@ -101,10 +101,12 @@ class DataParallel(Processes):
         """Return the numbers of every rank (one collective and a host–device synchronisation)."""
         if not numbers:
             return [[] for _ in range(self.count)]
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        # the bits of float64 as integers, because not every device has float64
+        bits = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64)
+        own = bits.to(self._device)
         gathered = own.new_empty(self.count * len(own))
         dist.all_gather_into_tensor(gathered, own, group=self._group)
-        rows: list[list[float]] = gathered.view(self.count, -1).tolist()
+        rows: list[list[float]] = gathered.cpu().view(torch.float64).view(self.count, -1).tolist()
         return rows
 
     def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:

@@ -23,6 +23,7 @@ from torch_thor.capture.inspection import Inspection
 from torch_thor.capture.layers import Layer, owners_of
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
+from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import PARTS, PlainMatrix
@@ -166,9 +167,8 @@ class Plan:
         """The device of the model; of sharded parameters, the one for collectives."""
         for parameter, _ in self.sharded.values():
             return device_of_mesh(parameter)
-        for layer in self.layers.values():
-            return layer.weight.device
-        return next(self.model.parameters()).device
+        weights = [layer.weight for layer in self.layers.values()] or [*self.model.parameters()]
+        return next((weight for weight in weights if has_values(weight)), weights[0]).device
 
     def name(self, parameter: Tensor) -> str:
         """Return a parameter's name in the model."""

@@ -400,6 +400,8 @@ class Preconditioner:
         # the mean square of the output gradients of each layer
         squares = []
         for one in candidates:
+            if not one.traces:  # without numbers
+                continue
             kind = one.layer.kind
             # a row of routed experts belongs to one group
             groups = 1 if kind.routed else kind.groups

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import Blocks, factor_dtype
+from torch_thor.curvature.blocks import Blocks, factor_dtype, is_on_cpu
 from torch_thor.curvature.factor import Factor, collected, local
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound
@@ -182,7 +182,7 @@ def work_of(
         smallest=[smallest_norm(size) for size in sizes],
         order=[bound.plan.order.get(id(of.parameter), len(bound.plan.order)) for of in rows],
         dtype=factor_dtype(rows[0].own.dtype),
-        on_cpu=rows[0].own.device.type == "cpu",
+        on_cpu=is_on_cpu(rows[0].own),
         lr_factor=rows[0].lr_factor,
     )
 
