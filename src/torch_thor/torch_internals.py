@@ -38,6 +38,8 @@ backward_reaches = torch._C._will_engine_execute_node
 functorch = torch._C._functorch.peek_interpreter_stack
 # whether torch.jit.trace is running; torch.jit itself may go, and warns
 is_tracing = torch._C._is_tracing
+# whether two tensors share their storage, which tensors without numbers have too
+shares_storage: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 # the innermost TorchFunctionMode that is active, to take away one that an interrupt left behind
 function_mode: Callable[[], Any] = _get_current_function_mode
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks, has_values, wide_dtype
+from torch_thor.curvature.blocks import Blocks, wide_dtype
 from torch_thor.curvature.inverse import DAMPING_RAISES, NewFactor, invert_, relative_damping
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
@@ -79,6 +79,8 @@ class Candidate:
     group_rows_per_term: Tensor | None = None  # T of each group, if groups have their own rows
     # for each group, whether it keeps the factors in use; empty if none does
     without_rows: Sequence[bool] = ()
+    # whether the factors have numbers; without them, every trace counts as 1, and they are taken
+    has_numbers: bool = True
     # what judge() finds
     traces: Sequence[Sequence[float]] = ()  # of the new factors, by side and group
     decision: Decision = Decision.UPDATE
@@ -106,15 +108,12 @@ class Candidate:
         self.trace, in_use = traces
         if not math.isfinite(self.trace):
             self.decision = Decision.FAILED
-        elif layer.refreshes:
+        elif layer.refreshes and self.has_numbers:
             self.change = abs(abs(self.trace) - abs(in_use)) / abs(in_use) if in_use else math.inf
             self.decision = decide(self.change, self.thresholds)
-        if self.decision is Decision.UPDATE:
-            self.take(now, before, relative)
-
-    def take(self, now: list[list[float]], before: list[list[float]], relative: bool) -> None:
-        """Take the new factors, to be averaged with those in use and inverted."""
-        layer, plain = self.layer, list[bool]()
+        if self.decision is not Decision.UPDATE:
+            return
+        plain: list[bool] = []
         for factor, sums, new, old in zip(layer.stored, self.factors, now, before, strict=True):
             averaged = new
             if self.decay and layer.refreshes:
@@ -213,41 +212,21 @@ def refresh(
     """
     if not candidates:
         return ()
-    judged = []
-    for one in candidates:
-        if has_values(one.factors[0].rows):
-            judged.append(one)
-        else:
-            ones = [[1.0] * one.layer.kind.groups for _ in one.factors]
-            one.take(ones, ones, relative)
-    if judged:
-        _judge(judged, relative, processes, unless, beside)
-    invert_([factor for one in candidates for factor in one.new], processes)
-    # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises
-    # from here on
-    return tuple(one.commit(report) for one in candidates)
-
-
-def _judge(
-    candidates: Sequence[Candidate],
-    relative: bool,
-    processes: Processes,
-    unless: Tensor | None,
-    beside: Beside | None,
-) -> None:
-    """Apply the trace rule to each layer."""
     # with one host–device synchronisation for all layers
-    stored = [factor for c in candidates for factor in c.layer.stored]
-    traces = [sums.traces() for c in candidates for sums in c.factors] + [
+    known = [c for c in candidates if c.has_numbers]
+    stored = [factor for c in known for factor in c.layer.stored]
+    traces = [sums.traces() for c in known for sums in c.factors] + [
         factor.read().traces() for factor in stored
     ]
-    device = traces[0].device
+    if not traces:
+        beside = None  # it is read by itself
     for i, trace in enumerate(traces):
+        device = traces[0].device
         wide = trace.dtype == torch.float64
         traces[i] = trace.to(wide_dtype(device) if wide else torch.float32).to(device)
-    others = [] if beside is None else [beside.values.to(device)]
+    others = [] if beside is None else [beside.values.to(traces[0].device)]
     extra = [] if unless is None else [unless.reshape(1).to(traces[0])]
-    numbers: list[float] = torch.cat([*traces, *others, *extra]).tolist()
+    numbers: list[float] = torch.cat([*traces, *others, *extra]).tolist() if traces else []
     if unless is not None and numbers.pop():
         raise FloatingPointError("gradients are not finite")
     if beside is not None:
@@ -275,7 +254,14 @@ def _judge(
     numbers_of = iter(new), iter(in_use)
     for one in candidates:
         now, before = (
-            [[next(of) for _ in range(one.layer.kind.groups)] for _ in one.factors]
+            [
+                [next(of) if one.has_numbers else 1.0 for _ in range(one.layer.kind.groups)]
+                for _ in one.factors
+            ]
             for of in numbers_of
         )
         one.judge(now, before, relative)
+    invert_([factor for one in candidates for factor in one.new], processes)
+    # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises
+    # from here on
+    return tuple(one.commit(report) for one in candidates)
