@@ -69,7 +69,7 @@ class AGCSGD(ExcludingOptimizer):
     """
 
     options: ClassVar = {**_SGD, **CLIPPING, "dampen_first": OPTIONS["nesterov"]}
-    origin = ("torch.optim.SGD", ("momentum", "dampening", "nesterov"))
+    relative = "torch.optim.SGD"
     clip_statistics: ClipStatistics | None = None
     """How many units the latest step clipped; it is None before the first step.
 
@@ -101,8 +101,8 @@ class AGCSGD(ExcludingOptimizer):
             )
         super().__init__(params, model, exclude, locals())
 
-    def _check(self, group: Group) -> None:
-        super()._check(group)
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
         if group["nesterov"] and not (
             group["momentum"] > 0 and (group["dampening"] == 0 or group["dampen_first"])
         ):

@@ -17,7 +17,7 @@ from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim import learned
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.callers import lr_of_caller
-from torch_thor.optim.options import OF_GROUPS
+from torch_thor.optim.options import OF_GROUPS, group_of
 from torch_thor.optim.orthogonal import (
     MuonWork,
     adamw_,
@@ -147,8 +147,11 @@ class ThorMuon(CurvatureOptimizer):
 
         Raises:
             ValueError: an option is out of range, or a parameter is not in the model.
+            TypeError: it is no dict.
         """
-        group = {k: v for k, v in param_group.items() if k != "lr" or v is not None}
+        group = group_of(param_group)
+        if "lr" in group and group["lr"] is None:
+            del group["lr"]
         group.setdefault("auto_lr", self.defaults["auto_lr"] and "lr" not in group)
         super().add_param_group(group)
 
