@@ -78,7 +78,8 @@ FAULTS = {
     "no-inverse": (drop(4, "G_inverse"), "not whole: it lacks G_inverse of layer '3'"),
     "no-number": (drop(0, "due"), "not whole: it lacks due of layer '0'"),
     "no-rows": (put(0, rows_per_term=0.0), "layer '0': rows_per_term=0.0"),
-    "nan-rows": (put(0, rows_per_term=torch.nan), "rows_per_term=nan of parameter '0.weight' .* a finite number"),
+    "nan-rows": (put(0, rows_per_term=torch.nan),
+    "rows_per_term=nan of parameter '0.weight' .* a finite number"),
     "shards": (
         put(0, row_shards=4, G=torch.full((7, 4), -100.0)),
         "layer '0': G was saved with 4 shards, and its blocks for .* cannot be",
