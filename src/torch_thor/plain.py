@@ -3,8 +3,6 @@
 import numbers
 from typing import Any
 
-from torch import Tensor
-
 
 def plain(value: Any) -> Any:
     """Return a number of NumPy, or a tensor of one integer or flag, as a number of Python.
@@ -14,7 +12,7 @@ def plain(value: Any) -> Any:
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, Tensor):
+    if hasattr(value, "is_meta"):  # a tensor; torch takes seconds to import
         is_number = value.numel() == 1 and not (value.is_floating_point() or value.is_complex())
         return value.item() if is_number and not value.is_meta else value
     if isinstance(value, list | tuple):

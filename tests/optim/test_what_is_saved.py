@@ -12,8 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from tiny import assert_same, batches, mlp, train, weights
-from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
-from torch_thor.schedules import LambdaDamping
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, schedules
 
 STREAM = batches(8)
 OURS = {
@@ -110,7 +109,7 @@ def test_groups_hold_numbers_of_python_whoever_sets_them(make):
     model, optimizer = trained(make)
     LambdaLR(optimizer, lambda step: np.cos(step / 100))
     if isinstance(optimizer, THOR | ThorMuon):
-        LambdaDamping(optimizer, lambda step: np.exp(np.float32(-step)))
+        schedules.LambdaDamping(optimizer, lambda step: np.exp(np.float32(-step)))
     group = optimizer.param_groups[0]
     assert type(group["lr"]) is float
     group["lr"] = np.float32(0.5)
@@ -150,8 +149,6 @@ def test_what_is_no_number_is_refused(make, value):
     optimizer.param_groups[0]["weight_decay"] = value
     with pytest.raises(ValueError, match=said):
         train(model, optimizer, STREAM[:1])
-    with pytest.raises(ValueError, match=said):
-        optimizer.state_dict()
 
 
 def test_what_lamb_and_agcsgd_refuse_to_load_they_do_not_save():
@@ -237,7 +234,7 @@ def test_a_later_form_is_refused(make):
     saved = optimizer.state_dict()
     assert saved["version"] == 1
     with pytest.raises(
-        ValueError, match=r"version=2 of .* reads version 1; load it with the torch"
+        ValueError, match=r"has version 2: .* reads version 1; load it with the torch"
     ):
         optimizer.load_state_dict({**saved, "version": 2})
     optimizer.load_state_dict({k: v for k, v in saved.items() if k != "version"})

@@ -118,13 +118,8 @@ class EagerStep(torch.optim.Optimizer):
 
         Returns:
             As ``torch.optim.Optimizer.state_dict``.
-
-        Raises:
-            ValueError: an option is out of range, so that ``load_state_dict`` would refuse it.
         """
         self._own_groups()
-        for group in self.param_groups:
-            self._check_group(group)
 
         def finish(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
             for group in state_dict["param_groups"]:
@@ -445,7 +440,6 @@ class CurvatureOptimizer(EagerStep):
         Raises:
             RuntimeError: the curvature is divided among processes (``divide_curvature=True``), and
                 has not been collected by ``consolidate_state_dict`` since the last step.
-            ValueError: an option is out of range, so that ``load_state_dict`` would refuse it.
         """
         self._settle(raises=False)
         assert self._curvature.plan is not None

@@ -171,7 +171,7 @@ def _check_origin(optimizer: torch.optim.Optimizer, state_dict: StateDict, relat
         )
     if (version := state_dict.get("version", VERSION)) != VERSION:
         raise ValueError(
-            f"version={version!r} of the state dict: this torch_thor reads version {VERSION}; "
+            f"the state dict has version {version!r}: this torch_thor reads version {VERSION}; "
             "load it with the torch_thor that saved it, or let the optimizer start anew"
         )
     own = options_of(optimizer)

@@ -198,6 +198,8 @@ class ExcludingOptimizer(EagerStep):
             ValueError: an option is out of range, or the state holds NaN or inf, so that
                 ``load_state_dict`` would refuse it.
         """
+        for group in self.param_groups:
+            self._check_group(group)
         self._check_state()
         return super().state_dict()
 
