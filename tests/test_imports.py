@@ -34,7 +34,8 @@ COMMAND_LINE = "torch_thor.cli:main"
 # reads.
 LAYERS = (
     "lazy", "torch_internals", "training.errors", "files", "plain", "intervals", "schedules",
-    "curvature", "capture", "distributed", "optim", "split", "trainers", "training", "tools", "bench", "commands", "cli",
+    "curvature", "capture", "distributed", "optim", "split", "trainers", "training", "tools",
+    "bench", "commands", "cli",
 )  # fmt: skip
 # The package that each public name is from.
 HOMES = {

@@ -210,8 +210,8 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
     "whole matrices": ([TWO], {**WHOLE, **SKIPPED, "split_dim": None, "nesterov": False}, 3),
     "whole matrices, one shard": ([(1,)], WHOLE, 2),
     "whole matrices, shards without rows": ([(4,)], WHOLE, 3),
-    "whole matrices, fused": ([TWO, (4,), HSDP], {**WHOLE, "make": fused}, 3),
-    "fused": ([TWO, (4,), HSDP], {**MUON, "make": fused_rows, "layers": (), "inner": ()}, 0),
+    "whole matrices, fused": ([(4,)], {**WHOLE, "make": fused}, 3),
+    "fused": ([TWO], {**MUON, "make": fused_rows, "layers": (), "inner": ()}, 0),
     "fused, divided": (
         [(4,)],
         {**MUON, **DIVIDED, "make": fused_rows, "layers": (), "inner": ()},
