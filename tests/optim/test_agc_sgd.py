@@ -167,3 +167,30 @@ def test_a_checkpoint_of_sgd_goes_on():
     train(model, sgd, batches(4)[2:])
     train(twin, optimizer, batches(4)[2:])
     assert_same(weights(model), weights(twin))
+
+
+def test_it_says_which_layer_is_left_alone():
+    """By name, as the last one; that there is none; and what `exclude` says."""
+    head = mlp()
+    convolutions = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten())
+    for optimizer, said in (
+        (AGCSGD(head), "not clipped is the last nn.Linear, '4': 4.weight, 4.bias"),
+        (
+            AGCSGD(nn.Linear(2, 2)),
+            "not clipped is the last nn.Linear, the model itself: weight, bias",
+        ),
+        (
+            AGCSGD(head[0].parameters(), model=head),
+            "not clipped is the last nn.Linear, '4': its parameters are in no group",
+        ),
+        (
+            AGCSGD(convolutions),
+            "all are clipped: Sequential has no nn.Linear, of which the last one would not be; "
+            "exclude= names what is left alone",
+        ),
+        (AGCSGD(head, exclude="0.*"), "not clipped, as exclude= says: 0.weight, 0.bias"),
+        (AGCSGD(head.parameters(), exclude=()), "not clipped, as exclude= says: none"),
+        (copy.deepcopy(AGCSGD(head)), "not clipped is the last nn.Linear, '4': 4.weight, 4.bias"),
+    ):
+        assert repr(optimizer).splitlines()[-1] == said
+        assert "clip_factor: 0.01" in repr(optimizer)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from torch_thor.capture.evidence import Evidence
 from torch_thor.capture.hooks import ModuleCalls, ModuleHook
 from torch_thor.capture.sampling import Mark, Sampler
 from torch_thor.curvature.kinds import Kind
@@ -100,6 +101,7 @@ class Capture:
         self.reached: set[LayerCurvature] = set()
         # layers that ran under torch.func, where hooks see no gradient
         self.inside_transform: set[str] = set()
+        self.evidence = Evidence()
         self.gathering: set[LayerCurvature] = set()
         self.awaited: set[LayerCurvature] = set()
         self.passes: dict[int, Pass] = {}  # by autograd's id of the pass
@@ -132,6 +134,24 @@ class Capture:
             else ()
         )
         self._calls.listen(self._model, needed, unseen=unseen)
+
+    def listen_again(self, *, loaded: bool = False) -> None:
+        """Register other hooks between two steps; layers that gather keep their statistics.
+
+        ``loaded``: because a state dict was loaded.
+        """
+        before = self.gathering
+        self.listen()
+        late = {layer for layer in self.gathering - before if layer.weight.grad is not None}
+        self.evidence.late |= late
+        self.evidence.loaded |= loaded
+        if not self.awaited:
+            self.discard()
+
+    @property
+    def ran_as_replicas(self) -> bool:
+        """Whether replicas of torch.nn.DataParallel have run since the hooks were registered."""
+        return self._calls.ran_as_replicas
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -182,6 +202,8 @@ class Capture:
             trains = False
         # such a pass adds to no gradient of a weight
         sampled = sampler is not None and sampler.running
+        if not (trains or sampled):
+            self.evidence.beside.add(layer)
         if "G" not in layer.sides:
             if trains:
                 self._running_pass(call.outer)
@@ -248,6 +270,7 @@ class Capture:
             if self.passes and self.gradients_dropped():  # by model.zero_grad(), for example
                 self.discard()
             self.passes[current] = Pass()
+            self.evidence.late.clear()
         return self.passes[current]
 
     # ---- the end of a step -----------------------------------------------------------------------
@@ -282,6 +305,7 @@ class Capture:
                 idle=without and not layer.weight_view.has_gradient(),
                 uncalled=uncalled,
             )
+        self.evidence = Evidence()
         self.discard()
 
     def finish_step(self) -> bool:

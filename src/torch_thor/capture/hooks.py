@@ -87,6 +87,8 @@ class ModuleCalls:
         self._outermost: nn.Module | None = None  # the module of the model whose call is running
         # whether compiled code calls the model; None while not yet called
         self._by_function: bool | None = None
+        # whether modules that torch.nn.DataParallel makes for one forward pass have run
+        self.ran_as_replicas = False
 
     def listen(
         self, model: nn.Module, hooks: Iterable[ModuleHook], *, unseen: bool = False
@@ -97,6 +99,7 @@ class ModuleCalls:
         meanwhile.
         """
         self.close()
+        self.ran_as_replicas = False
         self._handlers: dict[int, ModuleHook] = {id(hook.module): hook for hook in hooks}
         if not self._handlers:
             return
@@ -129,6 +132,8 @@ class ModuleCalls:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or is_tracing():
             return
+        if getattr(module, "_is_replica", False):
+            self.ran_as_replicas = True
         if self._outermost is None and (
             id(module) in self._own
             # torch.compile of something that contains some of the model

@@ -113,12 +113,13 @@ def adaptive_clip_grad_(
 
 def last_linear(model: nn.Module | None) -> set[Tensor]:
     """Return the last fully connected layer's parameters, which AGC does not clip (section 4.1)."""
-    layers = (
-        []
-        if model is None
-        else [module for module in model.modules() if isinstance(module, nn.Linear)]
-    )
-    return {p for layer in layers[-1:] for p in layer.parameters()}
+    return {p for _, layer in linear_layers(model)[-1:] for p in layer.parameters()}
+
+
+def linear_layers(model: nn.Module | None) -> list[tuple[str, nn.Linear]]:
+    """Return the fully connected layers of a model, with their names."""
+    modules = [] if model is None else model.named_modules()
+    return [(name, module) for name, module in modules if isinstance(module, nn.Linear)]
 
 
 def units_of(model: nn.Module | None) -> dict[Tensor, Units]:

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from torch_thor.capture.patterns import Patterns
-from torch_thor.optim.agc import CLIPPING, ClipStatistics, add_up, clip, last_linear, units_of
+from torch_thor.capture.patterns import Patterns, some
+from torch_thor.optim import counterparts as foreign
+from torch_thor.optim.agc import (
+    CLIPPING,
+    ClipStatistics,
+    add_up,
+    clip,
+    last_linear,
+    linear_layers,
+    units_of,
+)
 from torch_thor.optim.exclusion import COMMON, ExcludingOptimizer, Found, Slot
 from torch_thor.optim.options import OPTIONS, Option, real
 from torch_thor.optim.parameters import Group
@@ -57,7 +66,7 @@ class AGCSGD(ExcludingOptimizer):
         exclude: the parameters that are not clipped: names or patterns of ``fnmatch``, for
             parameters or for the modules that hold them, where a leading minus keeps what matches;
             or a callable ``(name, parameter) -> bool``. None excludes the ``nn.Linear`` that was
-            registered last, ``()`` nothing.
+            registered last, ``()`` nothing; ``print(optimizer)`` says which.
         maximize: maximise the objective instead of minimising it.
         foreach: None clips in batches and leaves the rest to torch, as for its SGD; True handles
             tensors in batches; False one at a time, with less memory for the clipped copies.
@@ -70,12 +79,14 @@ class AGCSGD(ExcludingOptimizer):
 
     options: ClassVar = {**_SGD, **CLIPPING, "dampen_first": OPTIONS["nesterov"]}
     relative = "torch.optim.SGD"
+    counterparts = foreign.AGC_SGD
     clip_statistics: ClipStatistics | None = None
     """How many units the latest step clipped; it is None before the first step.
 
     It is not part of checkpoints and copies.
     """
 
+    @foreign.names_counterparts
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -121,6 +132,26 @@ class AGCSGD(ExcludingOptimizer):
         return [
             slot._replace(units=None if slot.excluded else units.get(p, 0)) for slot, p in pairs
         ]
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n{self._described()}"
+
+    def _described(self) -> str:
+        """Say which parameters are not clipped, and why."""
+        names = some(self.excluded, most=8)
+        if self.exclude is not None:
+            return f"not clipped, as exclude= says: {names or 'none'}"
+        layers = linear_layers(self.model)
+        if not layers:
+            return (
+                f"all are clipped: {type(self.model).__name__} has no nn.Linear, of which the last "
+                "one would not be; exclude= names what is left alone"
+            )
+        last = repr(layers[-1][0]) if layers[-1][0] else "the model itself"
+        return (
+            f"not clipped is the last nn.Linear, {last}: "
+            f"{names or 'its parameters are in no group'}"
+        )
 
     def _make_state(self, parameter: Tensor, group: Group) -> None:
         # torch's SGD would take a step here, after which its momentum contains weight decay before

@@ -24,7 +24,9 @@ from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.divided import is_divided
 from torch_thor.distributed.processes import Distributed
 from torch_thor.optim import checkpoint, persistence, report
+from torch_thor.optim.callers import refuse_divided_parameters
 from torch_thor.optim.check import Check
+from torch_thor.optim.counterparts import check_group
 from torch_thor.optim.inputs import Inputs, Request, creates_state_only, nonfinite_message
 from torch_thor.optim.learned import Look, looks_trained
 from torch_thor.optim.loss_scale import LossScale, asked_by_lightning, remove_scale
@@ -60,6 +62,9 @@ class EagerStep(torch.optim.Optimizer):
     Traced, it would be compiled again for each refresh and each state, and stop at each value of a
     tensor that it reads.
     """
+
+    # options of other optimizers, and what stands in the place of each
+    counterparts: ClassVar[Mapping[str, str]]
 
     @classmethod
     def profile_hook_step(cls, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,11 +109,12 @@ class EagerStep(torch.optim.Optimizer):
             param_group: as for ``torch.optim.Optimizer.add_param_group``; it is copied.
 
         Raises:
-            ValueError: an option is out of range.
+            ValueError: an option is out of range, or one of another optimizer.
             TypeError: it is no dict.
         """
         group = group_of(param_group)
         self._check_group({**self.defaults, **group})
+        check_group(type(self), group, self.defaults)
         super().add_param_group(group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,6 +195,7 @@ class CurvatureOptimizer(EagerStep):
         fisher: str = "empirical",
     ) -> None:
         label = type(self).__name__
+        refuse_divided_parameters(label)
         params, model = parameters_of_model(params, model, label)
         if not isinstance(distributed, Distributed | None):
             raise TypeError(
@@ -227,7 +234,7 @@ class CurvatureOptimizer(EagerStep):
         used = any(e.preconditioned and e.trained for e in entries)
         if not used and ("G" in form.sides or not any(entry.trained for entry in entries)):
             raise ValueError(report.nothing_found(type(self), bound))
-        report.warn_of_little(entries, label, stacklevel=3)
+        report.warn_of_little(entries, label, stacklevel=4)
 
     # what is read at construction alone
     model = property(
@@ -389,6 +396,8 @@ class CurvatureOptimizer(EagerStep):
         """
         capture = self._curvature.capture
         if capture.awaited and (capture.sampler is None or capture.sampler.trained):
+            capture.evidence.late.clear()
+            capture.evidence.dropped |= bool(capture.reached)
             capture.discard()
         super().zero_grad(set_to_none)
 
@@ -412,7 +421,8 @@ class CurvatureOptimizer(EagerStep):
             param_group: as for ``torch.optim.Optimizer.add_param_group``; it is copied.
 
         Raises:
-            ValueError: an option is out of range, or a parameter is not in the model.
+            ValueError: an option is out of range or one of another optimizer, or a parameter is
+                not in the model.
             TypeError: it is no dict.
         """
         before = len(self.param_groups)
@@ -421,7 +431,7 @@ class CurvatureOptimizer(EagerStep):
             check_known(self.param_groups[-1]["params"], self.model)
             if self._curvature.plan is not None:
                 self._bound()
-                self._curvature.listen()
+                self._curvature.listen_again()
         except BaseException:
             del self.param_groups[before:]
             raise

@@ -37,6 +37,26 @@ def line_of_caller() -> str:
     return ""
 
 
+# Wrappers that make an optimizer of the parameters of one process.
+_DIVIDING = {"ZeroRedundancyOptimizer", "OSS"}
+
+
+def refuse_divided_parameters(optimizer: str) -> None:
+    """Raise an error if the caller gives each process an optimizer of some parameters alone."""
+    # all processes raise it, when they make their optimizers, so that none waits for another
+    for frame in _callers():
+        caller = frame.f_locals.get("self")
+        found = _DIVIDING.intersection(base.__name__ for base in type(caller).__mro__)
+        if found and getattr(caller, "world_size", 1) > 1:
+            raise ValueError(
+                f"{found.pop()} gives each process the parameters of its own part, so {optimizer} "
+                "would have other layers on each, while the statistics of each layer come from "
+                f"all. Make {optimizer}(model, distributed=torch_thor.Distributed("
+                "divide_curvature=True)), which divides the curvature among the processes, or "
+                "give FSDP2's fully_shard the model first, which divides momentum and weights too"
+            )
+
+
 def lr_of_caller(lr: float | Tensor | None, optimizer: str) -> float | Tensor | None:
     """Return the learning rate of an optimizer that a Trainer of transformers may make.
 
@@ -49,7 +69,7 @@ def lr_of_caller(lr: float | Tensor | None, optimizer: str) -> float | Tensor | 
             asked = getattr(arguments, "learning_rate", None)
             if asked is not None and (lr is None or lr == asked):
                 if asked == USUAL:
-                    warnings.warn(about_usual(optimizer), UserWarning, stacklevel=4)
+                    warnings.warn(about_usual(optimizer), UserWarning, stacklevel=5)
                     return None
                 return float(asked)
     return lr

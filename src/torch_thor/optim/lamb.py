@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.curvature.factor import local
+from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.exclusion import COMMON, ExcludingOptimizer, Found, whole
 from torch_thor.optim.options import Option, real
 from torch_thor.optim.parameters import Group
@@ -74,7 +75,9 @@ class LAMB(ExcludingOptimizer):
         "eps": Option(real(lambda v: v > 0), "a finite number > 0", "{default} is the paper's"),
     }
     relative = "torch.optim.AdamW"
+    counterparts = foreign.LAMB
 
+    @foreign.names_counterparts
     def __init__(
         self,
         params: nn.Module | Iterable[Any],

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from torch_thor.capture.evidence import Evidence
 from torch_thor.capture.gathering import Capture
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
@@ -18,49 +19,101 @@ def silent_layers(
         for layer in required
         if layer not in capture.reached and layer.weight_view.has_gradient()
     ]
-    inside, sampler = capture.inside_transform, capture.sampler
-    if not silent or any(layer in capture.reached for layer in layers):
-        found = []
-        for layer in silent:
-            cause = "its weight is used without calling the module"
-            if layer.name in inside:
-                cause = "it ran inside a torch.func transform, where they cannot be seen"
-            elif sampler is not None:
-                cause = (
-                    "the output given to sample_fisher() does not depend on it, or its module is "
-                    "not called"
-                )
+    if silent and not any(layer in capture.reached for layer in layers):
+        message = _why_nothing_seen(silent, capture)
+        capture.evidence = Evidence()
+        capture.discard()
+        capture.listen(unseen=True)
+        raise RuntimeError(message)
+    found = []
+    for layer in silent:
+        if layer not in capture.evidence.late:  # whose statistics come with the next step
             then = "keeps the inverses that it has" if layer.refreshes else "is trained plainly"
             what = (
-                f"it has a gradient and no statistics: {cause}. It {then} from now on, unless "
-                f"statistics come in a later refresh; layers= leaves it out from the start"
+                f"it has a gradient and no statistics: {_why_not_seen(layer, capture)}. It {then} "
+                f"from now on, unless statistics come in a later refresh; layers= leaves it out "
+                f"from the start"
             )
             found.append((layer, what))
-        return found
-    transformed = some([layer.name for layer in silent if layer.name in inside])
-    message = _NOTHING_SEEN.format(some([layer.name for layer in silent]))
+    return found
+
+
+def _why_not_seen(layer: LayerCurvature, capture: Capture) -> str:
+    """Return why a layer has no statistics although others have."""
+    if layer.name in capture.inside_transform:
+        return "it ran inside a torch.func transform, where they cannot be seen"
+    if capture.ran_as_replicas:
+        return f"it ran as a replica of torch.nn.DataParallel. {_DATA_PARALLEL}"
+    if capture.sampler is not None:
+        return (
+            "the output given to sample_fisher() does not depend on it, or its module is not called"
+        )
+    if layer in capture.evidence.beside:
+        return f"its gradient came from {_BESIDE}"
+    return "its weight is used without calling the module"
+
+
+def _why_nothing_seen(silent: Collection[LayerCurvature], capture: Capture) -> str:
+    """Return the text of the error for a step without any statistics."""
+    evidence, sampler = capture.evidence, capture.sampler
+    names = some([layer.name for layer in silent])
+    transformed = [layer.name for layer in silent if layer.name in capture.inside_transform]
+    beside = [layer.name for layer in silent if layer in evidence.beside]
+    without = f"layers {names} have gradients and no statistics, and so has every other layer"
     if transformed:
-        message = (
-            f"layers {transformed} ran inside a torch.func transform, where their statistics "
+        return (
+            f"layers {some(transformed)} ran inside a torch.func transform, where their statistics "
             "cannot be seen; take the gradients of refresh steps with loss.backward(), or leave "
             "the layers out with layers="
         )
-    elif sampler is not None and sampler.passes:
-        message = _OTHER_OUTPUT
-    elif sampler is not None:
-        message = _NONFINITE_OUTPUT if sampler.nonfinite else _NOT_SAMPLED
-    capture.discard()
-    capture.listen(unseen=True)
-    raise RuntimeError(message)
+    if capture.ran_as_replicas:
+        return (
+            f"{without}, because torch.nn.DataParallel ran replicas of the model, which are other "
+            f"modules in each forward pass. {_DATA_PARALLEL}"
+        )
+    if sampler is not None and sampler.passes:
+        return _OTHER_OUTPUT
+    if sampler is not None:
+        return _NONFINITE_OUTPUT if sampler.nonfinite else _NOT_SAMPLED
+    if beside:
+        return (
+            f"layers {some(beside)} have gradients and no statistics, because their gradients came "
+            f"from {_BESIDE}. Call loss.backward() in steps that refresh; in a pipeline take a "
+            "schedule with whole backward passes (Schedule1F1B, ScheduleGPipe or "
+            "ScheduleInterleaved1F1B); or leave the layers out with layers="
+        )
+    if evidence.loaded and not evidence.late.isdisjoint(silent):
+        return (
+            f"{without}, because load_state_dict() came between loss.backward() and step(): the "
+            "loaded state refreshes in this step, and the state before did not. Load it before the "
+            "forward pass, or call zero_grad() and repeat the forward and backward passes"
+        )
+    if evidence.dropped:
+        return (
+            f"{without}, because zero_grad() came between loss.backward() and step(), and drops "
+            "the statistics with the gradients. Call it after step(), and to replace gradients "
+            "change them in place, as in p.grad.copy_(...)"
+        )
+    return _NOTHING_SEEN.format(without)
 
 
+_BESIDE = (
+    "torch.autograd.grad, or from a backward pass that is split into one for inputs and one for "
+    "weights, as in zero-bubble pipelines: no pass through its output adds to .grad of its weight"
+)
+_DATA_PARALLEL = (
+    "Use torch.nn.parallel.DistributedDataParallel, with one process for each device (torchrun, or "
+    "accelerate launch). A trainer that takes DataParallel by itself where it sees several "
+    "devices, as the Trainer of transformers, does not if it is started so, or with "
+    "CUDA_VISIBLE_DEVICES=0"
+)
 _NOTHING_SEEN = (
-    "layers {} have gradients and no statistics, and so has every other layer, because no forward "
-    "and backward pass through them was seen since the last step: step() was called again without "
-    "another loss.backward(), the gradients were set without a forward pass or made before THOR "
-    "was, a compiled or copied model ran in the place of the one that THOR has, or the weights "
-    "were used without calling the modules. Call loss.backward() on what this model returns before "
-    "each step(), and zero_grad() after it; or leave the layers out with layers="
+    "{}, because no forward and backward pass through them was seen since the last step: step() "
+    "was called again without another loss.backward(), the gradients were set without a forward "
+    "pass or made before THOR was, a state was loaded between the two passes, a compiled or copied "
+    "model ran in the place of the one that THOR has, or the weights were used without calling the "
+    "modules. Call loss.backward() on what this model returns before each step(), and zero_grad() "
+    "after it; or leave the layers out with layers="
 )
 _OTHER_OUTPUT = (
     "the output given to sample_fisher() depends on no layer that waits for statistics: it was "

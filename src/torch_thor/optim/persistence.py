@@ -84,8 +84,7 @@ def load(
             factor.divided = owners
         bind()
         raise
-    curvature.capture.discard()
-    curvature.listen()
+    curvature.listen_again(loaded=True)
 
 
 def _check_layers(bound: Bound) -> None:

@@ -102,6 +102,11 @@ class Preconditioner:
         self._heard = self._bound
         self.capture.listen()
 
+    def listen_again(self, *, loaded: bool = False) -> None:
+        """Register other hooks between two steps, because groups or the state have changed."""
+        self._heard = self._bound
+        self.capture.listen_again(loaded=loaded)
+
     # ---- what a step reads -----------------------------------------------------------------------
 
     def read(self, groups: list[Group], states: States, request: Request) -> Inputs:

@@ -14,6 +14,7 @@ from torch_thor.capture.sampling import Predicts
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import UpdateInterval
+from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.bounds import within_kl_clip, within_ratio
 from torch_thor.optim.natural import natural_gradients, turns_of
@@ -101,6 +102,7 @@ class THOR(CurvatureOptimizer):
     usual_lr = None
     relative_damping = False
     trace_thresholds = (0.01, 0.0)
+    counterparts = foreign.THOR
 
     def _update(self, bound: Bound, unless: Tensor | None) -> None:
         """Take the step of every parameter with a gradient."""
@@ -117,6 +119,7 @@ class THOR(CurvatureOptimizer):
         for work, d in directions:
             subtract_(work.weights, d, float(work.group["lr"]), unless)  # W ← W - lr · d
 
+    @foreign.names_counterparts
     def __init__(
         self,
         params: nn.Module | Iterable[Any],

@@ -15,6 +15,7 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
+from torch_thor.optim import counterparts as foreign
 from torch_thor.optim import learned
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.callers import lr_of_caller
@@ -95,6 +96,7 @@ class ThorMuon(CurvatureOptimizer):
     relative_damping = True
     # a layer whose trace has changed by 1 % or less keeps its factor
     trace_thresholds = (0.01, 0.0)
+    counterparts = foreign.THOR_MUON
 
     def _update(self, bound: Bound, unless: Tensor | None) -> None:
         """Take the step of every parameter with a gradient."""
@@ -117,6 +119,7 @@ class ThorMuon(CurvatureOptimizer):
             # W ← W - lr · √min(1, 10 / L) · d
             subtract_orthogonal_(work, wide, lr * of_depth, shards, unless)
 
+    @foreign.names_counterparts
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -147,7 +150,8 @@ class ThorMuon(CurvatureOptimizer):
                 is, and so does the optimizer's; without one, see ``lr`` of the class.
 
         Raises:
-            ValueError: an option is out of range, or a parameter is not in the model.
+            ValueError: an option is out of range or one of another optimizer, or a parameter is
+                not in the model.
             TypeError: it is no dict.
         """
         group = group_of(param_group)
