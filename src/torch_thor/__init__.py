@@ -6,8 +6,8 @@ from torch_thor.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_thor import intervals, schedules
-    from torch_thor.capture.fused import split_rows
     from torch_thor.curvature.kinds.registry import register_kind
+    from torch_thor.curvature.matrices import split_rows
     from torch_thor.distributed.processes import Distributed
     from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
     from torch_thor.optim.agc_sgd import AGCSGD
@@ -43,7 +43,6 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "torch_thor.capture.fused": ("split_rows",),
     "torch_thor.curvature.kinds.registry": ("register_kind",),
     "torch_thor.optim.agc": ("ClipStatistics", "adaptive_clip_grad_"),
     "torch_thor.optim.agc_sgd": ("AGCSGD",),
@@ -51,6 +50,7 @@ _MODULES = {
     "torch_thor.optim.groups": ("coverage", "param_groups"),
     "torch_thor.optim.lamb": ("LAMB",),
     "torch_thor.optim.parameters": ("model_is",),
+    "torch_thor.curvature.matrices": ("split_rows",),
     "torch_thor.optim.thor": ("THOR",),
     "torch_thor.optim.thor_muon": ("ThorMuon",),
     "torch_thor.split.choice": ("SplitChoice", "choose_split_dim"),

@@ -34,7 +34,7 @@ from joined import (
     uneven,
     world_of,
 )
-from torch_thor import THOR, ThorMuon, split_rows
+from torch_thor import THOR, ThorMuon
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
 TWO, HSDP, METHODS = (2,), (2, 2), [THOR, ThorMuon]
@@ -77,23 +77,6 @@ def trained_before(make=network):
                 rows, columns = p.flatten(1).shape
                 left = torch.randn(rows, 1, generator=generator)
                 p += (0.3 * left @ torch.randn(1, columns, generator=generator)).view_as(p)
-    return model
-
-
-def fused():
-    """Projections that end in other rows than shards, and some of which a shard has no rows."""
-    model = Free()
-    split_rows(model.rows, (2, 7))
-    split_rows(model.tall, (1, 8, 4))
-    split_rows(model.attention.out_proj, 2)
-    return model
-
-
-def fused_rows():
-    """The same of wide matrices, whose rows may be orthogonalised apart."""
-    model = linear()
-    split_rows(model[1], (3, 8))
-    split_rows(model[3], (2, 5))
     return model
 
 
@@ -210,13 +193,6 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
     "whole matrices": ([TWO], {**WHOLE, **SKIPPED, "split_dim": None, "nesterov": False}, 3),
     "whole matrices, one shard": ([(1,)], WHOLE, 2),
     "whole matrices, shards without rows": ([(4,)], WHOLE, 3),
-    "whole matrices, fused": ([(4,)], {**WHOLE, "make": fused}, 3),
-    "fused": ([TWO], {**MUON, "make": fused_rows, "layers": (), "inner": ()}, 0),
-    "fused, divided": (
-        [(4,)],
-        {**MUON, **DIVIDED, "make": fused_rows, "layers": (), "inner": ()},
-        2,
-    ),
     # and the norms of the weights
     "whole matrices, bounded": (
         [HSDP],

@@ -4,6 +4,8 @@ The scale-free step orthogonalises them like every other matrix, but without pre
 """
 
 import math
+import weakref
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -57,3 +59,31 @@ def matrix_of(module: nn.Module, attribute: str, parameter: Tensor) -> PlainMatr
     else:
         found = PlainMatrix(1, shape[0], math.prod(shape[1:]))
     return found if min(found.outputs, found.inputs) > 1 else None
+
+
+# the numbers of rows of the projections that a layer computes at once
+PARTS: "weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]]" = weakref.WeakKeyDictionary()
+
+
+def split_rows(module: nn.Module, sizes: Sequence[int]) -> None:
+    """Declare that a layer computes several projections at once.
+
+    ThorMuon then orthogonalises them apart.
+
+    ``split_rows(block.attn.c_attn, (768, 768, 768))`` for the query, key and value of a fused
+    linear layer. Those of ``torch.nn.MultiheadAttention`` are known. It holds for optimizers that
+    are made afterwards.
+
+    Args:
+        module: a layer whose weight is one matrix.
+        sizes: the numbers of outputs of the projections, in their order.
+
+    Raises:
+        ValueError: the sizes are no positive whole numbers.
+    """
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(
+            f"sizes={sizes!r}: must be whole numbers ≥ 1, the outputs of each projection; give (d, "
+            "d, d)"
+        )
+    PARTS[module] = tuple(sizes)

@@ -357,38 +357,6 @@ def matrices_of(parameter: Tensor, bound: Bound) -> tuple[tuple[int, int], ...]:
 
 
 def _parts_of(index: int, parameter: Tensor, own: Tensor, bound: Bound) -> Iterator[Part]:
-    """Yield the matrices of a parameter, and of a fused one those of each projection."""
-    sizes, shards = bound.plan.splits.get(bound.plan.name(parameter)), None
-    if bound.plan.sharded:
-        shards = bound.plan.shards_of(parameter)
-    for part in _unsplit_parts_of(index, parameter, own, bound):
-        yield from (part,) if sizes is None else _projections(part, sizes, shards)
-
-
-def _projections(part: Part, sizes: Sequence[int], shards: RowShards | None) -> Iterator[Part]:
-    """Yield the projections of a fused weight."""
-    kind, whole, end = part.kind, part.whole, 0
-    for size in sizes:
-        rows, end = slice(end, end + size), end + size
-        if kind.transposed or kind.taps:  # the outputs are columns, which no process divides
-            at: Any = (slice(None), rows)
-            own, bounds = size, part.bounds
-        else:
-            at = rows if shards is None else shards.own_of(rows)
-            own, bounds = at.stop - at.start, part.bounds and bounds_within(part.bounds, rows)
-        yield Part(
-            part.index,
-            at,
-            PlainMatrix(1, own, kind.inputs, kind.taps, transposed=kind.transposed),
-            part.left,
-            part.right,
-            weight=part.weight[at],
-            whole=PlainMatrix(1, size, whole.inputs, whole.taps, transposed=whole.transposed),
-            bounds=bounds,
-        )
-
-
-def _unsplit_parts_of(index: int, parameter: Tensor, own: Tensor, bound: Bound) -> Iterator[Part]:
     matrix = bound.plan.matrix_of.get(id(parameter))
     shards = bound.plan.shards_of(parameter) if bound.plan.sharded else None
     bounds = None if shards is None else shards.bounds[: shards.count + 1]
@@ -427,9 +395,19 @@ def _unsplit_parts_of(index: int, parameter: Tensor, own: Tensor, bound: Bound) 
         layer, rows, kind = share.layer, share.view.local_rows, share.layer.kind
         factor = layer.stored[0] if layer.refreshes else None
         its_bounds = None if bounds is None else bounds_within(bounds, share.view.rows)
-        yield part(
-            own if rows is None else own[rows], rows, layer.geometry, kind, factor, its_bounds
-        )
+        sizes = bound.plan.row_splits.get(share.view.module)
+        if sizes is None or shards is not None:
+            yield part(
+                own if rows is None else own[rows], rows, layer.geometry, kind, factor, its_bounds
+            )
+            continue
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        for size, end in zip(sizes, ends, strict=True):
+            at = (
+                (slice(None), slice(end - size, end)) if kind.transposed else slice(end - size, end)
+            )
+            plain = PlainMatrix(1, size, kind.inputs, transposed=kind.transposed)
+            yield part(own[at], at, plain, plain, factor, None)
 
 
 # ---- what is no matrix ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ new ones gather from the next step on.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.coverage import Covered
-from torch_thor.capture.fused import splits_of
 from torch_thor.capture.hooks import ModuleHook, hooks_of
 from torch_thor.capture.inspection import Inspection
 from torch_thor.capture.layers import Layer, owners_of
@@ -26,7 +25,7 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.matrices import PlainMatrix
+from torch_thor.curvature.matrices import PARTS, PlainMatrix
 from torch_thor.curvature.shards import RowShards
 from torch_thor.optim.parameters import Group, States
 
@@ -80,6 +79,10 @@ class Plan:
                 )
         # the place of each parameter in the model
         self.order = {key: i for i, key in enumerate(self.names)}
+        # Declared before the optimizer was made, so that nothing changes between two steps.
+        self.row_splits: dict[nn.Module, tuple[int, ...]] = (
+            before.row_splits if before is not None else _row_splits_of(found.layers)
+        )
         self._check_present(trained, before)
         self.first_shards = next(
             (shards for _, shards in self.sharded.values() if shards is not None), None
@@ -99,18 +102,6 @@ class Plan:
         self.matrix_of: dict[int, PlainMatrix] = {
             id(p): found.matrices[name] for name, p in plain.items()
         }
-        # The outputs of each projection of fused weights, by name. What was there before keeps its
-        # own, so that nothing changes between two steps.
-        self.splits: dict[str, tuple[int, ...]] = {}
-        if "G" not in sides:
-            alone = [layer for layer in found.layers.values() if layer.inside is None]
-            kinds = {id(layer.weight.parameter): layer.kind for layer in alone}
-            splits = splits_of(model, {**self.matrix_of, **kinds}, self)
-            self.splits = {self.names[key]: sizes for key, sizes in splits.items()}
-        if before is not None:
-            earlier = {*before.names.values()}
-            new = {name: sizes for name, sizes in self.splits.items() if name not in earlier}
-            self.splits = {**before.splits, **new}
         # the parameters of the layers that are there, by id
         views = [
             view for layer in self.layers.values() for view in (layer.weight_view, *layer.biases)
@@ -289,3 +280,19 @@ def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
     rows = [(start, stop) for start, stop in rows if start < stop]
     starts, stops = [0, *(stop for _, stop in rows)], [*(start for start, _ in rows), length]
     return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+
+def _row_splits_of(layers: Mapping[str, Layer]) -> dict[nn.Module, tuple[int, ...]]:
+    """Return the declared numbers of rows of layers, by module; ValueError if they do not fit."""
+    found = {}
+    for name, layer in layers.items():
+        sizes, kind = PARTS.get(layer.weight.module), layer.kind
+        if sizes is None or kind.groups > 1:
+            continue
+        if sum(sizes) != kind.outputs:
+            raise ValueError(
+                f"split_rows of layer {name!r}: {sizes} must add up to its {kind.outputs} outputs; "
+                "correct the sizes"
+            )
+        found[layer.weight.module] = sizes
+    return found

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture import fused
 from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype
@@ -169,14 +168,13 @@ class ThorMuon(CurvatureOptimizer):
             table.
         """
         entries, parameters = super().coverage(), dict(self.model.named_parameters())
-        bound, hints = self._bound(), fused.hints(self.model)
-        found = []
-        for entry in entries:
-            matrices = matrices_of(parameters[entry.name], bound) if entry.trained else ()
-            notes = [entry.note, hints.get(entry.name) if len(matrices) == 1 else None]
-            note = "; ".join(filter(None, notes)) or None
-            found.append(replace(entry, matrices=matrices, note=note))
-        return Coverage(found)
+        bound = self._curvature.current(self.param_groups, self.state)
+        return Coverage(
+            replace(entry, matrices=matrices_of(parameters[entry.name], bound))
+            if entry.trained
+            else entry
+            for entry in entries
+        )
 
     def _look(self, bound: Bound) -> learned.Look | None:
         """Tell from the weights which learning rates they take, where none is given."""
