@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import Patterns
+from torch_thor.capture.projections import hints
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
@@ -192,7 +193,10 @@ class ThorMuon(CurvatureOptimizer):
         bound = self._bound()
         rates = learned.described(bound, learned.decided(bound))
         automatic = any(group["auto_lr"] for group in self.param_groups)
-        return super().__repr__() + (f"\nlr=None: {rates}" if automatic else "")
+        plan = bound.plan
+        lines = hints(plan.layers.values(), plan.declared, plan.row_splits)
+        lines += [f"lr=None: {rates}"] if automatic else []
+        return "\n".join([super().__repr__(), *lines])
 
     def _make_parameter_state(
         self, bound: Bound, parameter: Tensor, state: dict[str, Any], group: Group
