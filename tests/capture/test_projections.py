@@ -9,6 +9,9 @@ import pytest
 import torch
 import transformers
 from timm.layers import Attention, AttentionRope
+from timm.models.beit import Attention as BeitAttention
+from timm.models.eva import EvaAttention
+from timm.models.swin_transformer import WindowAttention
 from torch import nn
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.decision_transformer.modeling_decision_transformer import (
@@ -17,6 +20,7 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 from transformers.models.imagegpt.modeling_imagegpt import ImageGPTAttention
+from transformers.models.mpt.modeling_mpt import MptAttention
 from transformers.models.openai.modeling_openai import Attention as OpenAIAttention
 
 from torch_thor import THOR, ThorMuon, split_rows
@@ -80,6 +84,12 @@ def openai():
     return Called(OpenAIAttention(WIDTH, LENGTH, config, scale=True))
 
 
+def mpt():
+    config = transformers.MptConfig(d_model=WIDTH, n_heads=HEADS, attn_config={"attn_pdrop": 0})
+    bias = torch.zeros(HEADS, 1, LENGTH, dtype=torch.float64)
+    return Called(MptAttention(config, layer_idx=0), position_bias=bias)
+
+
 # the class, its fused layer, its last layer, how many projections there are
 KNOWN = {
     "timm": (lambda: Called(Attention(WIDTH, HEADS, qkv_bias=True)), "qkv", "proj", 3),
@@ -90,6 +100,20 @@ KNOWN = {
         "proj",
         3,
     ),
+    "BEiT": (lambda: Called(BeitAttention(WIDTH, HEADS)), "qkv", "proj", 3),
+    "EVA": (
+        lambda: Called(EvaAttention(WIDTH, HEADS, qkv_bias=False, scale_norm=False)),
+        "qkv",
+        "proj",
+        3,
+    ),
+    "Swin": (
+        lambda: Called(WindowAttention(WIDTH, HEADS, window_size=(1, LENGTH))),
+        "qkv",
+        "proj",
+        3,
+    ),
+    "MPT": (mpt, "Wqkv", "out_proj", 3),
     "GPT-2": (gpt2(GPT2Attention, transformers.GPT2Config), "c_attn", "c_proj", 3),
     "GPT-2, cross": (cross, "c_attn", "c_proj", 2),
     "ImageGPT": (gpt2(ImageGPTAttention, transformers.ImageGPTConfig), "c_attn", "c_proj", 3),
@@ -136,7 +160,8 @@ def test_the_rows_of_known_classes_are_those_that_they_use(name):
             parameter.copy_(torch.randn_like(parameter) / 2)
     if fused.bias is None:
         fused.bias = nn.Parameter(torch.randn(len(fused.weight), dtype=torch.float64))
-    getattr(model.attention, last).bias.data.zero_()
+    if getattr(model.attention, last).bias is not None:
+        getattr(model.attention, last).bias.data.zero_()
     split = split_of(model, layer)
     assert len(split.sizes) == projections
     x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)

@@ -43,12 +43,17 @@ _TIMM = Known("qkv")
 _CLASSES: Mapping[str, Mapping[str, Known]] = {
     "timm.layers": {"Attention": _TIMM, "AttentionRope": _TIMM},
     "timm.models.vision_transformer": {"Attention": _TIMM},  # of timm before 1.0.17
+    "timm.models.beit": {"Attention": _TIMM},
+    "timm.models.eva": {"EvaAttention": _TIMM},
+    "timm.models.swin_transformer": {"WindowAttention": _TIMM},
+    "timm.models.swin_transformer_v2": {"WindowAttention": _TIMM},
     "transformers.models.gpt2.modeling_gpt2": {"GPT2Attention": _GPT2},
     "transformers.models.imagegpt.modeling_imagegpt": {"ImageGPTAttention": _GPT2},
     "transformers.models.decision_transformer.modeling_decision_transformer": {
         "DecisionTransformerGPT2Attention": _GPT2
     },
     "transformers.models.openai.modeling_openai": {"Attention": Known("c_attn")},
+    "transformers.models.mpt.modeling_mpt": {"MptAttention": Known("Wqkv")},
     "transformers.models.gpt_neox.modeling_gpt_neox": {
         "GPTNeoXAttention": Known(
             "query_key_value", turns=lambda module: module.config.num_attention_heads
