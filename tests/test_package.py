@@ -79,7 +79,7 @@ def test_options_in_messages_exist():
     public = [getattr(torch_thor, name) for name in torch_thor.__all__]
     public += [torch_thor.intervals.Geometric, torch_thor.intervals.Piecewise]
     public += [torch_thor.THOR.sample_fisher, torch_thor.THOR.consolidate_state_dict]
-    public += [torch_thor.curvature.matrices.split_rows]
+    public += [torch_thor.split_rows]
     known = {
         "d_in",
         "d_out",

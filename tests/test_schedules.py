@@ -78,3 +78,63 @@ def test_what_is_refused():
         LambdaDamping(torch.optim.SGD(model.parameters(), lr=0.1), lambda step: 1.0)
     with pytest.raises(ValueError, match="2 functions for 1 parameter groups; give one"):
         LambdaDamping(THOR(model), [lambda step: 1.0] * 2)
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def test_a_group_that_is_added_later_starts_at_the_present_step():
+    """Where each group has a function of its own there is none for it: it keeps its damping."""
+    for several in (False, True):
+        model = two_layers()
+        optimizer = THOR(model[0].parameters(), model=model, damping=0.5)
+        function = [lambda step: 0.5**step] if several else lambda step: 0.5**step
+        damping = LambdaDamping(optimizer, function)
+        damping.step()
+        optimizer.add_param_group({"params": model[1].parameters(), "damping": 0.25})
+        assert damping.get_last_damping() == [0.25, 0.25]
+        damping.step()
+        assert damping.get_last_damping() == [0.125, 0.25 if several else 0.0625]
+        saved = damping.state_dict()
+        assert saved == {"last_epoch": 2, "base_dampings": [0.5, 0.25]}
+        model = two_layers()
+        other = THOR(model[0].parameters(), model=model, damping=0.5)
+        resumed = LambdaDamping(other, function)
+        with pytest.raises(
+            ValueError, match=r"has 1 parameter groups and had 2 when the state .* add"
+        ):
+            resumed.load_state_dict(saved)
+        assert resumed.state_dict() == {"last_epoch": 0, "base_dampings": [0.5]}
+        other.add_param_group({"params": model[1].parameters(), "damping": 0.25})
+        resumed.load_state_dict(saved)
+        other.load_state_dict(optimizer.state_dict())
+        for schedule in (damping, resumed):
+            schedule.step()
+        assert resumed.get_last_damping() == damping.get_last_damping()
+        resumed.load_state_dict({"last_epoch": 1, "base_dampings": [0.5]})  # before it was added
+        resumed.step()
+        assert resumed.get_last_damping()[0] == 0.125
+
+
+def test_a_function_that_fails_has_changed_nothing():
+    model = two_layers()
+    groups = [{"params": layer.parameters()} for layer in model]
+
+    def fails(step):
+        if step == 2:
+            raise RuntimeError("the user's own")
+        return 0.5**step
+
+    optimizer = THOR(groups, model=model, damping=0.5)
+    damping = LambdaDamping(optimizer, [lambda step: 0.5**step, fails])
+    damping.step()
+    with pytest.raises(RuntimeError, match="the user's own"):
+        damping.step()
+    assert damping.get_last_damping() == [0.25, 0.25]
+    assert damping.state_dict() == {"last_epoch": 1, "base_dampings": [0.5, 0.5]}
+    del optimizer.param_groups[1]
+    with pytest.raises(ValueError, match="has 1 parameter groups and had 2 when this schedule"):
+        damping.step()
+    assert damping.get_last_damping() == [0.25]

@@ -4,23 +4,27 @@ They are passed as ``THOR(model, update_interval=intervals.Geometric(10, 500, fa
 
 A schedule is a callable from the step of a refresh, counted from 0, to the number of steps until
 the next refresh. The schedules here depend on the step alone, so a resumed run continues the
-schedule. Their repr describes them completely: it is stored in the state dict, from which
-``torch_thor.THOR.load_state_dict`` makes the schedule again. Any other callable can be passed too,
-but state dicts do not contain it.
+schedule. Parameter groups and checkpoints hold them as dicts, as recipes have them: ``{"kind":
+"geometric", "first": 10, "last": 500, "factor": 1.2}``, which can be passed too. So can any other
+callable, but state dicts do not contain it.
 
 Each parameter group counts its own steps, and stores the counts in the group itself, so that every
 checkpoint contains them: ``group["step"]`` is the number of steps taken, ``group["next_refresh"]``
-is the step of the next refresh, and ``group["update_interval"]`` (a number, a schedule or any
-callable) gives the steps from one refresh to the next.
+is the step of the next refresh, and ``group["update_interval"]`` (a number, an :class:`Interval` or
+any other callable) gives the steps from one refresh to the next.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-UpdateInterval = int | Callable[[int], int]
+from torch_thor.plain import plain
+
+UpdateInterval = int | Callable[[int], int] | Mapping[str, Any]
+_EXAMPLE = '{"kind": "geometric", "first": 5, "last": 100, "factor": 1.5}'
 
 
 class Schedule(Protocol):
@@ -48,11 +52,18 @@ def check_interval(name: str, value: Any) -> int:
     Raises:
         ValueError: it is not a whole number of at least 1.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    steps = plain(value)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(
             f"{name}={value!r}: {name} must be a whole number of steps ≥ 1; 1 refreshes every step"
         )
-    return value
+    return steps
+
+
+def _hold_plain(schedule: Any) -> None:
+    """Let a frozen schedule hold the numbers that it was given as numbers of Python."""
+    for field in fields(schedule):
+        object.__setattr__(schedule, field.name, plain(getattr(schedule, field.name)))
 
 
 def _number(name: str, value: Any) -> float:
@@ -75,6 +86,7 @@ class Constant:
     interval: int
 
     def __post_init__(self) -> None:
+        _hold_plain(self)
         check_interval("interval", self.interval)
 
     def __call__(self, step: int) -> int:
@@ -116,6 +128,7 @@ class Piecewise:
     steps_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
+        _hold_plain(self)
         for name in ("boundaries", "intervals"):
             value = getattr(self, name)
             if not isinstance(value, list | tuple):
@@ -182,6 +195,7 @@ class Geometric:
     factor: float
 
     def __post_init__(self) -> None:
+        _hold_plain(self)
         check_interval("first", self.first)
         check_interval("last", self.last)
         if self.last < self.first:
@@ -205,6 +219,76 @@ class Geometric:
         # factor · step, and not (factor - 1) · step: in floating point 1.2 · 5 is 6, but (1.2 - 1)
         # · 5 is not 1
         return math.floor(min(float(self.last), self.first - step + self.factor * step))
+
+
+# ---- the form that groups, checkpoints and recipes hold ------------------------------------------
+
+KINDS: dict[str, Any] = {"constant": Constant, "piecewise": Piecewise, "geometric": Geometric}
+
+
+class Interval(dict[str, Any]):
+    """A schedule as parameter groups hold it: its ``kind`` and its arguments.
+
+    Its call is that of the schedule. It is saved as a dict, which ``torch.load`` takes without this
+    package.
+    """
+
+    def __call__(self, step: int) -> int:
+        """Return the interval in force.
+
+        Args:
+            step: the step of a refresh.
+
+        Returns:
+            Steps to the next refresh.
+
+        Raises:
+            ValueError: no such schedule exists.
+        """
+        return int(schedule_of(self)(step))
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(as_interval(other))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+
+def schedule_of(interval: Mapping[str, Any]) -> Schedule:
+    """Return the schedule that a dict describes.
+
+    Args:
+        interval: its ``kind`` (``"constant"``, ``"piecewise"`` or ``"geometric"``), and the
+            arguments of its class.
+
+    Raises:
+        ValueError: the kind is not known, or an argument is missing, unknown or out of range.
+    """
+    arguments = {str(key): value for key, value in interval.items() if key != "kind"}
+    if (kind := interval.get("kind")) not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, as in {_EXAMPLE}")
+    try:
+        schedule: Schedule = KINDS[kind](**arguments)
+    except TypeError as error:  # unknown or missing arguments
+        known = ", ".join(field.name for field in fields(KINDS[kind]))
+        given = ", ".join(arguments) or "nothing"
+        raise ValueError(f"{kind} takes {known}, not {given}") from error
+    return schedule
+
+
+def as_interval(value: Any) -> Any:
+    """Return a schedule as parameter groups hold it, and any other value plain.
+
+    Args:
+        value: a schedule, the dict that describes one, or anything else.
+    """
+    for kind, schedule in KINDS.items():
+        if type(value) is schedule:
+            value = {"kind": kind, **vars(value)}
+    if not (isinstance(value, Mapping) and value.get("kind") in KINDS):
+        return plain(value)
+    members = {key: plain(one) for key, one in value.items()}
+    return Interval({k: [*v] if isinstance(v, tuple) else v for k, v in members.items()})
 
 
 def steps_until_next(interval: Callable[[int], int], step: int) -> int:

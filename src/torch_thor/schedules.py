@@ -97,6 +97,10 @@ def polynomial(step: int, total_steps: int, *, start: float, end: float, power: 
 class LambdaDamping:
     """Drives every group's ``damping`` as ``torch.optim.lr_scheduler.LambdaLR`` drives ``lr``.
 
+    A group that is added later starts at the present step of the schedule: its damping is
+    multiplied by the factor from the next ``step`` on. Where each group has a function of its own,
+    there is none for it, and it keeps its damping.
+
     Args:
         optimizer: THOR or ThorMuon.
         damping_lambda: from the number of steps taken to the factor on the damping that each group
@@ -117,28 +121,47 @@ class LambdaDamping:
                 f"LambdaDamping({type(optimizer).__name__}): its parameter groups must have a "
                 f"damping; give THOR or ThorMuon"
             )
-        lambdas = (
-            [damping_lambda] * len(groups) if callable(damping_lambda) else list(damping_lambda)
-        )
+        one = damping_lambda if callable(damping_lambda) else None
+        lambdas: list[Any] = [one] * len(groups) if callable(one) else list(damping_lambda)  # type: ignore[arg-type]
         if len(lambdas) != len(groups):
             raise ValueError(
                 f"damping_lambda: {len(lambdas)} functions for {len(groups)} parameter groups; "
                 f"give one, or one for each group"
             )
         self.optimizer, self.damping_lambdas = optimizer, lambdas
-        self.base_dampings = [
-            float(group.setdefault("initial_damping", group["damping"])) for group in groups
-        ]
+        self._of_later = one  # the function of groups that are added later, if there is one
+        self.base_dampings: list[float] = []
         self.last_epoch = -1
         self.step()
 
     def step(self) -> None:
-        """Set the damping of the next step; call it after ``optimizer.step()``."""
-        self.last_epoch += 1
-        for group, base, factor in zip(
-            self.optimizer.param_groups, self.base_dampings, self.damping_lambdas, strict=True
-        ):
-            group["damping"] = base * factor(self.last_epoch)
+        """Set the damping of the next step; call it after ``optimizer.step()``.
+
+        Raises:
+            ValueError: the optimizer has lost a parameter group; nothing has changed.
+        """
+        groups = self.optimizer.param_groups
+        self._check_number(len(self.base_dampings), "this schedule was made")
+        epoch, added = self.last_epoch + 1, len(groups) - len(self.damping_lambdas)
+        lambdas = [*self.damping_lambdas, *[self._of_later] * added]
+        later = groups[len(self.base_dampings) :]
+        initial = [float(group.get("initial_damping", group["damping"])) for group in later]
+        bases = [*self.base_dampings, *initial]
+        # a function of the user may raise an error: nothing is changed before all have answered
+        factors = [None if factor is None else factor(epoch) for factor in lambdas]
+        for group, base, factor in zip(groups, bases, factors, strict=True):
+            group["initial_damping"] = base
+            if factor is not None:
+                group["damping"] = base * factor
+        self.base_dampings, self.damping_lambdas, self.last_epoch = bases, lambdas, epoch
+
+    def _check_number(self, known: int, when: str) -> None:
+        groups = self.optimizer.param_groups
+        if known > len(groups):
+            raise ValueError(
+                f"the optimizer has {len(groups)} parameter groups and had {known} when {when}: "
+                "add the groups first, in the order that they had"
+            )
 
     def get_last_damping(self) -> list[float]:
         """Return the damping of each group.
@@ -159,12 +182,18 @@ class LambdaDamping:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a state dict was saved.
 
-        The groups' damping is that of their own state dict.
+        The groups' damping is that of their own state dict. Groups that the state dict does not
+        know count as added later.
 
         Args:
             state_dict: a result of ``state_dict``.
+
+        Raises:
+            ValueError: it knows more groups than the optimizer has; nothing has changed.
         """
-        self.last_epoch, self.base_dampings = (
+        epoch, bases = (
             int(state_dict["last_epoch"]),
-            list(state_dict["base_dampings"]),
+            [float(b) for b in state_dict["base_dampings"]],
         )
+        self._check_number(len(bases), "the state dict was saved")
+        self.last_epoch, self.base_dampings = epoch, bases

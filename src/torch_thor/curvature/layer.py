@@ -153,7 +153,7 @@ _NO_CHANGE_YET = -1.0
 # applies the trace rule; ``idle``: it was due on a step in which the loss did not reach it, and has
 # not been reached since; ``uncalled``: its weight is used without calling its module, so it had a
 # gradient but no statistics on a refresh.
-_NUMBERS = {
+NUMBERS = {
     "rows_per_term": 0.0,
     "refreshes": 0,
     "stopped": 0,
@@ -168,7 +168,7 @@ def _stored(key: str, doc: str, convert: Callable[[float], Any] = bool) -> Any:
     """Make a property of a number of the state; before there is a state, it is the initial one."""
 
     def read(layer: "LayerCurvature") -> Any:
-        return convert(layer.weight_view.state.get(layer.prefix + key, _NUMBERS[key]))
+        return convert(layer.weight_view.state.get(layer.prefix + key, NUMBERS[key]))
 
     return property(read, doc=doc)
 
@@ -299,7 +299,7 @@ class LayerCurvature:
         state, prefix = self.weight_view.state, self.prefix
         if prefix + "refreshes" in state:
             state.update(
-                {prefix + key: type(_NUMBERS[key])(value) for key, value in numbers.items()}
+                {prefix + key: type(NUMBERS[key])(value) for key, value in numbers.items()}
             )
 
     # ---- creating and checking the state ---------------------------------------------------------
@@ -316,7 +316,7 @@ class LayerCurvature:
                 state[SHARDS] = (
                     1 if self.weight_view.shards is None else self.weight_view.shards.count
                 )
-        state.update({prefix + key: value for key, value in _NUMBERS.items()})
+        state.update({prefix + key: value for key, value in NUMBERS.items()})
         if self.kind.routed:
             state[prefix + "group_rows_per_term"] = torch.zeros(
                 self.kind.groups, dtype=dtype, device=weight.device
@@ -328,6 +328,6 @@ class LayerCurvature:
 
     def missing_entries(self) -> list[str]:
         """Return the entries that the state lacks."""
-        numbers = [*_NUMBERS, "group_rows_per_term"] if self.kind.routed else list(_NUMBERS)
+        numbers = [*NUMBERS, "group_rows_per_term"] if self.kind.routed else list(NUMBERS)
         keys = [*(self.prefix + key for key in numbers), *self.shapes()]
-        return [key for key in keys if key not in self.state]
+        return [key for key in keys if self.state.get(key) is None]

@@ -1,15 +1,25 @@
-"""Matrices without factors: weights of layers without a kind, and free parameters of modules.
+"""Matrices without factors, and matrices that are only some rows of a weight.
 
-The scale-free step orthogonalises them like every other matrix, but without preconditioning.
+Weights of layers without a kind and free parameters of modules have no factors. The scale-free step
+orthogonalises them like every other matrix, but without preconditioning. Of a weight that computes
+several projections at once (``split_rows``), it orthogonalises the rows of each by themselves.
 """
 
+import gc
 import math
-import weakref
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
+from torch_thor.curvature.kinds import Kind, class_name_of, kind_of, parameter_names_of
 from torch_thor.curvature.kinds.matrix import MatrixWeight
+from torch_thor.curvature.shards import why_not_by_rows
 
 
 class PlainMatrix(MatrixWeight):
@@ -61,29 +71,177 @@ def matrix_of(module: nn.Module, attribute: str, parameter: Tensor) -> PlainMatr
     return found if min(found.outputs, found.inputs) > 1 else None
 
 
-# the numbers of rows of the projections that a layer computes at once
-PARTS: "weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]]" = weakref.WeakKeyDictionary()
+# ---- rows that are matrices of their own ---------------------------------------------------------
+
+# The entry of a module with the argument ``sizes`` of ``split_rows``. It belongs to the module, so
+# it is copied, pickled and sharded with it.
+_DECLARED = "_torch_thor_row_split"
+Declared = int | tuple[int, ...]
 
 
-def split_rows(module: nn.Module, sizes: Sequence[int]) -> None:
+@dataclass(frozen=True)
+class RowSplit:
+    """The rows of a weight that belong to each of several projections."""
+
+    sizes: tuple[int, ...]  # the numbers of rows of the projections
+    # 1: all rows of the first, then all of the next; n: they take turns n times, as in each head
+    turns: int = 1
+
+    def rows(self) -> list[Tensor]:
+        """Return the indices of the rows of each projection, in increasing order."""
+        by_turn = torch.arange(sum(self.sizes)).view(self.turns, -1)
+        of_projections = by_turn.split([size // self.turns for size in self.sizes], dim=1)
+        return [rows.flatten() for rows in of_projections]
+
+
+def split_rows(module: nn.Module, sizes: Sequence[int] | int) -> None:
     """Declare that a layer computes several projections at once.
 
     ThorMuon then orthogonalises them apart.
 
-    ``split_rows(block.attn.c_attn, (768, 768, 768))`` for the query, key and value of a fused
-    linear layer. Those of ``torch.nn.MultiheadAttention`` are known. It holds for optimizers that
-    are made afterwards.
+    ``split_rows(block.attn.qkv, 3)`` for the query, key and value of a fused linear layer, or
+    ``split_rows(block.attn.qkv, (768, 128, 128))`` where they differ in size. The projections of
+    ``torch.nn.MultiheadAttention``, of the attention of GPT-2, GPT-NeoX and Bloom in transformers
+    and of ``timm.layers.Attention`` are known; ``split_rows(layer, 1)`` makes them one matrix
+    again. It holds for optimizers that are made afterwards, and belongs to the module: copies and
+    pickles of it have it too, and ``fully_shard`` keeps it.
 
     Args:
-        module: a layer whose weight is one matrix.
-        sizes: the numbers of outputs of the projections, in their order.
+        module: a layer whose weight is one matrix, such as a linear layer or a convolution with
+            ``groups=1``.
+        sizes: the numbers of outputs of the projections, in their order; or the number of
+            projections, which then have equally many.
 
     Raises:
-        ValueError: the sizes are no positive whole numbers.
+        ValueError: the sizes are no positive whole numbers, or the layer's weight is not one
+            matrix. An optimizer raises it when it is made, where the sizes do not fit the outputs.
+        RuntimeError: a ThorMuon that is in use trains the layer with other projections.
+        TypeError: ``module`` is not a module.
     """
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(
-            f"sizes={sizes!r}: must be whole numbers ≥ 1, the outputs of each projection; give (d, "
-            "d, d)"
+    module = getattr(module, "_orig_mod", module)  # of torch.compile
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"split_rows(module={module!r}): must be a layer of the model, a torch.nn.Module; give "
+            "the module, not its name or its weight"
         )
-    PARTS[module] = tuple(sizes)
+    declared = _checked(sizes)
+    # a lazy layer has no shape yet; the optimizer looks at it
+    if not isinstance(_weight_of(module), UninitializedParameter):
+        geometry = geometry_of(module)
+        if geometry is None:
+            raise ValueError(
+                f"split_rows(module={class_name_of(module)}): must be a layer whose weight is one "
+                "matrix; give a linear layer, or a convolution with groups=1, itself, and no "
+                "module around it"
+            )
+        _check_not_taken(module, declared, geometry.outputs)
+    setattr(module, _DECLARED, declared)
+
+
+def declared_of(module: nn.Module) -> Declared | None:
+    """Return what ``split_rows`` has declared of a module."""
+    found: Declared | None = vars(module).get(_DECLARED)
+    return found
+
+
+def sizes_of(declared: Declared, outputs: int) -> tuple[int, ...] | None:
+    """Return the numbers of rows of declared projections; None if the outputs have others."""
+    if isinstance(declared, tuple):
+        return declared if sum(declared) == outputs else None
+    return None if outputs % declared else (outputs // declared,) * declared
+
+
+def geometry_of(module: nn.Module) -> Kind | PlainMatrix | None:
+    """Return the weight of a module as one matrix.
+
+    None if it is none, or its outputs are no rows or columns of the weight.
+    """
+    weight = _weight_of(module)
+    # a module around a layer may show the weight of that
+    if not isinstance(weight, Tensor) or not _has_parameter_like(module, weight):
+        return None
+    found: Any = kind_of(module)
+    if found is None:
+        found = matrix_of(module, parameter_names_of(module)[0], weight)
+    if found is None or found.groups > 1 or found.diagonal_input:
+        return None
+    by_rows = why_not_by_rows(found, tuple(weight.shape)) is None
+    by_columns = bool(getattr(found, "taps", 0)) or (found.transposed and weight.dim() == 2)
+    return found if by_columns or (by_rows and not found.transposed) else None
+
+
+def _weight_of(module: nn.Module) -> Any:
+    return getattr(module, parameter_names_of(module)[0], None)
+
+
+def _has_parameter_like(module: nn.Module, weight: Tensor) -> bool:
+    """Return whether a module has the weight, or computes it (pruning, a parametrization)."""
+    own = [p for p in module._parameters.values() if p is not None]
+    computed = nn.utils.parametrize.is_parametrized(module)
+    return computed or any(p.shape == weight.shape for p in own)
+
+
+def _checked(sizes: Any) -> Declared:
+    """Return the sizes of projections, or their number; ValueError for what is none."""
+    number = _whole_number(sizes)
+    if number is not None:
+        return number
+    is_several = isinstance(sizes, Iterable) and getattr(sizes, "ndim", 1) == 1
+    numbers = [_whole_number(size) for size in sizes] if is_several else []
+    known = tuple(number for number in numbers if number is not None)
+    if not known or len(known) < len(numbers):
+        raise ValueError(
+            f"sizes={sizes!r}: must be whole numbers ≥ 1, the outputs of each projection, or one, "
+            "the number of projections; give (d, d, d), or 3 for thirds"
+        )
+    return known
+
+
+def _whole_number(value: Any) -> int | None:
+    """Return a number ≥ 1, which may be one of NumPy or a tensor without dimensions."""
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
+    if is_bool or getattr(value, "ndim", 0) > 0:
+        return None
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return number if number >= 1 else None
+
+
+@dataclass(eq=False)
+class Taken:
+    """The projections that an optimizer took from each module when it was made."""
+
+    sizes: Mapping[nn.Module, tuple[int, ...]]
+
+
+# those of the optimizers that exist
+_TAKEN: WeakSet[Taken] = WeakSet()
+
+
+def take(sizes: Mapping[nn.Module, tuple[int, ...]]) -> Taken:
+    """Note what an optimizer has taken, for as long as it keeps the result."""
+    found = Taken(sizes)
+    _TAKEN.add(found)
+    return found
+
+
+def _check_not_taken(module: nn.Module, declared: Declared, outputs: int) -> None:
+    """Raise an error if an optimizer would not follow a declaration."""
+    sizes = sizes_of(declared, outputs)
+
+    def others() -> list[tuple[int, ...]]:
+        return [taken.sizes[module] for taken in _TAKEN if module in taken.sizes]
+
+    # the next optimizer refuses sizes that do not fit, because it knows the name of the layer
+    if sizes is None or all(other == sizes for other in others()):
+        return
+    gc.collect()  # of an optimizer that nothing refers to any more
+    for other in others():
+        if other != sizes:
+            raise RuntimeError(
+                f"sizes={declared}: must be declared before the optimizer is made, and a ThorMuon "
+                f"that is in use trains this layer with {other}; call split_rows before it is "
+                "made, or delete that optimizer first"
+            )

@@ -78,8 +78,8 @@ class AGCSGD(ExcludingOptimizer):
     """
 
     options: ClassVar = {**_SGD, **CLIPPING, "dampen_first": OPTIONS["nesterov"]}
+    relative = "torch.optim.SGD"
     counterparts = foreign.AGC_SGD
-    origin = ("torch.optim.SGD", ("momentum", "dampening", "nesterov"))
     clip_statistics: ClipStatistics | None = None
     """How many units the latest step clipped; it is None before the first step.
 
@@ -112,8 +112,8 @@ class AGCSGD(ExcludingOptimizer):
             )
         super().__init__(params, model, exclude, locals())
 
-    def _check(self, group: Group) -> None:
-        super()._check(group)
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
         if group["nesterov"] and not (
             group["momentum"] > 0 and (group["dampening"] == 0 or group["dampen_first"])
         ):

@@ -23,14 +23,14 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.divided import is_divided
 from torch_thor.distributed.processes import Distributed
-from torch_thor.optim import persistence, report
+from torch_thor.optim import checkpoint, persistence, report
 from torch_thor.optim.callers import refuse_divided_parameters
 from torch_thor.optim.check import Check
 from torch_thor.optim.counterparts import check_group
 from torch_thor.optim.inputs import Inputs, Request, creates_state_only, nonfinite_message
 from torch_thor.optim.learned import Look, looks_trained
 from torch_thor.optim.loss_scale import LossScale, asked_by_lightning, remove_scale
-from torch_thor.optim.options import check
+from torch_thor.optim.options import OptionGroup, check, group_of
 from torch_thor.optim.parameters import Group, check_known, parameters_of_model
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.preconditioner import Form, Preconditioner
@@ -88,6 +88,59 @@ class EagerStep(torch.optim.Optimizer):
             return result
 
         return step
+
+    def _own_groups(self) -> None:
+        """Take groups that other code has put in the place of the optimizer's as its own."""
+        for i, group in enumerate(self.param_groups):
+            if not isinstance(group, OptionGroup):
+                self.param_groups[i] = OptionGroup(group)
+
+    def _check_group(self, group: Group) -> None:
+        """Raise ValueError for an option that is out of range."""
+        raise NotImplementedError
+
+    def _as_saved(self, group: Group) -> None:
+        """Change a group of a state dict to the form that is saved."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own.
+
+        Args:
+            param_group: as for ``torch.optim.Optimizer.add_param_group``; it is copied.
+
+        Raises:
+            ValueError: an option is out of range, or one of another optimizer.
+            TypeError: it is no dict.
+        """
+        group = group_of(param_group)
+        self._check_group({**self.defaults, **group})
+        check_group(type(self), group, self.defaults)
+        super().add_param_group(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and options, as tensors, numbers, strings, and dicts of them.
+
+        Hooks that are registered for it see this form. ``version`` is that of the form.
+
+        Returns:
+            As ``torch.optim.Optimizer.state_dict``.
+        """
+        self._own_groups()
+
+        def finish(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            for group in state_dict["param_groups"]:
+                self._as_saved(group)
+            state_dict["version"] = checkpoint.VERSION
+
+        handle = self.register_state_dict_post_hook(finish, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._own_groups()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as any optimizer of torch does.
@@ -168,7 +221,7 @@ class CurvatureOptimizer(EagerStep):
         self._check: Check | None = None  # of the gradients of the step before, on an accelerator
         # the entries that processes divide, collected
         self._whole: dict[Tensor, dict[str, Any]] | None = None
-        super().__init__(params, {**options, **COUNTERS})
+        super().__init__(params, OptionGroup({**options, **COUNTERS}))
         bound = self._bound()
         self._curvature.listen()
         check_shards_fit(
@@ -232,6 +285,8 @@ class CurvatureOptimizer(EagerStep):
             scaled = self.grad_scaler is not None or hasattr(self, "found_inf")
             scale = partial(LossScale, self) if scaled else None
             request = Request(self.loss_terms, self.nonfinite, scale, state_only)
+            if not all(isinstance(group, OptionGroup) for group in self.param_groups):
+                self._own_groups()
             inputs = curvature.read(self.param_groups, self.state, request)
             if inputs.skip:
                 curvature.capture.discard()
@@ -252,6 +307,12 @@ class CurvatureOptimizer(EagerStep):
             if isinstance(error, FloatingPointError):
                 curvature.capture.discard()
             raise
+
+    def _check_group(self, group: Group) -> None:
+        check(type(self), group)
+
+    def _as_saved(self, group: Group) -> None:
+        persistence.as_saved(group)
 
     def _bound(self) -> Bound:
         """Return the plan, bound to the groups and the state as they are now."""
@@ -305,7 +366,7 @@ class CurvatureOptimizer(EagerStep):
             self._check.undo = partial(self._undo, counters)
             self._check.send()
         for group, at in zip(self.param_groups, inputs.next_refreshes, strict=True):
-            group["step"], group["next_refresh"] = group["step"] + 1, at
+            dict.update(group, step=group["step"] + 1, next_refresh=at)  # plain already
         self._whole = None  # what consolidate_state_dict() has collected is that of the step before
         warnings, bound = self._curvature.warnings, inputs.bound
         if not inputs.largest and bound.plan.first_shards is None:
@@ -319,7 +380,7 @@ class CurvatureOptimizer(EagerStep):
     def _undo(self, counters: list[tuple[int, int]]) -> None:
         """Put the counters of a step back that has changed nothing."""
         for group, (step, at) in zip(self.param_groups, counters, strict=True):
-            group["step"], group["next_refresh"] = step, at
+            dict.update(group, step=step, next_refresh=at)
             for layer in self.curvature.values() if step < at else ():
                 if layer.weight_view.options is group and layer.refreshes:
                     layer.record(due=False)
@@ -357,14 +418,13 @@ class CurvatureOptimizer(EagerStep):
         """Add parameters of the model, with options of their own.
 
         Args:
-            param_group: as for ``torch.optim.Optimizer.add_param_group``.
+            param_group: as for ``torch.optim.Optimizer.add_param_group``; it is copied.
 
         Raises:
             ValueError: an option is out of range or one of another optimizer, or a parameter is
                 not in the model.
+            TypeError: it is no dict.
         """
-        check(type(self), {**self.defaults, **param_group})
-        check_group(type(self), param_group, self.defaults)
         before = len(self.param_groups)
         super().add_param_group(param_group)
         try:
@@ -379,12 +439,13 @@ class CurvatureOptimizer(EagerStep):
     # ---- state dicts -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and options, as tensors, numbers and strings.
+        """Return state and options, as tensors, numbers, strings, and dicts of them.
+
+        Hooks that are registered for it see this form. ``version`` is that of the form.
 
         Returns:
-            As ``torch.optim.Optimizer.state_dict``; a schedule of ``torch_thor.intervals`` is
-            stored as text. Under FSDP2, tensors whose rows are divided are DTensors, as the
-            parameters are.
+            As ``torch.optim.Optimizer.state_dict``; a schedule of ``torch_thor.intervals`` is a
+            dict. Under FSDP2, tensors whose rows are divided are DTensors, as the parameters are.
 
         Raises:
             RuntimeError: the curvature is divided among processes (``divide_curvature=True``), and
@@ -394,10 +455,7 @@ class CurvatureOptimizer(EagerStep):
         assert self._curvature.plan is not None
         divided = is_divided(self._curvature.plan.layers.values())
         with persistence.whole_state(self.state, self._whole, divided=divided):
-            state_dict = super().state_dict()
-        for group in state_dict["param_groups"]:
-            group["update_interval"] = persistence.plain_interval(group["update_interval"])
-        return state_dict
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; if it raises an error, nothing has changed.

@@ -37,14 +37,17 @@ def line_of_caller() -> str:
     return ""
 
 
-# Wrappers that make an optimizer of the parameters of one process.
-_DIVIDING = {"ZeroRedundancyOptimizer", "OSS"}
+# Wrappers that make an optimizer of the parameters of one process, and their packages.
+_DIVIDING, _DIVIDERS = {"ZeroRedundancyOptimizer", "OSS"}, {"torch", "fairscale"}
 
 
 def refuse_divided_parameters(optimizer: str) -> None:
     """Raise an error if the caller gives each process an optimizer of some parameters alone."""
     # all processes raise it, when they make their optimizers, so that none waits for another
     for frame in _callers():
+        # f_locals keeps what a frame holds alive, so those of the user are not read
+        if _package(frame) not in _DIVIDERS:
+            continue
         caller = frame.f_locals.get("self")
         found = _DIVIDING.intersection(base.__name__ for base in type(caller).__mro__)
         if found and getattr(caller, "world_size", 1) > 1:

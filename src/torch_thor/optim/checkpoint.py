@@ -1,7 +1,8 @@
 """Loads an optimizer's state dict wholly or not at all, and checks that a state fits its model."""
 
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,15 +11,22 @@ from torch import Tensor
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.blocks import factor_dtype, has_values
 from torch_thor.curvature.factor import local
-from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.optim.options import OF_GROUPS
+from torch_thor.curvature.layer import NUMBERS as LAYER_NUMBERS
+from torch_thor.curvature.layer import SHARDS, LayerCurvature
+from torch_thor.optim.options import OF_GROUPS, OptionGroup, number
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Bound, parameters
+from torch_thor.plain import plain
 
 StateDict = dict[str, Any]
 
 # The entries of an optimizer's state that have the shape of their parameter.
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+
+# The numbers in a state, all others being tensors.
+NUMBERS = (*LAYER_NUMBERS, SHARDS, "lr_factor", "preconditioned")
+
+VERSION = 1  # of a state dict; another one is not read
 
 # Options by which the optimizer that saved a state dict is recognised, for error messages; the
 # first match counts.
@@ -30,60 +38,126 @@ _SIGNS = (
     ("torch.optim.Adam or AdamW", {"betas", "amsgrad"}),
     ("an optimizer of Adam's kind", {"betas"}),
 )
+# Options that an optimizer either has, or did not save.
+_TELLING = set(OF_GROUPS).union(*(keys for _, keys in _SIGNS), {"alpha", "rho", "lambd", "etas"})
+_OF_RELATIVES = {"torch.optim.AdamW": {"amsgrad"}}
 
 
-@contextmanager
-def loading(
+def load(
     optimizer: torch.optim.Optimizer,
-    load: Callable[[StateDict], None],
+    load_plainly: Callable[[StateDict], None],
     state_dict: StateDict,
     *,
-    needed: Iterable[str],
-    relative: str | None = None,
-) -> Iterator[list[tuple[Group, Group]]]:
-    """Load a state dict, for the block to complete with the options before."""
-    # If an error is raised, nothing changes.
+    adopt: Callable[[Group, Group], None],
+    complete: Callable[[], None],
+    name: Callable[[Tensor], str],
+    relative: str = "",
+) -> None:
+    """Load a state dict; whatever raises an error, a hook of the user too, has changed nothing.
+
+    ``adopt`` fits a saved group to that of the optimizer, ``complete`` checks what was loaded. The
+    relative is an optimizer of torch with the same state. Hooks of the user run before and after.
+    """
     before = optimizer.state, optimizer.param_groups
-    own = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-    saved: StateDict = {}
+    entries: dict[Tensor, dict[str, Any]] = {}
 
-    def look(_: torch.optim.Optimizer, hooked: StateDict) -> None:
-        _check_origin(optimizer, hooked, needed, relative)
-        saved.update(hooked)
+    def read(_: torch.optim.Optimizer, hooked: StateDict) -> StateDict:
+        _check_origin(optimizer, hooked, relative)
+        groups = [OptionGroup(group) for group in hooked["param_groups"]]
+        for group, own in zip(groups, optimizer.param_groups, strict=False):  # torch compares them
+            for key in (group.keys() & own.keys()) - {"params"}:
+                if not isinstance(own[key], Tensor):
+                    group[key] = _numbers(group[key])
+            adopt(group, own)
+        ids = [i for group in groups for i in group["params"]]
+        known = dict(zip(ids, parameters(optimizer.param_groups), strict=False))
+        state = dict(hooked["state"])
+        for i in state.keys() & known.keys():
+            owner = name(known[i])
+            state[i] = {key: _entry(key, value, owner) for key, value in state[i].items()}
+            entries[known[i]] = state[i]
+        return {"state": state, "param_groups": groups}
 
-    handle = optimizer.register_load_state_dict_pre_hook(look)  # runs after the user's hooks
-    try:
-        load(state_dict)
+    def finish(_: torch.optim.Optimizer) -> None:
         # The base class casts every floating-point tensor to the dtype of its parameter
         # (pytorch#43706), which would destroy float32 factors of bfloat16 parameters, and shares
         # tensors with the dict. Not every checkpoint format keeps strides, and the rounding of
         # matrix products depends on them.
-        ids = [i for group in saved["param_groups"] for i in group["params"]]
-        for i, parameter in zip(ids, parameters(optimizer.param_groups), strict=True):
-            for key, value in saved["state"].get(i, {}).items():
-                if isinstance(value, Tensor):
-                    optimizer.state[parameter][key] = _as_made(
-                        key, value.detach(), parameter, value.dtype
-                    )
-        yield list(zip(optimizer.param_groups, own, strict=True))
+        for parameter, loaded in entries.items():
+            for key, value in loaded.items():
+                if key == "step":
+                    optimizer.state[parameter][key] = value
+                elif isinstance(value, Tensor):
+                    copied = _as_made(key, value.detach(), parameter, value.dtype)
+                    optimizer.state[parameter][key] = copied
+        complete()
+
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(read),
+        optimizer.register_load_state_dict_post_hook(finish, prepend=True),
+    )
+    try:
+        load_plainly(state_dict)
     except BaseException:
         optimizer.state, optimizer.param_groups = before
         raise
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
-def _check_origin(
-    optimizer: torch.optim.Optimizer,
-    state_dict: StateDict,
-    needed: Iterable[str],
-    relative: str | None,
-) -> None:
+def _numbers(value: Any) -> Any:
+    """Return an option whose numbers a format of checkpoints has made tensors as it was."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_numbers, value))
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return value
+    digits = (float(f"{value.item():.{n}g}") for n in range(1, 18))  # 0.9 in float32 is 0.89999998
+    return next(x for x in digits if torch.tensor(x, dtype=value.dtype) == value.cpu())
+
+
+def _entry(key: str, value: Any, parameter: str) -> Any:
+    """Return an entry of a loaded state as a step makes it: a tensor, or a number of Python."""
+    is_number = key.endswith((*NUMBERS, "step")) and not key.endswith("group_rows_per_term")
+    found = number(plain(value)) if is_number else None
+    if is_number and found is not None and math.isfinite(found) and (key != "step" or found >= 0):
+        if key == "step":  # on the CPU, because every step reads it
+            return torch.tensor(found, dtype=torch.float32)
+        return value.item() if hasattr(value, "item") else value
+    if not is_number and hasattr(value, "ndim"):  # of NumPy too
+        return torch.as_tensor(value)
+    if is_number or key in MOMENTS:
+        finite = "a finite number ≥ 0" if key == "step" else "a finite number"
+        rule = finite if is_number else "a tensor"
+        raise ValueError(
+            f"{key}={value!r} of parameter {parameter!r} in the state dict must be {rule}; load "
+            "an earlier checkpoint, or let the optimizer start anew"
+        )
+    return value
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of its options."""
+    return [name for name in optimizer.defaults if name != "differentiable"]  # torch adds that one
+
+
+def take_missing(optimizer: torch.optim.Optimizer, group: Group, own: Group) -> None:
+    """Give a saved group the options that it lacks, and say so."""
+    missing = {name: own[name] for name in options_of(optimizer) if name not in group}
+    if missing:
+        warnings.warn(
+            f"the state dict of {type(optimizer).__name__} has no "
+            + ", ".join(f"{name} ({value!r} is taken)" for name, value in missing.items())
+            + ": it was saved by another version, or changed since; what is taken is the "
+            "optimizer's, which you can set in its parameter groups",
+            UserWarning,
+            stacklevel=2,
+        )
+    group.update(missing)
+
+
+def _check_origin(optimizer: torch.optim.Optimizer, state_dict: StateDict, relative: str) -> None:
     """Raise an error for a state dict that neither such an optimizer nor its relative saved."""
-    # The relative is an optimizer with the same state.
     label = type(optimizer).__name__
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         found = (
@@ -95,21 +169,28 @@ def _check_origin(
             "this is not the state dict of an optimizer, which has 'state' and 'param_groups': "
             f"found {found}; pass what optimizer.state_dict() gave"
         )
+    if (version := state_dict.get("version", VERSION)) != VERSION:
+        raise ValueError(
+            f"the state dict has version {version!r}: this torch_thor reads version {VERSION}; "
+            "load it with the torch_thor that saved it, or let the optimizer start anew"
+        )
+    own = options_of(optimizer)
+    of_others = _TELLING - {*own} - _OF_RELATIVES.get(relative, set())
     for i, group in enumerate(state_dict["param_groups"]):
-        signs = [f"no {key}" for key in needed if key not in group]
-        signs += [key for key in group if key in OF_GROUPS and key not in optimizer.defaults]
-        if signs:
-            options = [key for key in group if key not in ("params", "param_names")]
-            known = next(
-                (name for name, keys in _SIGNS if keys <= group.keys()), "another optimizer"
-            )
-            raise ValueError(
-                f"the state dict is not one of {label}: its parameter group {i} has "
-                f"{' and '.join(signs)}, and looks like that of {known} (it has "
-                f"{some(options, most=8)}); nothing was loaded. {label} takes its "
-                f"own{f' and those of {relative}' if relative else ''}: load the model's weights, "
-                "and let it start anew"
-            )
+        lacking = [key for key in own if key not in group]
+        foreign = [key for key in group if key in of_others]
+        if not foreign and 2 * len(lacking) <= len(own):
+            continue
+        signs = foreign or [f"no {key}" for key in lacking]
+        options = [key for key in group if key not in ("params", "param_names")]
+        known = next((name for name, keys in _SIGNS if keys <= group.keys()), "another optimizer")
+        raise ValueError(
+            f"the state dict is not one of {label}: its parameter group {i} has "
+            f"{' and '.join(signs)}, and looks like that of {known} (it has "
+            f"{some(options, most=8)}); nothing was loaded. {label} takes its "
+            f"own{f' and those of {relative}' if relative else ''}: load the model's weights, "
+            "and let it start anew"
+        )
 
 
 def _as_made(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -109,7 +109,7 @@ THOR_MUON = {
         _ROUNDS,
         "none is needed: the polar factors are exact on a CPU, and of six rounds elsewhere",
     ),
-    "adjust_lr_fn": 'it has no counterpart: lr= has the meaning of adjust_lr_fn="original"',
+    "adjust_lr_fn": 'it has no counterpart: lr= has the meaning that it has with "original"',
     "use_muon": 'none is needed: matrices are found; layers="-NAME" gives a layer to AdamW',
     **dict.fromkeys(
         _ADAMW,

@@ -10,8 +10,7 @@ from torch_thor.capture.patterns import Patterns, selected, some
 from torch_thor.curvature.blocks import has_values
 from torch_thor.optim import checkpoint
 from torch_thor.optim.base import EagerStep
-from torch_thor.optim.counterparts import check_group
-from torch_thor.optim.options import OPTIONS, Option, check, check_complete, flag
+from torch_thor.optim.options import OPTIONS, Option, OptionGroup, check, check_complete, flag
 from torch_thor.optim.parameters import Group, parameters_of
 
 COMMON = {
@@ -70,8 +69,7 @@ class ExcludingOptimizer(EagerStep):
     """An optimizer with a table of options and the option ``exclude``."""
 
     options: ClassVar[Mapping[str, Option]]
-    # torch's optimizer with the same state, and its typical options
-    origin: ClassVar[tuple[str, tuple[str, ...]]]
+    relative: ClassVar[str]  # torch's optimizer with the same state
     _excluded_by_default: Callable[[list[Tensor]], set[Tensor]]
     _make_state: Callable[[Tensor, Group], None]  # of one parameter, if it has none
     _update: Callable[[list[list[Found]]], None]  # the parameters of each group
@@ -91,20 +89,18 @@ class ExcludingOptimizer(EagerStep):
         # by position, because wrappers such as FSDP2 and Accelerate replace the objects in the
         # groups
         self._slots: list[list[Slot]] = []
-        super().__init__(params, {name: given[name] for name in self.options})
+        super().__init__(params, OptionGroup({name: given[name] for name in self.options}))
 
     @property
     def excluded(self) -> tuple[str, ...]:
         """The names of the excluded parameters, in the order of the groups."""
         return tuple(slot.name for slots in self._slots for slot in slots if slot.excluded)
 
-    def _check(self, group: Group) -> None:
+    def _check_group(self, group: Group) -> None:
         check(type(self), group, self.options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own, as to any optimizer of torch."""
-        self._check({**self.defaults, **param_group})
-        check_group(type(self), param_group, self.defaults)
         super().add_param_group(param_group)
         try:
             self._slots.append(self._slots_of(self.param_groups[-1]))
@@ -139,10 +135,11 @@ class ExcludingOptimizer(EagerStep):
         """Take one step, and return what ``closure`` returns."""
         # ``closure`` is called first, with gradients enabled.
         loss = None if closure is None else torch.enable_grad()(closure)()
+        self._own_groups()
         found: list[list[Found]] = []
         for i, (group, slots) in enumerate(zip(self.param_groups, self._slots, strict=True)):
             check_complete(type(self), i, group, self.options)
-            self._check(group)
+            self._check_group(group)
             if len(group["params"]) != len(slots):
                 raise RuntimeError(
                     f"parameter group {i} has {len(group['params'])} parameters and had "
@@ -188,20 +185,51 @@ class ExcludingOptimizer(EagerStep):
 
         It is loaded as a whole or, on an error, not at all.
         """
-        (origin, needed), names = self.origin, {}
-        with checkpoint.loading(
-            self, super().load_state_dict, state_dict, needed=needed, relative=origin
-        ) as groups:
-            for (group, own), slots in zip(groups, self._slots, strict=True):
-                self._adopt(group, own)
-                self._check(group)
-                names.update({p: slot.name for p, slot in zip(group["params"], slots, strict=True)})
-            checkpoint.check_loaded(self.state, names, names.__getitem__)
+        checkpoint.load(
+            self,
+            super().load_state_dict,
+            state_dict,
+            adopt=self._adopt,
+            complete=self._complete,
+            name=self._names().__getitem__,
+            relative=self.relative,
+        )
         self._placeholder = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and options, as any optimizer of torch does.
+
+        Raises:
+            ValueError: an option is out of range, or the state holds NaN or inf, so that
+                ``load_state_dict`` would refuse it.
+        """
+        for group in self.param_groups:
+            self._check_group(group)
+        self._check_state()
+        return super().state_dict()
+
+    def _names(self) -> dict[Tensor, str]:
+        """Return the name of each parameter."""
+        pairs = zip(self.param_groups, self._slots, strict=True)
+        return {
+            parameter: slot.name
+            for group, slots in pairs
+            for parameter, slot in zip(group["params"], slots, strict=True)
+        }
+
+    def _complete(self) -> None:
+        """Fit the state that was loaded to the parameters."""
+        self._check_state()
+
+    def _check_state(self) -> None:
+        """Raise ValueError for a state that does not fit the parameters, or is not finite."""
+        names = self._names()
+        checkpoint.check_loaded(self.state, names, names.__getitem__)
+
     def _adopt(self, group: Group, own: Group) -> None:
-        """Complete a group that was loaded, by the options that it had before."""
-        group.update({**own, **group})
+        """Complete a saved group by the options that the optimizer has."""
+        checkpoint.take_missing(self, group, own)
+        self._check_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("model", "exclude", "_slots", "_placeholder")

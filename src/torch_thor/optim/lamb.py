@@ -74,8 +74,8 @@ class LAMB(ExcludingOptimizer):
         ),
         "eps": Option(real(lambda v: v > 0), "a finite number > 0", "{default} is the paper's"),
     }
+    relative = "torch.optim.AdamW"
     counterparts = foreign.LAMB
-    origin = ("torch.optim.AdamW", ("betas", "eps", "weight_decay"))
 
     @foreign.names_counterparts
     def __init__(
@@ -108,12 +108,12 @@ class LAMB(ExcludingOptimizer):
         if group.pop("amsgrad", None) is not None:  # AdamW's, for which these have another meaning
             group.update({name: own[name] for name in ("lr", "eps", "weight_decay")})
         super()._adopt(group, own)
-        for p in group["params"]:
-            if state := self.state.get(p):
-                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
-                state.update(
-                    {key: state[key].to(factor_dtype(p.dtype)) for key in ("exp_avg", "exp_avg_sq")}
-                )
+
+    def _complete(self) -> None:
+        for parameter, state in self.state.items():  # AdamW's moments may be narrower
+            for key in {"exp_avg", "exp_avg_sq"} & state.keys():
+                state[key] = state[key].to(factor_dtype(parameter.dtype))
+        super()._complete()
 
     def _update(self, found: list[list[Found]]) -> None:
         # of all, so that a checkpoint has the same keys on every rank and at every time

@@ -6,11 +6,14 @@ refused by the same rule wherever it comes from.
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from torch_thor.intervals import as_interval, schedule_of
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,11 @@ def _thresholds(value: Any) -> bool:
     return first is not None and second is not None and 0 <= second <= first
 
 
-def _count(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_floating_point() and int(value) >= 1
-    return whole(value)
+def _interval(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        schedule_of(value)  # raises the error of its kind
+        return True
+    return callable(value) or whole(value)
 
 
 def _one_of(*values: str) -> Option:
@@ -93,7 +97,7 @@ OF_GROUPS: dict[str, Option] = {  # what stands in each parameter group of THOR 
     "nesterov": Option(flag, "True or False", "leave it out for {default}"),
     "weight_decay": Option(real(lambda v: v >= 0), "a finite number ≥ 0", "0 switches it off"),
     "update_interval": Option(
-        lambda v: callable(v) or whole(v),
+        _interval,
         "a whole number of steps ≥ 1, or a schedule of torch_thor.intervals",
         "1 refreshes every step; start from {default}",
     ),
@@ -117,7 +121,7 @@ OPTIONS: dict[str, Option] = {
     "fisher": _one_of("empirical", "sampled"),
     "nonfinite": _one_of("raise", "skip"),
     "loss_terms": Option(
-        lambda v: v is None or callable(v) or _count(v),
+        lambda v: v is None or callable(v) or whole(v),
         "a whole number ≥ 1, the terms that the loss of one step averages over",
         "None takes the leading dimension of the batch",
     ),
@@ -141,9 +145,46 @@ def check(
     # Names without a rule are not looked at.
     for name, value in values.items():
         option = options.get(name)
-        if option is not None and not option.test(value):
+        if option is None:
+            continue
+        try:
+            holds = option.test(as_interval(value))
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r}: {error}") from error
+        if not holds:
             remedy = option.remedy.format(default=default_of(optimizer, name))
             raise ValueError(f"{name}={value!r}: {name} must be {option.rule}; {remedy}")
+
+
+class OptionGroup(dict[str, Any]):
+    """A parameter group whose values are plain, whoever sets them.
+
+    So a checkpoint into which a trainer puts the group itself can be loaded, also without this
+    package: it is saved as a dict.
+    """
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.update(group)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value if key == "params" else as_interval(value))
+
+    update = MutableMapping.update
+    setdefault = MutableMapping.setdefault
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+
+def group_of(param_group: Any) -> OptionGroup:
+    """Return a parameter group that a user adds, as its optimizer holds it."""
+    if not isinstance(param_group, Mapping):
+        raise TypeError(
+            f"param_group must be a dict, but got {type(param_group).__name__}: pass "
+            '{"params": parameters}, and options of their own beside them'
+        )
+    return OptionGroup(param_group)
 
 
 def default_of(optimizer: Callable[..., Any], name: str) -> Any:

@@ -8,7 +8,7 @@ own; rows that belong to no layer are one where they adjoin.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.kinds import MatrixWeight
 from torch_thor.curvature.kinds.base import Kind
-from torch_thor.curvature.matrices import PlainMatrix
+from torch_thor.curvature.matrices import PlainMatrix, RowSplit
 from torch_thor.curvature.polar import unit_polars_
 from torch_thor.curvature.shards import RowShards, bounds_within
 from torch_thor.distributed.divided import is_divided, turns_of_parameters
@@ -47,7 +47,7 @@ from torch_thor.optim.works import (
 class Part(Matrix):
     """A parameter, or a layer's rows of one, as matrices that are orthogonalised."""
 
-    weight: Any = None  # the rows of it that this process holds
+    own: Any = None  # the rows of the parameter that this process holds
     whole: Any = None  # converts the rows of all processes
     bounds: tuple[int, ...] | None = None  # which process holds which rows of the matrix
     polars: "Polars" = None  # type: ignore[assignment]  # its batch
@@ -55,6 +55,7 @@ class Part(Matrix):
 
     def __post_init__(self) -> None:
         kind = self.kind
+        self.is_empty = not len(self.weight)
         self.has_factor = self.left is not None or self.right is not None
         self.sides = min(kind.outputs, kind.inputs), max(kind.outputs, kind.inputs)
         # whether the matrices have more rows than columns
@@ -65,6 +66,16 @@ class Part(Matrix):
         # nothing has to be sent; those of all processes together have the norm of the whole.
         share = kind.outputs * kind.inputs / max(1, self.whole.outputs * self.whole.inputs)
         self.norm = step_norm(self.whole.outputs, self.whole.inputs) * math.sqrt(share)
+
+    @property
+    def weight(self) -> Tensor:
+        """Its rows that this process holds; a copy if they are scattered."""
+        return self.of(self.own)
+
+    def put_(self, tensor: Tensor, weight: Tensor) -> None:
+        """Write changed rows back into the tensor, unless they are a view of it."""
+        if isinstance(self.rows, Tensor):
+            tensor[self.rows] = weight
 
 
 @dataclass(eq=False)
@@ -120,7 +131,7 @@ def preconditioned(work: MuonWork, directions: Sequence[Tensor]) -> dict[Polars,
     }
     for batch in in_turns(work.turns):
         first, last, inverse = batch.members[0], batch.members[-1], batch.left or batch.right
-        if not len(first.weight):
+        if first.is_empty:
             continue
         into = wide[first.polars][first.place.start : last.place.stop]
         into = into.mT if first.is_tall else into
@@ -150,7 +161,7 @@ def subtract_orthogonal_(
     batches = {
         batch: matrices
         for batch, matrices in wide.items()
-        if (shards is None or batch.parts[0].bounds is None) and len(batch.parts[0].weight)
+        if (shards is None or batch.parts[0].bounds is None) and not batch.parts[0].is_empty
     }
     limits = None
     if ratio is not None:
@@ -161,10 +172,12 @@ def subtract_orthogonal_(
         for part in work.parts:
             if part.polars in units:
                 unit = units[part.polars][part.place]
+                weight = part.weight
                 # a view of the weight if its memory layout allows
-                matrix = part.kind.to_matrix(part.weight)
+                matrix = part.kind.to_matrix(weight)
                 matrix.add_(unit.mT if part.is_tall else unit, alpha=-lr * part.norm)
-                part.kind.from_matrix_(matrix, part.weight)
+                part.kind.from_matrix_(matrix, weight)
+                part.put_(part.own, weight)
     else:
         _subtract_on_device_(work, units, lr, unless)
     if shards is not None:
@@ -196,6 +209,7 @@ def _subtract_on_device_(
         matrix = part.kind.to_matrix(target)
         matrix.copy_(own.mT if part.is_tall else own)
         part.kind.from_matrix_(matrix, target)
+        part.put_(steps[part.index], target)
     moved = [
         (weight, step) for weight, step in zip(work.weights, steps, strict=True) if step is not None
     ]
@@ -229,7 +243,9 @@ def _step_whole(
         for one, limit in zip(matrices, _shares(parts, lr, ratio, shards), strict=True):
             one.own.mul_(limit)
     for part, one in zip(parts, matrices, strict=True):
-        part.weight.add_(one.own, alpha=-lr * step_norm(part.whole.outputs, part.whole.inputs))
+        weight = part.weight
+        weight.add_(one.own, alpha=-lr * step_norm(part.whole.outputs, part.whole.inputs))
+        part.put_(part.own, weight)
 
 
 def _shares(
@@ -243,7 +259,7 @@ def _shares(
     for part in parts:
         kind, groups = (part.kind, part.kind.groups) if shards is None else (part.whole, 1)
         matrices = part.weight.unflatten(0, (groups, -1))  # groups lie along the first dimension
-        dtype = torch.float64 if part.weight.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if part.own.dtype == torch.float64 else torch.float32
         norms.append(
             torch.linalg.vector_norm(matrices, dim=tuple(range(1, matrices.ndim)), dtype=dtype)
         )
@@ -314,12 +330,12 @@ def _arrange(work: MuonWork) -> None:
 
     def key(part: Part) -> Any:
         divided = work.whole and part.bounds is not None
-        dtype = torch.float64 if part.weight.dtype == torch.float64 else torch.float32
-        return part.sides, dtype, part.weight.device, divided, not len(part.weight)
+        dtype = torch.float64 if part.own.dtype == torch.float64 else torch.float32
+        return part.sides, dtype, part.own.device, divided, part.is_empty
 
     work.polars = []
     for alike in grouped(work.parts, key):
-        if alike[0].weight.device.type != "cpu":
+        if alike[0].own.device.type != "cpu":
             alike = [part for own in grouped(alike, _shape_of) for part in own]
         work.polars.append(Polars(alike))
 
@@ -357,25 +373,22 @@ def matrices_of(parameter: Tensor, bound: Bound) -> tuple[tuple[int, int], ...]:
 
 
 def _parts_of(index: int, parameter: Tensor, own: Tensor, bound: Bound) -> Iterator[Part]:
-    matrix = bound.plan.matrix_of.get(id(parameter))
-    shards = bound.plan.shards_of(parameter) if bound.plan.sharded else None
+    plan = bound.plan
+    matrix, split = plan.matrix_of.get(id(parameter)), plan.row_splits.get(id(parameter))
+    shards = plan.shards_of(parameter) if plan.sharded else None
     bounds = None if shards is None else shards.bounds[: shards.count + 1]
 
     def part(
-        weight: Tensor,
-        rows: Any,
-        kind: Kind | PlainMatrix,
-        whole: Any,
-        factor: Factor | None,
-        of: Any,
+        rows: Any, kind: Kind | PlainMatrix, whole: Any, factor: Factor | None, of: Any
     ) -> Part:
         left, right = (factor, None) if kind.transposed else (None, factor)
-        return Part(index, rows, kind, left, right, weight=weight, whole=whole, bounds=of)
+        return Part(index, rows, kind, left, right, own=own, whole=whole, bounds=of)
 
     if matrix is not None:
         plain = matrix.of_rows(tuple(parameter.shape), len(own))
         assert plain is not None  # others were not found to be matrices
-        yield part(own, None, plain, matrix, None, bounds if matrix.groups == 1 else None)
+        alone = part(None, plain, matrix, None, bounds if matrix.groups == 1 else None)
+        yield from [alone] if split is None else _projections(alone, split, shards)
         return
     shares = bound.shares_of[id(parameter)]
     fused = shares[0].view.rows is not None
@@ -384,30 +397,44 @@ def _parts_of(index: int, parameter: Tensor, own: Tensor, bound: Bound) -> Itera
         whole = PlainMatrix(1, free.stop - free.start, own.shape[1:].numel())
         plain = PlainMatrix(1, len(own[kept]), whole.inputs)
         yield part(
-            own[kept],
-            kept,
-            plain,
-            whole,
-            None,
-            None if bounds is None else bounds_within(bounds, free),
+            kept, plain, whole, None, None if bounds is None else bounds_within(bounds, free)
         )
     for share in shares:
-        layer, rows, kind = share.layer, share.view.local_rows, share.layer.kind
+        layer, view = share.layer, share.view
         factor = layer.stored[0] if layer.refreshes else None
-        its_bounds = None if bounds is None else bounds_within(bounds, share.view.rows)
-        sizes = bound.plan.row_splits.get(share.view.module)
-        if sizes is None or shards is not None:
-            yield part(
-                own if rows is None else own[rows], rows, layer.geometry, kind, factor, its_bounds
-            )
-            continue
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        for size, end in zip(sizes, ends, strict=True):
-            at = (
-                (slice(None), slice(end - size, end)) if kind.transposed else slice(end - size, end)
-            )
-            plain = PlainMatrix(1, size, kind.inputs, transposed=kind.transposed)
-            yield part(own[at], at, plain, plain, factor, None)
+        its_bounds = None if bounds is None else bounds_within(bounds, view.rows)
+        of_layer = part(view.local_rows, layer.geometry, layer.kind, factor, its_bounds)
+        yield from [of_layer] if split is None else _projections(of_layer, split, shards)
+
+
+def _projections(part: Part, split: RowSplit, shards: RowShards | None) -> Iterator[Part]:
+    """Yield the projections in a fused weight, of which a process may hold some rows."""
+    kind, whole = part.kind, part.whole
+    taps = getattr(kind, "taps", 0)
+    # the outputs are the second dimension, which processes do not divide
+    by_columns = kind.transposed or taps > 0
+    held = slice(0, whole.outputs) if by_columns or shards is None else shards.own
+    for size, rows in zip(split.sizes, split.rows(), strict=True):
+        own = rows[(rows >= held.start) & (rows < held.stop)] - held.start
+        at: Any = own.to(part.own.device)
+        if split.turns == 1:  # a view
+            at = slice(int(own[0]), int(own[-1]) + 1) if len(own) else slice(0, 0)
+        bounds = part.bounds
+        if bounds is not None and not by_columns:
+            bounds = tuple(torch.searchsorted(rows, torch.tensor(bounds)).tolist())
+        yield replace(
+            part,
+            rows=(slice(None), at) if by_columns else at,
+            kind=_plain(len(own), kind),
+            whole=_plain(size, whole),
+            bounds=bounds,
+        )
+
+
+def _plain(outputs: int, kind: Kind | PlainMatrix) -> PlainMatrix:
+    """Return some outputs of a matrix as a matrix."""
+    taps = getattr(kind, "taps", 0)
+    return PlainMatrix(1, outputs, kind.inputs, taps, transposed=kind.transposed)
 
 
 # ---- what is no matrix ---------------------------------------------------------------------------

@@ -8,7 +8,6 @@ others: with ``torch.distributed.checkpoint``, or as a state dict of one process
 shards is another, the factors are cut again, and blocks that have changed are inverted again.
 """
 
-import ast
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,51 +23,24 @@ from torch_thor.curvature.inverse import inverse_of, relative_damping
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
 from torch_thor.curvature.shards import bounds_within, shard_bounds
 from torch_thor.distributed.divided import is_divided
-from torch_thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
-from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, loading
-from torch_thor.optim.options import check
-from torch_thor.optim.parameters import States
+from torch_thor.intervals import Interval
+from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, take_missing
+from torch_thor.optim.checkpoint import load as load_whole
+from torch_thor.optim.options import COUNTERS, check
+from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Bound, parameters
 from torch_thor.optim.preconditioner import Preconditioner
 
-# ---- intervals: a state dict holds no functions, but the text of a schedule ----------------------
-
-_CALLABLE = "callable"  # stands for a callable that is not a schedule of this package
-_SCHEDULES: dict[str, Any] = {
-    schedule.__name__: schedule for schedule in (Constant, Piecewise, Geometric)
-}
+_CALLABLE = "callable"  # stands for a callable, which no state dict holds
 
 
-def plain_interval(interval: UpdateInterval) -> int | str:
-    """Return an interval in the form in which a state dict stores it."""
-    if not callable(interval):
-        return interval
-    return repr(interval) if type(interval) in _SCHEDULES.values() else _CALLABLE
-
-
-def _loaded_interval(plain: Any, own: UpdateInterval) -> Any:
-    """Return the interval to use after loading."""
-    # The text of a schedule is parsed and not executed.
-    if plain_interval(own) == _CALLABLE or plain == _CALLABLE:
-        return own
-    if not isinstance(plain, str):
-        return plain
-    try:
-        call = ast.parse(plain, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            raise ValueError("not a call of a class with keywords")
-        return _SCHEDULES[call.func.id](
-            **{str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        )
-    except (SyntaxError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"update_interval={plain!r} in the state dict is no known schedule "
-            f"({', '.join(_SCHEDULES)}); set group['update_interval'] in the state dict to a whole "
-            "number or to one of them"
-        ) from error
-
-
-# ---- loading -------------------------------------------------------------------------------------
+def as_saved(group: Group) -> None:
+    """Give a group of a state dict the form in which it is saved."""
+    interval = group["update_interval"]
+    if isinstance(interval, Interval):
+        group["update_interval"] = dict(interval)
+    elif callable(interval):
+        group["update_interval"] = _CALLABLE
 
 
 def load(
@@ -82,25 +54,31 @@ def load(
     divided = [
         (factor, factor.divided) for layer in plan.layers.values() for factor in layer.stored
     ]
-    # torch adds it to them when it loads
-    needed = [key for key in optimizer.defaults if key != "differentiable"]
 
     def bind() -> Bound:
         return curvature.bind(Bound(plan, optimizer.param_groups, optimizer.state))
 
+    def adopt(group: Group, own: Group) -> None:
+        take_missing(optimizer, group, own)
+        own_interval = own["update_interval"]
+        is_function = callable(own_interval) and not isinstance(own_interval, Interval)
+        if is_function or group["update_interval"] == _CALLABLE:
+            group["update_interval"] = own_interval
+        check(type(optimizer), group)
+        check(type(optimizer), group, COUNTERS)
+
+    def complete() -> None:
+        for factor, _ in divided:
+            factor.divided = None  # loaded tensors are whole; the next step divides them
+        bound = bind()
+        _fit_rows(bound, relative=curvature.form.relative_damping)
+        _check_layers(bound)
+        check_loaded(optimizer.state, parameters(bound.groups), plan.name, plan.layers.values())
+
     try:
-        with loading(optimizer, load_plainly, state_dict, needed=needed) as groups:
-            for group, own in groups:
-                group["update_interval"] = _loaded_interval(
-                    group["update_interval"], own["update_interval"]
-                )
-                check(type(optimizer), group)
-            for factor, _ in divided:
-                factor.divided = None  # loaded tensors are whole; the next step divides them
-            bound = bind()
-            _fit_rows(bound, relative=curvature.form.relative_damping)
-            _check_layers(bound)
-            check_loaded(optimizer.state, parameters(bound.groups), plan.name, plan.layers.values())
+        load_whole(
+            optimizer, load_plainly, state_dict, adopt=adopt, complete=complete, name=plan.name
+        )
     except BaseException:
         for factor, owners in divided:
             factor.divided = owners

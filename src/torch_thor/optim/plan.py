@@ -20,13 +20,27 @@ from torch import Tensor, nn
 from torch_thor.capture.coverage import Covered
 from torch_thor.capture.hooks import ModuleHook, hooks_of
 from torch_thor.capture.inspection import Inspection
-from torch_thor.capture.layers import Layer, owners_of
+from torch_thor.capture.layers import Layer, Owner, owners_of
 from torch_thor.capture.patterns import Patterns
+from torch_thor.capture.projections import (
+    Fused,
+    check_are_matrices,
+    fused_layers,
+    modules_by_weight,
+    row_splits_of,
+)
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.factor import ParameterView
+from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.matrices import PARTS, PlainMatrix
+from torch_thor.curvature.matrices import (
+    Declared,
+    PlainMatrix,
+    RowSplit,
+    declared_of,
+    take,
+)
 from torch_thor.curvature.shards import RowShards
 from torch_thor.optim.parameters import Group, States
 
@@ -80,10 +94,6 @@ class Plan:
                 )
         # the place of each parameter in the model
         self.order = {key: i for i, key in enumerate(self.names)}
-        # Declared before the optimizer was made, so that nothing changes between two steps.
-        self.row_splits: dict[nn.Module, tuple[int, ...]] = (
-            before.row_splits if before is not None else _row_splits_of(found.layers)
-        )
         self._check_present(trained, before)
         self.first_shards = next(
             (shards for _, shards in self.sharded.values() if shards is not None), None
@@ -108,6 +118,48 @@ class Plan:
             view for layer in self.layers.values() for view in (layer.weight_view, *layer.biases)
         ]
         self.preconditioned = {id(self.places[id(view.module), view.attribute]) for view in views}
+        # What is declared of each module. A later declaration changes nothing between two steps.
+        self.declared: dict[nn.Module, Declared | None] = {
+            module: before.declared[module]
+            if before is not None and module in before.declared
+            else declared_of(module)
+            for module in model.modules()
+        }
+        # parameters that are several projections in one, by id; only matrices are orthogonalised
+        self.row_splits: dict[int, RowSplit] = {}
+        fused, self.unfit = fused_layers(model, self.declared)
+        if before is None and self.unfit:
+            raise ValueError(self.unfit[0])
+        if "G" not in sides:
+            self._take_projections(fused, owners, is_new=before is None)
+
+    def _take_projections(
+        self,
+        fused: Mapping[nn.Module, Fused],
+        owners: Mapping[int, Sequence[Owner]],
+        *,
+        is_new: bool,
+    ) -> None:
+        """Take the projections of matrices from fused layers."""
+        modules = modules_by_weight(self.model, owners)
+        if is_new:
+            entries = {entry.name: entry for entry in self.entries}
+            check_are_matrices(
+                fused, modules, {key: entries[name] for key, name in self.names.items()}
+            )
+        matrices: dict[int, Kind | PlainMatrix] = dict(self.matrix_of)
+        for layer in self.layers.values():
+            view = layer.weight_view
+            if view.rows is None:
+                matrices[id(self.places[id(view.module), view.attribute])] = layer.kind
+        self.row_splits = row_splits_of(fused, modules, matrices)
+        self._taken = take(
+            {
+                module: split.sizes if (split := self.row_splits.get(key)) else (kind.outputs,)
+                for key, kind in matrices.items()
+                for module in modules[key]
+            }
+        )
 
     def _is_same(self, old: LayerCurvature, new: Layer) -> bool:
         """Return whether a layer of the plan before is still this one."""
@@ -211,8 +263,9 @@ class Bound:
                 share.view.longest = longest
         moving = {id(p) for p in plan.places.values() if p.requires_grad and id(p) in self.group_of}
         weights = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
+        more = [len(split.sizes) - 1 for key, split in plan.row_splits.items() if key in moving]
         # the number of matrices that are trained
-        self.depth = sum(weights) + len(moving & plan.matrix_of.keys())
+        self.depth = sum(weights) + len(moving & plan.matrix_of.keys()) + sum(more)
         self.device_types = {p.device.type for group in groups for p in group["params"]}
         self._fingerprint = fingerprint(plan, groups, states)
 
@@ -280,19 +333,3 @@ def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
     rows = [(start, stop) for start, stop in rows if start < stop]
     starts, stops = [0, *(stop for _, stop in rows)], [*(start for start, _ in rows), length]
     return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
-
-
-def _row_splits_of(layers: Mapping[str, Layer]) -> dict[nn.Module, tuple[int, ...]]:
-    """Return the declared numbers of rows of layers, by module; ValueError if they do not fit."""
-    found = {}
-    for name, layer in layers.items():
-        sizes, kind = PARTS.get(layer.weight.module), layer.kind
-        if sizes is None or kind.groups > 1:
-            continue
-        if sum(sizes) != kind.outputs:
-            raise ValueError(
-                f"split_rows of layer {name!r}: {sizes} must add up to its {kind.outputs} outputs; "
-                "correct the sizes"
-            )
-        found[layer.weight.module] = sizes
-    return found

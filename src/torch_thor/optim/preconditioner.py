@@ -301,7 +301,7 @@ class Preconditioner:
                     self.warnings.note_layer(layer, what)
                 capture.finish_refresh(due, self.last_refresh, [layer for layer, _ in silent])
                 for group in bound.groups if inputs.terms else ():
-                    group["last_loss_terms"] = inputs.terms
+                    dict.update(group, last_loss_terms=inputs.terms)  # plain already
             if looked is not None:
                 looked.take()
             self.bind(bound)

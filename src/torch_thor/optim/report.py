@@ -153,6 +153,8 @@ class StepWarnings:
                 f"{label}: the parameters were divided among processes after {label} was made, so "
                 f"this step has no statistics that it can use; make {label} after fully_shard",
             )
+        for why in now.unfit:
+            self.note(why, f"{label}: {why}. It is orthogonalised as one matrix")
         weights = {id(layer.weight_view.parameter) for layer in now.layers.values()}
         for name in sorted(before.layers.keys() - now.layers.keys()):
             # renamed by a wrapper, such as an adapter

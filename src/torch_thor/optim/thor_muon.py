@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import Patterns
+from torch_thor.capture.projections import hints
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
@@ -18,7 +19,7 @@ from torch_thor.optim import counterparts as foreign
 from torch_thor.optim import learned
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.callers import lr_of_caller
-from torch_thor.optim.options import OF_GROUPS
+from torch_thor.optim.options import OF_GROUPS, group_of
 from torch_thor.optim.orthogonal import (
     MuonWork,
     adamw_,
@@ -151,8 +152,11 @@ class ThorMuon(CurvatureOptimizer):
         Raises:
             ValueError: an option is out of range or one of another optimizer, or a parameter is
                 not in the model.
+            TypeError: it is no dict.
         """
-        group = {k: v for k, v in param_group.items() if k != "lr" or v is not None}
+        group = group_of(param_group)
+        if "lr" in group and group["lr"] is None:
+            del group["lr"]
         group.setdefault("auto_lr", self.defaults["auto_lr"] and "lr" not in group)
         super().add_param_group(group)
 
@@ -189,7 +193,10 @@ class ThorMuon(CurvatureOptimizer):
         bound = self._bound()
         rates = learned.described(bound, learned.decided(bound))
         automatic = any(group["auto_lr"] for group in self.param_groups)
-        return super().__repr__() + (f"\nlr=None: {rates}" if automatic else "")
+        plan = bound.plan
+        lines = hints(plan.layers.values(), plan.declared, plan.row_splits)
+        lines += [f"lr=None: {rates}"] if automatic else []
+        return "\n".join([super().__repr__(), *lines])
 
     def _make_parameter_state(
         self, bound: Bound, parameter: Tensor, state: dict[str, Any], group: Group

@@ -2,16 +2,15 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, PlainValidator, create_model
 from torch import Tensor, nn
 
-from torch_thor import intervals
 from torch_thor.capture.patterns import selected
 from torch_thor.distributed.processes import Distributed
+from torch_thor.intervals import as_interval
 from torch_thor.optim import AGCSGD, LAMB, THOR, ThorMuon
 from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.thor import PRESETS
@@ -24,35 +23,12 @@ AUTO = "auto"
 _THRESHOLDS = {
     name: preset["trace_thresholds"] for name, preset in PRESETS.items() if len(preset) == 1
 }
-_INTERVALS: dict[str, Any] = {
-    "constant": intervals.Constant, "piecewise": intervals.Piecewise,
-    "geometric": intervals.Geometric,
-}  # fmt: skip
-_EXAMPLE = "{kind: geometric, first: 5, last: 100, factor: 1.5}"
-
-
-def _interval(value: Any) -> Any:
-    """Build the argument `update_interval`."""
-    if not isinstance(value, dict):
-        if type(value) is not int or value < 1:
-            raise ValueError(
-                f"must be a whole number of steps ≥ 1, or a schedule such as {_EXAMPLE}"
-            )
-        return value
-    arguments = {str(key): one for key, one in value.items() if key != "kind"}
-    if (kind := value.get("kind")) not in _INTERVALS:
-        raise ValueError(f"kind must be one of {', '.join(_INTERVALS)}, as in {_EXAMPLE}")
-    try:
-        return _INTERVALS[kind](**arguments)
-    except TypeError as error:  # unknown or missing arguments
-        known = ", ".join(item.name for item in fields(_INTERVALS[kind]))
-        raise ValueError(
-            f"{kind} takes {known}, not {', '.join(arguments) or 'nothing'}"
-        ) from error
 
 
 def _checked_interval(value: Any) -> Any:
-    _interval(value)
+    rule = OPTIONS["update_interval"]
+    if not (isinstance(value, Mapping | int) and rule.test(value)):
+        raise ValueError(f"must be {rule.rule}, such as {{kind: constant, interval: 5}}")
     return value
 
 
@@ -187,8 +163,8 @@ def _keys_of(name: str) -> type[OptimizerKeys]:
         given["beta1"], given["beta2"] = given["betas"]
     if "layers" in given:
         given["divide_curvature"] = False
-    if is_dataclass(interval := given.get("update_interval")):
-        given["update_interval"] = {"kind": type(interval).__name__.lower(), **vars(interval)}
+    if "update_interval" in given:
+        given["update_interval"] = as_interval(given["update_interval"])
     known: Any = {
         key: (hint if given[key] is not None else hint | None, Field(given[key], description=about))
         for key, (hint, about) in KEYS.items()
@@ -237,7 +213,6 @@ def build_optimizer(
     params: Any = model.parameters()
     try:
         if "layers" in options:
-            options["update_interval"] = _interval(options["update_interval"])
             options["distributed"] = Distributed(divide_curvature=options.pop("divide_curvature"))
         if decayed is not None:
             named = dict(model.named_parameters())

@@ -1,0 +1,243 @@
+"""Which weights compute several projections at once: those declared, and those of known classes.
+
+``torch_thor.split_rows`` declares them. Modules are known by their class and never by a name,
+because in some classes heads take turns in the rows. A name makes no more than a hint.
+"""
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from torch_thor.capture.coverage import LEFT_OUT, Covered
+from torch_thor.capture.layers import Owner
+from torch_thor.capture.patterns import some
+from torch_thor.curvature.kinds import Kind, LinearKind, owner_of_forward
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.matrices import (
+    Declared,
+    PlainMatrix,
+    RowSplit,
+    geometry_of,
+    sizes_of,
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """The fused layer in modules of a class."""
+
+    layer: str  # its name in the module
+    projections: Callable[[Any], int] = lambda module: 3
+    turns: Callable[[Any], int] = lambda module: 1  # as in RowSplit
+
+
+# the query of a cross-attention has a weight of its own
+_GPT2 = Known("c_attn", lambda module: 2 if module.is_cross_attention else 3)
+_TIMM = Known("qkv")
+_CLASSES: Mapping[str, Mapping[str, Known]] = {
+    "timm.layers": {"Attention": _TIMM, "AttentionRope": _TIMM},
+    "timm.models.vision_transformer": {"Attention": _TIMM},  # of timm before 1.0.17
+    "timm.models.beit": {"Attention": _TIMM},
+    "timm.models.eva": {"EvaAttention": _TIMM},
+    "timm.models.swin_transformer": {"WindowAttention": _TIMM},
+    "timm.models.swin_transformer_v2": {"WindowAttention": _TIMM},
+    "transformers.models.gpt2.modeling_gpt2": {"GPT2Attention": _GPT2},
+    "transformers.models.imagegpt.modeling_imagegpt": {"ImageGPTAttention": _GPT2},
+    "transformers.models.decision_transformer.modeling_decision_transformer": {
+        "DecisionTransformerGPT2Attention": _GPT2
+    },
+    "transformers.models.openai.modeling_openai": {"Attention": Known("c_attn")},
+    "transformers.models.mpt.modeling_mpt": {"MptAttention": Known("Wqkv")},
+    "transformers.models.gpt_neox.modeling_gpt_neox": {
+        "GPTNeoXAttention": Known(
+            "query_key_value", turns=lambda module: module.config.num_attention_heads
+        )
+    },
+    "transformers.models.bloom.modeling_bloom": {
+        "BloomAttention": Known("query_key_value", turns=lambda module: module.num_heads)
+    },
+}
+_NAMES = ("qkv", "c_attn", "in_proj")  # of layers that may compute query, key and value
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A layer that computes several projections."""
+
+    name: str
+    split: RowSplit
+    shape: tuple[int, int]  # of its matrix
+    is_declared: bool
+
+
+def fused_layers(
+    model: nn.Module, declared: Mapping[nn.Module, Declared | None]
+) -> tuple[dict[nn.Module, Fused], list[str]]:
+    """Return the fused layers of a model, and why declarations of others do not hold.
+
+    ``declared``: what ``split_rows`` has declared of each module.
+    """
+    found, unfit = {}, []
+    known = dict(_known_layers(model))
+    for name, module in model.named_modules():
+        sizes = declared.get(module)
+        if sizes is None and module not in known:
+            continue
+        geometry = geometry_of(module)
+        if geometry is None:
+            unfit.append(f"split_rows of layer {name!r}: its weight must be one matrix; {_UNDO}")
+            continue
+        split = _split(geometry.outputs, sizes, known.get(module))
+        if split is not None:
+            shape = geometry.outputs, geometry.inputs
+            found[module] = Fused(name, split, shape, is_declared=sizes is not None)
+        elif sizes is not None:
+            rule = "add up to" if isinstance(sizes, tuple) else "divide"
+            remedy = "correct the sizes" if isinstance(sizes, tuple) else "give the size of each"
+            unfit.append(
+                f"split_rows of layer {name!r}: {sizes} must {rule} its {geometry.outputs} "
+                f"outputs; {remedy}"
+            )
+    return found, unfit
+
+
+_UNDO = "undo it with split_rows(layer, 1)"
+
+
+def _known_layers(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
+    """Yield the fused layers of modules of known classes: how many projections, and turns."""
+    classes: dict[Any, Known] = {}
+    for of_python, by_name in _CLASSES.items():
+        # whoever has such a module has imported its class
+        imported = sys.modules.get(of_python)
+        classes |= {getattr(imported, name, None): known for name, known in by_name.items()}
+    for module in model.modules():
+        known = classes.get(owner_of_forward(module))
+        layer = None if known is None else getattr(module, known.layer, None)
+        layer = getattr(layer, "base_layer", layer)  # inside an adapter
+        if known is not None and isinstance(layer, nn.Module) and geometry_of(layer) is not None:
+            yield layer, (known.projections(module), known.turns(module))
+
+
+def _split(
+    outputs: int, declared: Declared | None, known: tuple[int, int] | None
+) -> RowSplit | None:
+    """Return the projections of these outputs; a declaration counts more than a class."""
+    if declared is None and known is not None:
+        projections, turns = known
+        sizes = sizes_of(projections, outputs)
+        return None if sizes is None or sizes[0] % turns else RowSplit(sizes, turns)
+    sizes = None if declared is None else sizes_of(declared, outputs)
+    return None if sizes is None else RowSplit(sizes)
+
+
+def modules_by_weight(
+    model: nn.Module, owners: Mapping[int, Sequence[Owner]]
+) -> dict[int, list[nn.Module]]:
+    """Return the modules that have each parameter, or compute their weight from it, by its id."""
+    parents = {
+        computed: module
+        for module in model.modules()
+        if parametrize.is_parametrized(module)
+        for computed in module.parametrizations.values()  # type: ignore[operator]
+    }
+    return {
+        key: [parents.get(owner.module, owner.module) for owner in of_parameter]
+        for key, of_parameter in owners.items()
+    }
+
+
+def row_splits_of(
+    fused: Mapping[nn.Module, Fused],
+    modules: Mapping[int, Sequence[nn.Module]],
+    matrices: Mapping[int, Kind | PlainMatrix],
+) -> dict[int, RowSplit]:
+    """Return the projections of matrices, by the ids of the parameters.
+
+    Args:
+        fused: the fused layers.
+        modules: the modules of each parameter, by its id.
+        matrices: the parameters that are orthogonalised, by their ids.
+
+    Raises:
+        ValueError: layers that share a weight declare other projections.
+    """
+    found = {}
+    for key, kind in matrices.items():
+        alike = [fused[module] for module in modules[key] if module in fused]
+        alike = [one for one in alike if one.shape == (kind.outputs, kind.inputs)]
+        declared = [one for one in alike if one.is_declared]
+        for one in declared:
+            if one.split != declared[0].split:
+                raise ValueError(
+                    f"split_rows of layer {one.name!r}: {one.split.sizes} must be those of layer "
+                    f"{declared[0].name!r}, {declared[0].split.sizes}, which shares its weight; "
+                    "declare the same of both"
+                )
+        for one in (declared or alike)[:1]:
+            if len(one.split.sizes) > 1:
+                found[key] = one.split
+    return found
+
+
+def check_are_matrices(
+    fused: Mapping[nn.Module, Fused],
+    modules: Mapping[int, Sequence[nn.Module]],
+    entries: Mapping[int, Covered],
+) -> None:
+    """Raise an error for declared projections of a weight that is trained as no matrix."""
+    for key, entry in entries.items():
+        if not entry.trained or entry.rest != "AdamW" or entry.reason == LEFT_OUT:
+            continue
+        for one in (fused[module] for module in modules[key] if module in fused):
+            if (
+                one.is_declared
+                and len(one.split.sizes) > 1
+                and math.prod(entry.shape) == math.prod(one.shape)
+            ):
+                raise ValueError(
+                    f"split_rows of layer {one.name!r}: its weight {entry.name!r} must be trained "
+                    f"as a matrix, and AdamW trains it: {entry.reason}; {_UNDO}"
+                )
+
+
+def hints(
+    layers: Iterable[LayerCurvature],
+    declared: Mapping[nn.Module, Declared | None],
+    splits: Mapping[int, RowSplit],
+) -> list[str]:
+    """Return lines about linear layers that may be query, key and value in one.
+
+    Args:
+        layers: the layers of the model.
+        declared: what ``split_rows`` has declared of each module.
+        splits: the projections that are known, by the ids of the weights.
+    """
+    alike: defaultdict[Declared, list[str]] = defaultdict(list)
+    for layer in layers:
+        is_told = declared.get(layer.weight_view.module) is not None or id(layer.weight) in splits
+        name = layer.name.rpartition(".")[2].lower()
+        is_named = any(part in name for part in _NAMES) and isinstance(layer.kind, LinearKind)
+        sizes = _looks_fused(layer.kind.outputs, layer.kind.inputs)
+        if is_named and sizes is not None and layer.weight.requires_grad and not is_told:
+            alike[sizes].append(repr(layer.name))
+    return [
+        f"{some(names)}: by name and size query, key and value in one weight. If its outputs are "
+        f"in this order, call torch_thor.split_rows(layer, {sizes}) before the optimizer is made: "
+        "it then orthogonalises them apart. split_rows(layer, 1) says that it is one matrix"
+        for sizes, names in alike.items()
+    ]
+
+
+def _looks_fused(outputs: int, inputs: int) -> Declared | None:
+    """Return the sizes of query, key and value that would have these outputs together."""
+    if outputs == 3 * inputs:
+        return 3
+    grouped, rest = divmod(outputs - inputs, 2)  # of grouped queries
+    return (inputs, grouped, grouped) if grouped > 0 == rest == inputs % grouped else None
