@@ -318,11 +318,6 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def is_on_cpu(tensor: Tensor) -> bool:
-    """Return whether a tensor has numbers that the host can read at no cost."""
-    return tensor.device.type == "cpu" and has_values(tensor)
-
-
 @contextmanager
 def ieee_float32(device_type: str) -> Iterator[None]:
     """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes."""
@@ -403,8 +398,8 @@ def _onednn_is_exact() -> bool:
                 torch.rand(2, *shape, generator=generator)
                 for shape in ((rows, inner), (inner, columns))
             )
-            exact = torch.bmm(a.to(torch.float64), b.to(torch.float64))
-            error = torch.bmm(a, b) - exact
+            wide = wide_dtype(a.device)
+            error = torch.bmm(a, b) - torch.bmm(a.to(wide), b.to(wide))
             # bfloat16 numbers up to 1 have rounding errors up to 0.002
             if float(error.abs().max()) > 1e-6 * inner:
                 return False

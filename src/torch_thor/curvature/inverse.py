@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks, has_values, ieee_float32, is_on_cpu, to_device
+from torch_thor.curvature.blocks import Blocks, has_values, ieee_float32, to_device
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.processes import ALONE, Bounds, Processes
 
@@ -220,7 +220,8 @@ class _Batch:
 
     def invert(self) -> None:
         """Invert the blocks; on an accelerator with the first damping alone, and without a look."""
-        invert = _invert_batch if is_on_cpu(self.blocks) else _invert_unseen
+        on_cpu = self.blocks.device.type == "cpu" and has_values(self.blocks)
+        invert = _invert_batch if on_cpu else _invert_unseen
         with ieee_float32(self.blocks.device.type):
             self.inverses, self.levels = invert(self.blocks, self.damping)
 
