@@ -310,6 +310,12 @@ def wide_device(device: torch.device) -> torch.device:
     return device if wide_dtype(device) == torch.float64 else torch.device("cpu")
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, on the CPU where its device has none."""
+    device = wide_device(tensor.device)
+    return tensor.to(device).to(wide_dtype(device))
+
+
 def has_values(tensor: Tensor) -> bool:
     """Return whether a tensor has numbers, and not a shape and a dtype alone.
 

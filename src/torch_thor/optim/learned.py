@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import has_values, wide_device, wide_dtype
+from torch_thor.curvature.blocks import has_values, widened
 from torch_thor.curvature.refresh import Beside
 from torch_thor.optim.plan import Bound
 
@@ -164,5 +164,4 @@ def _thinned(matrix: Tensor) -> Tensor:
     """Return evenly spaced rows and columns in float64, because sums of fourth powers cancel."""
     rows, columns = (math.ceil(size / MOST_ROWS) for size in matrix.shape)
     matrix = matrix[::rows, ::columns]
-    device = wide_device(matrix.device)
-    return matrix.to(device).to(wide_dtype(device))
+    return widened(matrix)
