@@ -46,7 +46,7 @@ class Experts(nn.Module):
         self.bias = nn.Parameter(torch.zeros(3, 6))
 
     def forward(self, x):
-        return torch.baddbmm(self.bias[:, None], x.expand(3, *x.shape), self.weight.mT).mean(0)
+        return (torch.bmm(x.expand(3, *x.shape), self.weight.mT) + self.bias[:, None]).mean(0)
 
 
 class Net(nn.Module):
@@ -58,7 +58,7 @@ class Net(nn.Module):
         self.scaled = BartScaledWordEmbedding(11, 6, 1, embed_scale=2.0)
         self.places = nn.Parameter(torch.zeros(5, 6))
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-        self.rnn = nn.LSTM(6, 6, 2, batch_first=True)
+        self.rnn = nn.LSTM(6, 6, batch_first=True)
         self.up, self.down, self.norm = Conv1D(8, 6), Conv1D(6, 8), nn.LayerNorm(6)
         self.experts = Experts()
         self.image = nn.Sequential(
