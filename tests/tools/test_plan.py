@@ -25,6 +25,14 @@ def build():
 def timed():
     return build(), (torch.randn(4, 300), torch.randint(10, (4,)))
 
+def on_meta():
+    with torch.device("meta"):
+        return timed()
+
+def fake():
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        return timed()
+
 def own_loss():
     batch = {"input": torch.randn(6, 5)}, torch.zeros(6, 3)
     return nn.Linear(5, 3), batch, nn.functional.mse_loss
@@ -185,3 +193,14 @@ def test_bad_input(mine, console, subject, options, said):
     subject = mine(subject) if subject in ("build", "frozen", "nothing") else subject
     with pytest.raises(UserError, match=re.escape(said)):
         plan(subject, console, **options)
+
+
+def test_models_without_numbers_are_planned_for_and_not_measured(mine, console):
+    """On the meta device, or of FakeTensorMode."""
+    expected = plan(mine("timed"), console, devices=(1, 8))
+    for function in ("on_meta", "fake"):
+        assert plan(mine(function), console, devices=(1, 8)) == expected
+        with pytest.raises(
+            UserError, match=rf"{function} returned tensors without numbers.*leave --batch out"
+        ):
+            plan(mine(function), console, devices=(1,), batch=4)
