@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn import functional as F
-from transformers import GPTNeoXConfig
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 from transformers.pytorch_utils import Conv1D
 
 from joined import (
@@ -96,6 +94,8 @@ class SplitInEveryWay(Split):
     """Outputs that are columns, with factors and without; heads that take turns in the rows."""
 
     def __init__(self):
+        from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
+
         super().__init__()
         # the blocks of its A end where two or four shards end
         self.between, self.columns, self.transposed = (
@@ -105,9 +105,11 @@ class SplitInEveryWay(Split):
         )
         split_rows(self.columns, 3)
         split_rows(self.transposed, (7, 3))
-        config = GPTNeoXConfig(hidden_size=12, num_attention_heads=3, attention_dropout=0.0)
+        config = gpt_neox.GPTNeoXConfig(
+            hidden_size=12, num_attention_heads=3, attention_dropout=0.0
+        )
         config._attn_implementation = "eager"
-        self.attention = GPTNeoXAttention(config, layer_idx=0)
+        self.attention = gpt_neox.GPTNeoXAttention(config, layer_idx=0)
         self.words, self.head = nn.Embedding(11, 12), nn.Linear(32, 5)
         self.double()
 
