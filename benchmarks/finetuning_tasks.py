@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from suite_tasks import TASKS as SUITE
 from suite_tasks import Batch, Task, classify, halves, images, is_right, shuffled
-from torch_thor import ThorMuon
+from torch_thor import ThorMuon, split_rows
 
 DATA = Path("corpora/fine-tuning")
 CONTEXT = 64  # bytes
@@ -133,7 +133,11 @@ def gpt() -> nn.Module:
 
     size = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": CONTEXT, "vocab_size": 256}
     rest = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**size, **rest))
+    model = GPT2LMHeadModel(GPT2Config(**size, **rest))
+    # the study was made with query, key and value in one matrix
+    for block in model.transformer.h:
+        split_rows(block.attn.c_attn, 1)
+    return model
 
 
 def next_bytes(model: nn.Module, batch: Batch) -> Tensor:

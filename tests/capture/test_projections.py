@@ -185,7 +185,6 @@ def test_heads_that_take_turns_step_as_rows_in_order(ratio):
     weight, wanted = model.attention.query_key_value.weight, twin.attention.query_key_value.layer
     moved = (weight - before).norm(dim=1)
     assert moved.min() > 1e-4
-    torch.testing.assert_close(weight[split.rows()[0]], wanted.weight[:WIDTH])
     torch.testing.assert_close(weight[torch.cat(split.rows())], wanted.weight)
 
 

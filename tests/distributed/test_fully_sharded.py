@@ -411,6 +411,42 @@ def test_equals_one_process(run, name):
         run(world, functools.partial(as_shards, **CASES[name]))
 
 
+class Columns(nn.Module):
+    """A layer that has the inputs first and computes three projections, or a layer for each."""
+
+    def __init__(self, apart):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.head = Rows(), nn.Linear(9, 5)
+        self.fused = nn.ModuleList([Conv1D(9, 8)])
+        split_rows(self.fused[0], 3)
+        if apart:
+            weights = self.fused[0].weight.detach().split(3, dim=1)
+            self.fused = nn.ModuleList(Conv1D(3, 8) for _ in weights)
+            for layer, weight in zip(self.fused, weights, strict=True):
+                layer.weight.data = weight.clone()
+        self.double()
+
+    def forward(self, batch):
+        x = self.rows(batch)
+        return self.head(torch.tanh(torch.cat([layer(x) for layer in self.fused], 1)))
+
+
+def columns_of_shards(rank, world, **distributed):
+    found = []
+    for apart in (False, True):
+        options = {"method": ThorMuon, "damping": 0.1, "distributed": distributed}
+        model, optimizer = made((world,), functools.partial(Columns, apart), inner=(), **options)
+        train(model, optimizer, shares(stream(5), rank, world))
+        found.append(torch.cat([layer.weight.full_tensor() for layer in model.fused], dim=1))
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("distributed", [{}, {"whole_matrices": True}, {"divide_curvature": True}])
+def test_projections_that_are_columns_are_layers_of_their_own(run, distributed):
+    run(3, functools.partial(columns_of_shards, **distributed))
+
+
 def mixed(rank, world, method):
     """The policy computes in bfloat16; factors, weights and momentum stay in float32."""
     options = {**BY_ROW, "make": lambda: linear(torch.float32), "method": method, "lr": 0.005}
