@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn import functional as F
-from transformers import GPTNeoXConfig
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 from transformers.pytorch_utils import Conv1D
 
 from joined import (
@@ -96,6 +94,8 @@ class SplitInEveryWay(Split):
     """Outputs that are columns, with factors and without; heads that take turns in the rows."""
 
     def __init__(self):
+        from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
+
         super().__init__()
         # the blocks of its A end where two or four shards end
         self.between, self.columns, self.transposed = (
@@ -105,9 +105,11 @@ class SplitInEveryWay(Split):
         )
         split_rows(self.columns, 3)
         split_rows(self.transposed, (7, 3))
-        config = GPTNeoXConfig(hidden_size=12, num_attention_heads=3, attention_dropout=0.0)
+        config = gpt_neox.GPTNeoXConfig(
+            hidden_size=12, num_attention_heads=3, attention_dropout=0.0
+        )
         config._attn_implementation = "eager"
-        self.attention = GPTNeoXAttention(config, layer_idx=0)
+        self.attention = gpt_neox.GPTNeoXAttention(config, layer_idx=0)
         self.words, self.head = nn.Embedding(11, 12), nn.Linear(32, 5)
         self.double()
 
@@ -407,6 +409,42 @@ def as_shards(rank, world, go=ordinary, **options):
 def test_equals_one_process(run, name):
     for world in (2, 4):
         run(world, functools.partial(as_shards, **CASES[name]))
+
+
+class Columns(nn.Module):
+    """A layer that has the inputs first and computes three projections, or a layer for each."""
+
+    def __init__(self, apart):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.head = Rows(), nn.Linear(9, 5)
+        self.fused = nn.ModuleList([Conv1D(9, 8)])
+        split_rows(self.fused[0], 3)
+        if apart:
+            weights = self.fused[0].weight.detach().split(3, dim=1)
+            self.fused = nn.ModuleList(Conv1D(3, 8) for _ in weights)
+            for layer, weight in zip(self.fused, weights, strict=True):
+                layer.weight.data = weight.clone()
+        self.double()
+
+    def forward(self, batch):
+        x = self.rows(batch)
+        return self.head(torch.tanh(torch.cat([layer(x) for layer in self.fused], 1)))
+
+
+def columns_of_shards(rank, world, **distributed):
+    found = []
+    for apart in (False, True):
+        options = {"method": ThorMuon, "damping": 0.1, "distributed": distributed}
+        model, optimizer = made((world,), functools.partial(Columns, apart), inner=(), **options)
+        train(model, optimizer, shares(stream(5), rank, world))
+        found.append(torch.cat([layer.weight.full_tensor() for layer in model.fused], dim=1))
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("distributed", [{}, {"whole_matrices": True}, {"divide_curvature": True}])
+def test_projections_that_are_columns_are_layers_of_their_own(run, distributed):
+    run(3, functools.partial(columns_of_shards, **distributed))
 
 
 def mixed(rank, world, method):
