@@ -78,8 +78,12 @@ class Pretend(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    has_float64 = True  # as MPS has not
+
     @staticmethod
     def __new__(cls, raw):
+        if raw.dtype == torch.float64 and not cls.has_float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
         made = torch.Tensor._make_wrapper_subclass(
             cls, raw.shape, strides=raw.stride(), storage_offset=raw.storage_offset(),
             dtype=raw.dtype, device=f"{NAME}:0",

@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+
+# tensors without numbers, which FakeTensorMode makes for dry runs; and how to make others meanwhile
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.overrides import _get_current_function_mode
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
@@ -34,6 +38,8 @@ backward_reaches = torch._C._will_engine_execute_node
 functorch = torch._C._functorch.peek_interpreter_stack
 # whether torch.jit.trace is running; torch.jit itself may go, and warns
 is_tracing = torch._C._is_tracing
+# whether two tensors share their storage, which tensors without numbers have too
+shares_storage: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 # the innermost TorchFunctionMode that is active, to take away one that an interrupt left behind
 function_mode: Callable[[], Any] = _get_current_function_mode
 

@@ -414,6 +414,36 @@ def test_blocks_that_are_not_positive_get_the_damping_and_inverses_of_a_cpu():
     pretend.run(invert_with_retries)
 
 
+# ---- a device without float64 --------------------------------------------------------------------
+
+
+def step_without_float64(label):
+    """A step with a gradient scaler, and a convolution of more patches than are taken; whose
+    curvature differs by so much from that on a CPU.
+    """
+    found, pretend.Pretend.has_float64 = [], False
+    try:
+        for put, move in ((pretend.Pretend, pretend.moved), (lambda x: x, lambda x: x)):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(1296, 2))
+            optimizer = OPTIMIZERS[label](move(model))
+            optimizer.grad_scale, optimizer.found_inf = put(torch.tensor(4.0)), put(torch.zeros(()))
+            x, scale = put(torch.randn(8, 1, 18, 18)), optimizer.grad_scale
+            (model(x).square().mean() * scale).backward()
+            optimizer.step()
+            factors = [layer.factors() for layer in optimizer.curvature.values()]
+            found.append([pretend.raw(f) for pair in factors for f in pair if f is not None])
+    finally:
+        pretend.Pretend.has_float64 = True
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("label", OPTIMIZERS)
+def test_a_device_without_float64_has_the_curvature_of_a_cpu(label):
+    """float64 is taken on the CPU, or not at all: MPS raises an error."""
+    assert pretend.run(step_without_float64, label) < 1e-5
+
+
 # ---- kernels -------------------------------------------------------------------------------------
 
 

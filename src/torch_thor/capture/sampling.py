@@ -11,6 +11,7 @@ no hook on a gradient of a weight runs, such as those with which DDP averages gr
 
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributions import Bernoulli, Categorical, Distribution, Normal
 
+from torch_thor.curvature.blocks import has_values
 from torch_thor.torch_internals import tree_leaves
 
 Predicts = str | Callable[[Any], Distribution]
@@ -70,20 +72,23 @@ class Sampler:
                 "statistics can come from it; give what the model returned, not detached"
             )
         # a logit of -inf is allowed: it excludes a class
-        if any(t.is_floating_point() and bool((t.isnan() | t.isposinf()).any()) for t in tensors):
+        with_values = [t for t in tensors if t.is_floating_point() and has_values(t)]
+        if any(bool((t.isnan() | t.isposinf()).any()) for t in with_values):
             # as a rule the loss is not finite either, and step() raises the error
             self.nonfinite = True
             return
         device = tensors[0].device
-        with torch.autocast(device.type, enabled=False):
+        casts = torch.amp.is_autocast_available(device.type)
+        with torch.autocast(device.type, enabled=False) if casts else nullcontext():
             labels = _distribution(output, distribution, dim)
             likelihoods = labels.log_prob(_drawn(labels, device, f"{key}/{self.passes}"))
             if mask is not None:
                 _check_mask(mask, likelihoods.shape)
                 likelihoods = likelihoods.where(mask, 0.0)
-            self._differentiate(
-                -likelihoods.sum(), likelihoods.numel() if mask is None else int(mask.sum())
-            )
+            terms = likelihoods.numel()
+            if mask is not None and has_values(mask):
+                terms = int(mask.sum())
+            self._differentiate(-likelihoods.sum(), terms)
 
     def _differentiate(self, loss: Tensor, terms: int) -> None:
         """Run the backward pass, in which the hooks of all layers receive gradients."""
@@ -200,6 +205,8 @@ def _classes_last(logits: Tensor, dim: int | None) -> Tensor:
 
 def _drawn(labels: Distribution, device: torch.device, key: str) -> Tensor:
     """Draw labels with generators seeded by a key, and restore the generators' states."""
+    if device.type == "meta":
+        return labels.sample()
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
     devices = [] if device.type == "cpu" else [device.index]
     with torch.random.fork_rng(devices, device_type=device.type), torch.no_grad():

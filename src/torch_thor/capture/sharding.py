@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from torch_thor.curvature.blocks import wide_dtype
 from torch_thor.curvature.shards import RowShards, shard_bounds
 
 # ---- one parameter -------------------------------------------------------------------------------
@@ -75,9 +76,8 @@ def row_shards_of(parameter: Any) -> RowShards | None:
         )
 
     def total(own: Tensor | None) -> Tensor:
-        found = torch.zeros(
-            () if own is None else own.shape, dtype=torch.float64, device=mesh.device_type
-        )
+        shape, device = () if own is None else own.shape, torch.device(mesh.device_type)
+        found = torch.zeros(shape, dtype=wide_dtype(device), device=device)
         if own is not None:
             found += own
         dist.all_reduce(found, group=mesh.get_group(mesh.ndim - 1))

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_thor.torch_internals import FakeTensor
+
 
 @dataclass(frozen=True)
 class Run:
@@ -291,6 +293,37 @@ def factor_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if parameter_dtype == torch.float64 else torch.float32
 
 
+# ---- devices, and what they lack -----------------------------------------------------------------
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 where the device has none."""
+    try:
+        torch.zeros((), device=device).to(torch.float64)
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
+
+
+def wide_device(device: torch.device) -> torch.device:
+    """Return the device, or the CPU where it has no float64."""
+    return device if wide_dtype(device) == torch.float64 else torch.device("cpu")
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, on the CPU where its device has none."""
+    device = wide_device(tensor.device)
+    return tensor.to(device).to(wide_dtype(device))
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers, and not a shape and a dtype alone.
+
+    A step reads no others: gradients without numbers count as finite, and layers refresh.
+    """
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 @contextmanager
 def ieee_float32(device_type: str) -> Iterator[None]:
     """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes."""
@@ -371,7 +404,8 @@ def _onednn_is_exact() -> bool:
                 torch.rand(2, *shape, generator=generator)
                 for shape in ((rows, inner), (inner, columns))
             )
-            error = torch.bmm(a, b).double() - torch.bmm(a.double(), b.double())
+            wide = wide_dtype(a.device)
+            error = torch.bmm(a, b) - torch.bmm(a.to(wide), b.to(wide))
             # bfloat16 numbers up to 1 have rounding errors up to 0.002
             if float(error.abs().max()) > 1e-6 * inner:
                 return False

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import Blocks, Cut
+from torch_thor.curvature.blocks import Blocks, Cut, has_values
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.shards import (
@@ -100,7 +100,7 @@ class ParameterView:
         The gradient of an unused parameter may be zeros.
         """
         gradient = self.parameter.grad
-        if gradient is None or self.shards is not None:
+        if gradient is None or self.shards is not None or not has_values(gradient):
             return gradient is not None
         return bool((gradient._values() if gradient.is_sparse else self.of(gradient)).any())
 

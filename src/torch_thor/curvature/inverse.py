@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks, ieee_float32, to_device
+from torch_thor.curvature.blocks import Blocks, has_values, ieee_float32, to_device
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.processes import ALONE, Bounds, Processes
 
@@ -191,11 +191,13 @@ def invert_own(
     ]
     for batch in batches:
         batch.invert()
-    highest = [batch.levels.amax().to(batches[0].blocks.device) for batch in batches]
+    looked_at = [batch for batch in batches if has_values(batch.blocks)]
+    highest = [batch.levels.amax().to(looked_at[0].blocks.device) for batch in looked_at]
     # one host–device synchronisation for all batches
-    raised = torch.stack(highest).tolist() if highest else []
+    raised = dict(zip(looked_at, torch.stack(highest).tolist() if highest else [], strict=True))
     inverses, worst = list(blocks), [0] * len(blocks)
-    for batch, level, members in zip(batches, raised, alike.values(), strict=True):
+    for batch, members in zip(batches, alike.values(), strict=True):
+        level = raised.get(batch, 0)
         if level:
             batch.raise_damping()
         counts = [len(blocks[i]) for i in members]
@@ -218,7 +220,8 @@ class _Batch:
 
     def invert(self) -> None:
         """Invert the blocks; on an accelerator with the first damping alone, and without a look."""
-        invert = _invert_batch if self.blocks.device.type == "cpu" else _invert_unseen
+        on_cpu = self.blocks.device.type == "cpu" and has_values(self.blocks)
+        invert = _invert_batch if on_cpu else _invert_unseen
         with ieee_float32(self.blocks.device.type):
             self.inverses, self.levels = invert(self.blocks, self.damping)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks, factor_dtype, ieee_float32
+from torch_thor.curvature.blocks import Blocks, factor_dtype, has_values, ieee_float32
 from torch_thor.curvature.factor import Factor, ParameterView, State
 from torch_thor.curvature.kinds import Kind
 
@@ -51,6 +51,10 @@ class Statistics:
         if not x.numel() or not shape.numel():  # an empty batch has no rows
             return
         x, sums = x.detach(), self.sums()
+        if not has_values(x):
+            if instead_of is None:
+                self._count_unseen(x)
+            return
         with ieee_float32(x.device.type):
             if instead_of is None:
                 rows = kind.add_inputs_(sums[0], x, shape, keep, most)
@@ -67,6 +71,11 @@ class Statistics:
                 old = Blocks(sums[1].cut, torch.zeros_like(sums[1].rows))
                 kind.add_outputs_(old, x, instead_of, keep)
                 sums[1].rows.sub_(old.rows)
+
+    def _count_unseen(self, x: Tensor) -> None:
+        """Count the rows of an input without numbers, of which only the sums need memory."""
+        self.rows += len(x) if x.dim() else 1
+        self.group_rows = [n + 1 for n in self.group_rows]
 
     @torch.no_grad()
     def add(self, other: "Statistics") -> None:

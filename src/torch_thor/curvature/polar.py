@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import ieee_float32, product
+from torch_thor.curvature.blocks import has_values, ieee_float32, product
 
 # Coefficients of a X + (b X Xᵀ + c (X Xᵀ)²) X in each iteration, which are optimal for singular
 # values from 0.001 to 1.
@@ -107,7 +107,7 @@ def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Te
 def _polar(parts: list[Tensor]) -> list[Tensor]:
     """Return the polar factors of batches ``(count, rows, columns)``."""
     # All have the same number of rows, which is at most that of columns.
-    if parts[0].device.type != "cpu":
+    if parts[0].device.type != "cpu" or not has_values(parts[0]):
         dtype = torch.bfloat16 if parts[0].dtype == torch.float32 else parts[0].dtype
         return [_by_products(_with_largest_entry_1(part), dtype) for part in parts]
     roots = _roots(torch.cat([product(part, part.mT) for part in parts]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks
+from torch_thor.curvature.blocks import Blocks, wide_dtype
 from torch_thor.curvature.inverse import DAMPING_RAISES, NewFactor, invert_, relative_damping
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
@@ -79,6 +79,8 @@ class Candidate:
     group_rows_per_term: Tensor | None = None  # T of each group, if groups have their own rows
     # for each group, whether it keeps the factors in use; empty if none does
     without_rows: Sequence[bool] = ()
+    # whether the factors have numbers; without them, every trace counts as 1, and they are taken
+    has_numbers: bool = True
     # what judge() finds
     traces: Sequence[Sequence[float]] = ()  # of the new factors, by side and group
     decision: Decision = Decision.UPDATE
@@ -106,7 +108,7 @@ class Candidate:
         self.trace, in_use = traces
         if not math.isfinite(self.trace):
             self.decision = Decision.FAILED
-        elif layer.refreshes:
+        elif layer.refreshes and self.has_numbers:
             self.change = abs(abs(self.trace) - abs(in_use)) / abs(in_use) if in_use else math.inf
             self.decision = decide(self.change, self.thresholds)
         if self.decision is not Decision.UPDATE:
@@ -178,7 +180,9 @@ class Beside:
 
     def read(self) -> list[float]:
         """Return the numbers, with a wait of their own if there were no traces."""
-        return self.values.tolist() if self.numbers is None else self.numbers
+        if self.numbers is None:
+            self.numbers = self.values.tolist() if len(self.values) else []
+        return self.numbers
 
 
 def refresh(
@@ -209,18 +213,20 @@ def refresh(
     if not candidates:
         return ()
     # with one host–device synchronisation for all layers
-    stored = [factor for c in candidates for factor in c.layer.stored]
-    traces = [sums.traces() for c in candidates for sums in c.factors] + [
+    known = [c for c in candidates if c.has_numbers]
+    stored = [factor for c in known for factor in c.layer.stored]
+    traces = [sums.traces() for c in known for sums in c.factors] + [
         factor.read().traces() for factor in stored
     ]
-    device = traces[0].device
+    if not traces:
+        beside = None  # it is read by itself
     for i, trace in enumerate(traces):
-        traces[i] = trace.to(
-            device, torch.float64 if trace.dtype == torch.float64 else torch.float32
-        )
-    others = [] if beside is None else [beside.values.to(device)]
+        device = traces[0].device
+        wide = trace.dtype == torch.float64
+        traces[i] = trace.to(wide_dtype(device) if wide else torch.float32).to(device)
+    others = [] if beside is None else [beside.values.to(traces[0].device)]
     extra = [] if unless is None else [unless.reshape(1).to(traces[0])]
-    numbers: list[float] = torch.cat([*traces, *others, *extra]).tolist()
+    numbers: list[float] = torch.cat([*traces, *others, *extra]).tolist() if traces else []
     if unless is not None and numbers.pop():
         raise FloatingPointError("gradients are not finite")
     if beside is not None:
@@ -248,7 +254,10 @@ def refresh(
     numbers_of = iter(new), iter(in_use)
     for one in candidates:
         now, before = (
-            [[next(of) for _ in range(one.layer.kind.groups)] for _ in one.factors]
+            [
+                [next(of) if one.has_numbers else 1.0 for _ in range(one.layer.kind.groups)]
+                for _ in one.factors
+            ]
             for of in numbers_of
         )
         one.judge(now, before, relative)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torch_thor.curvature.blocks import Cut
 from torch_thor.curvature.kinds.base import Kind
+from torch_thor.torch_internals import unset_fake_temporarily
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,15 @@ def why_not_by_rows(kind: Kind, shape: tuple[int, ...]) -> str | None:
         )
     columns, of_two = math.prod(shape[1:]), copy.copy(kind)
     # one row can be the same in another order of dimensions
-    rows = torch.arange(2 * columns).view(2, *shape[1:])
-    matrix = rows
-    # it cannot be reshaped, or has a size that is computed
-    with contextlib.suppress(RuntimeError, AttributeError):
-        setattr(of_two, "inputs" if kind.transposed else "outputs", 2)
-        matrix = of_two.to_matrix(rows)
-    if tuple(matrix.shape) == (1, 2, columns) and torch.equal(matrix.flatten(), rows.flatten()):
-        return None
+    with unset_fake_temporarily():  # the numbers are compared
+        rows = torch.arange(2 * columns, device="cpu").view(2, *shape[1:])
+        matrix = rows
+        # it cannot be reshaped, or has a size that is computed
+        with contextlib.suppress(RuntimeError, AttributeError):
+            setattr(of_two, "inputs" if kind.transposed else "outputs", 2)
+            matrix = of_two.to_matrix(rows)
+        if tuple(matrix.shape) == (1, 2, columns) and torch.equal(matrix.flatten(), rows.flatten()):
+            return None
     return (
         "the weight is divided among processes by its first dimension, which is no dimension of "
         "its matrix"

@@ -4,6 +4,7 @@ Every rank holds the whole model, and each block of a factor is summed and inver
 a symmetric block the lower triangle is sent, which has half as many elements.
 """
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -101,11 +102,11 @@ class DataParallel(Processes):
         """Return the numbers of every rank (one collective and a host–device synchronisation)."""
         if not numbers:
             return [[] for _ in range(self.count)]
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        # not every device has float64
+        own = torch.tensor(_as_integers(numbers), dtype=torch.int64, device=self._device)
         gathered = own.new_empty(self.count * len(own))
         dist.all_gather_into_tensor(gathered, own, group=self._group)
-        rows: list[list[float]] = gathered.view(self.count, -1).tolist()
-        return rows
+        return [_as_floats(row) for row in gathered.view(self.count, -1).tolist()]
 
     def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
         """Deal out blocks to ranks by their cost."""
@@ -170,6 +171,16 @@ class DataParallel(Processes):
             # so that the padding holds no NaN
             flat = alike[0][0].new_zeros(sum(sizes), dtype=self._dtype)
             yield alike, flat, flat.split(sizes), padded
+
+
+def _as_integers(numbers: Sequence[float]) -> list[int]:
+    """Return the bits of numbers in float64 as integers."""
+    return array("q", array("d", numbers).tobytes()).tolist()
+
+
+def _as_floats(bits: Sequence[int]) -> list[float]:
+    """Return the numbers in float64 that have these bits."""
+    return array("d", array("q", bits).tobytes()).tolist()
 
 
 def _each(

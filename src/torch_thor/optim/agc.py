@@ -176,9 +176,9 @@ def clip(
 def add_up(statistics: list[ClipStatistics]) -> ClipStatistics:
     """Add up the statistics of several batches of parameters."""
     clipped = [whole(each.clipped) for each in statistics] or [torch.zeros((), dtype=torch.int64)]
-    on_one_device = torch.stack(
-        [count.to(clipped[0].device, non_blocking=True) for count in clipped]
-    )
+    # the sum of counts without numbers has none either
+    device = next((count for count in clipped if count.is_meta), clipped[0]).device
+    on_one_device = torch.stack([count.to(device, non_blocking=True) for count in clipped])
     return ClipStatistics(on_one_device.sum(), sum(each.units for each in statistics))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.blocks import factor_dtype
+from torch_thor.curvature.blocks import factor_dtype, has_values
 from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import NUMBERS as LAYER_NUMBERS
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
@@ -248,7 +248,7 @@ def check_loaded(
     bad = [
         f"{k!r} of parameter {name(p)!r}"
         for k, p, v in tensors
-        if not bool(local(v).isfinite().all())
+        if has_values(v) and not bool(local(v).isfinite().all())
     ]
     if bad:
         raise ValueError(

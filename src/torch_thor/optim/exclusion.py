@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns, selected, some
+from torch_thor.curvature.blocks import has_values
 from torch_thor.optim import checkpoint
 from torch_thor.optim.base import EagerStep
 from torch_thor.optim.options import OPTIONS, Option, OptionGroup, check, check_complete, flag
@@ -161,7 +162,11 @@ class ExcludingOptimizer(EagerStep):
         self._placeholder = (
             not self.state
             and all(float(group["lr"]) == 0 for group in self.param_groups)
-            and not any(bool(gradient.any()) for own in found for _, _, gradient in own)
+            and not any(
+                not has_values(gradient) or bool(gradient.any())
+                for own in found
+                for _, _, gradient in own
+            )
         )
         if self._placeholder:
             self._make_states()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_thor.capture.patterns import some
+from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
@@ -65,9 +66,8 @@ def creates_state_only(groups: list[Group]) -> bool:
     """
     if any(number(group.get("lr")) != 0 for group in groups):  # options are not checked yet
         return False
-    return not any(
-        bool(real_elements(gradient).any()) for _, _, gradient in parameters_with_gradient(groups)
-    )
+    gradients = (gradient for _, _, gradient in parameters_with_gradient(groups))
+    return not any(not has_values(g) or bool(real_elements(g).any()) for g in gradients)
 
 
 class CheckedOptions:
@@ -195,6 +195,8 @@ def largest_gradient(groups: Iterable[Group], plan: Plan) -> float:
                 )
     largest = 0.0
     for (_, wide), batch in batches.items():
+        if not has_values(batch[0]):
+            continue
         # not in float16, where norms overflow at 65,504 although every gradient is finite
         norms = torch._foreach_norm(batch, 2, dtype=torch.float64 if wide else torch.float32)
         norm = float(torch.stack(norms).max())
@@ -226,7 +228,8 @@ def nonfinite_message(bound: Bound, parameters: Sequence[Tensor] | None = None) 
     """Return the text of the error for gradients that are not finite; None: those of this step."""
     if parameters is None:
         found = parameters_with_gradient(bound.groups)
-        parameters = [p for _, p, g in found if not bool(real_elements(g).isfinite().all())]
+        with_values = [(p, real_elements(g)) for _, p, g in found if has_values(g)]
+        parameters = [p for p, elements in with_values if not bool(elements.isfinite().all())]
     names = [bound.plan.name(p) for p in parameters]
     return (
         f"step {bound.groups[0]['step']}: the gradients of {some(names) or 'the model'} hold NaN, "

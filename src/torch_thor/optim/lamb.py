@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
-from torch_thor.curvature.blocks import factor_dtype
+from torch_thor.curvature.blocks import factor_dtype, has_values
 from torch_thor.curvature.factor import local
 from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.exclusion import COMMON, ExcludingOptimizer, Found, whole
@@ -100,7 +100,7 @@ class LAMB(ExcludingOptimizer):
         state, wide = self.state[parameter], factor_dtype(parameter.dtype)
         if not state:
             # on the CPU, because every step reads it
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide)
 
@@ -143,7 +143,7 @@ def _update(group: Group, part: list[list[Tensor]], *, adapted: bool) -> None:
     if group["maximize"]:
         gradients = list(torch._foreach_neg(gradients))
     torch._foreach_add_(counts, 1)
-    steps = [float(count) for count in counts]
+    steps = [float(count) if has_values(count) else 1.0 for count in counts]
     torch._foreach_lerp_(means, gradients, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)

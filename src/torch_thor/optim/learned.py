@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from torch_thor.curvature.blocks import has_values, widened
 from torch_thor.curvature.refresh import Beside
 from torch_thor.optim.plan import Bound
 
@@ -69,7 +70,7 @@ class Look(Beside):
         values = _dependences(bound.plan.model.parameters())
         self.keys = [*values]
         device = bound.plan.device
-        found = [value.to(device, torch.float32) for value in values.values()]
+        found = [value.float().to(device) for value in values.values()]
         super().__init__(torch.stack(found) if found else torch.zeros(0, device=device))
 
     def take(self) -> None:
@@ -141,7 +142,8 @@ def _dependences(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
     """Return the dependence of each parameter with rows and columns, frozen or not, by its id."""
     found: dict[int, Tensor] = {}
     for parameter in parameters:
-        if isinstance(parameter, nn.UninitializedParameter) or parameter.dim() < 2:
+        lazy = isinstance(parameter, nn.UninitializedParameter)
+        if lazy or parameter.dim() < 2 or not has_values(parameter):
             continue
         # All processes of a sharded weight take part, and see what a single one sees.
         weight = parameter.detach()
@@ -154,7 +156,7 @@ def _dependences(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
             values = [dependence(_thinned(view)) for view in used]
             found[id(parameter)] = torch.stack(values).amax()
         elif quantised and not parameter.requires_grad:  # which is done to what is trained
-            found[id(parameter)] = torch.tensor(math.inf, dtype=torch.float64)
+            found[id(parameter)] = torch.tensor(math.inf)
     return found
 
 
@@ -162,4 +164,4 @@ def _thinned(matrix: Tensor) -> Tensor:
     """Return evenly spaced rows and columns in float64, because sums of fourth powers cancel."""
     rows, columns = (math.ceil(size / MOST_ROWS) for size in matrix.shape)
     matrix = matrix[::rows, ::columns]
-    return (matrix.cpu() if matrix.device.type == "mps" else matrix).double()  # MPS has none
+    return widened(matrix)

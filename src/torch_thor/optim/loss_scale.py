@@ -29,7 +29,8 @@ class LossScale:
     def unscale_(self, gradients: Iterable[Tensor]) -> None:
         """Divide gradients by the scale, if the scaler has left that to the optimizer."""
         if self._of_gradients is not None:
-            inverse = self._of_gradients.double().reciprocal().float()
+            # in float32, because MPS has no float64: the reciprocal has one rounding in both
+            inverse = self._of_gradients.reciprocal().float()
             for gradient in gradients:
                 gradient.mul_(inverse.to(gradient.device))
 

@@ -30,6 +30,7 @@ from torch_thor.capture.projections import (
     row_splits_of,
 )
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
+from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
@@ -218,9 +219,8 @@ class Plan:
         """The device of the model; of sharded parameters, the one for collectives."""
         for parameter, _ in self.sharded.values():
             return device_of_mesh(parameter)
-        for layer in self.layers.values():
-            return layer.weight.device
-        return next(self.model.parameters()).device
+        weights = [layer.weight for layer in self.layers.values()] or [*self.model.parameters()]
+        return next((weight for weight in weights if has_values(weight)), weights[0]).device
 
     def name(self, parameter: Tensor) -> str:
         """Return a parameter's name in the model."""

@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from torch_thor.capture.gathering import Capture, loss_terms_of_step
 from torch_thor.capture.patterns import Patterns
+from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
@@ -386,6 +387,7 @@ class Preconditioner:
                     decay=float(options["factor_decay"]),
                     group_rows_per_term=group_terms,
                     without_rows=without_rows,
+                    has_numbers=has_values(factors[0].rows),
                 )
             )
         return candidates

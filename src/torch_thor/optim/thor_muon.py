@@ -203,7 +203,7 @@ class ThorMuon(CurvatureOptimizer):
     ) -> None:
         is_matrix = bound.is_matrix(parameter)
         if not is_matrix:
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         # as torch.optim.AdamW has them
         for key in ("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"):
             if key not in state:

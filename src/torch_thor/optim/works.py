@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import Blocks, factor_dtype
+from torch_thor.curvature.blocks import Blocks, factor_dtype, has_values
 from torch_thor.curvature.factor import Factor, collected, local
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound
@@ -70,11 +70,6 @@ class Batch:
     right: Blocks | None = None
     # of this step, ``(n, numbers)``, where the directions of the members are views of it
     result: Tensor | None = None
-
-    @property
-    def factors(self) -> set[Factor]:
-        """The factors of all members."""
-        return {of for one in self.members for of in (one.left, one.right) if of is not None}
 
     def bind(self, inverses: Mapping[Any, Blocks]) -> None:
         """Take the inverses of the factors, as far as they are there."""
@@ -182,14 +177,15 @@ def work_of(
         smallest=[smallest_norm(size) for size in sizes],
         order=[bound.plan.order.get(id(of.parameter), len(bound.plan.order)) for of in rows],
         dtype=factor_dtype(rows[0].own.dtype),
-        on_cpu=rows[0].own.device.type == "cpu",
+        on_cpu=rows[0].own.device.type == "cpu" and has_values(rows[0].own),
         lr_factor=rows[0].lr_factor,
     )
 
 
 def here(batches: Iterable[Batch]) -> dict[Factor, Blocks]:
     """Return the inverses that this process holds, without those of divided curvature."""
-    factors = set[Factor]().union(*(batch.factors for batch in batches))
+    sides = (of for batch in batches for one in batch.members for of in (one.left, one.right))
+    factors = {of for of in sides if of is not None}
     return {factor: factor.read(inverse=True) for factor in factors if factor.divided is None}
 
 

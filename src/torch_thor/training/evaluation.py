@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 
+from torch_thor.curvature.blocks import widened
 from torch_thor.training.parallel import Ranks, release, share_buffers
 from torch_thor.training.tasks.task import Task
 
@@ -37,7 +38,7 @@ def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
             if number:
                 measured = task.measure(model, batch)
                 if counts:
-                    sums.append(torch.stack([measured[name].double() for name in names]))
+                    sums.append(torch.stack([widened(measured[name]) for name in names]))
                     terms += number
     finally:  # a caller may go on with the training after an error of the data or the task
         model.train(training)

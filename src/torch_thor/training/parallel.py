@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.capture.sharding import is_fully_sharded
+from torch_thor.curvature.blocks import wide_dtype
 from torch_thor.training.errors import ElsewhereError, UserError, first_line, require
 from torch_thor.training.recipe import Recipe
 
@@ -53,7 +54,7 @@ class Ranks:
         # Every process must call it.
         if self.world == 1:
             return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        tensor = torch.tensor(values, dtype=wide_dtype(self.device), device=self.device)
         dist.all_reduce(tensor)
         sums: list[float] = tensor.tolist()
         return sums

@@ -18,8 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.hook import CompositeHook, Report
 from torch_thor.capture.composites.registry import InnerLayer
+from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds.experts import ExpertsKind
+from torch_thor.torch_internals import shares_storage
 
 _MATRIX_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
 _GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
@@ -146,7 +148,7 @@ class ExpertsMode(TorchFunctionMode):
             if which is not None or x.dim() != 2:
                 return
             # a host–device synchronisation, once per call on a refresh step
-            ends = offsets.tolist()
+            ends = offsets.tolist() if has_values(offsets) else [0] * operand.kind.groups
             which = [end - start for start, end in pairwise([0, *ends])]
         # several matrices, broadcast over leading dimensions
         elif not isinstance(which, int) and y.dim() != 3:
@@ -166,13 +168,16 @@ class ExpertsMode(TorchFunctionMode):
         return None
 
 
+def _share_memory(tensor: Tensor, weight: Tensor) -> bool:
+    if not has_values(weight):  # without memory
+        return shares_storage(tensor, weight)
+    return tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
 def _place(tensor: Tensor, weight: Tensor) -> tuple[int | None, bool] | None:
     """Return which matrix of a weight a tensor is (None: all), and whether it is transposed."""
     # The result is None if it is none of them.
-    if (
-        tensor.dtype != weight.dtype
-        or tensor.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
-    ):
+    if tensor.dtype != weight.dtype or not _share_memory(tensor, weight):
         return None
     own, wanted = ([*zip(t.shape, t.stride(), strict=True)][-2:] for t in (tensor, weight))
     if own not in (wanted, wanted[::-1]):

@@ -74,7 +74,8 @@ class RecurrenceMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         device = args[0].device.type
         run = self._one_step if name.endswith("_cell") else self._sequences
-        if not torch.is_autocast_enabled(device) or (device == "cpu" and name != "lstm"):
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if not casts or (device == "cpu" and name != "lstm"):
             return run(cell, *args)
         # autocast runs these functions as a whole in its dtype; all others operation by operation,
         # as happens here too

@@ -5,13 +5,15 @@ multiply the vectors by a number, ``embed_scale``. The gradient of a vector is t
 times the gradient of the output.
 """
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import Blocks
+from torch_thor.curvature.blocks import Blocks, has_values
 from torch_thor.curvature.kinds.matrix import MatrixWeight
+from torch_thor.torch_internals import unset_fake_temporarily
 
 
 class EmbeddingKind(MatrixWeight):
@@ -82,25 +84,37 @@ def is_scaled(module: nn.Module) -> bool:
     scale: Any = getattr(module, "embed_scale", None)
     is_number = isinstance(scale, float | int) or (isinstance(scale, Tensor) and scale.numel() == 1)
     alone = [name for name, _ in module.named_parameters(recurse=False)] == ["weight"]
-    if not (isinstance(module, nn.Embedding) and is_number and alone):
-        return False
-    # With max_norm a lookup changes the weight; a weight on the meta device or in shards has no
-    # values to compare.
+    # with max_norm a lookup changes the weight
     if (
-        module.max_norm is not None
-        or module.weight.is_meta
-        or type(module.weight.data) is not Tensor
+        not (isinstance(module, nn.Embedding) and is_number and alone)
+        or module.max_norm is not None
     ):
         return False
+    with torch.no_grad(), unset_fake_temporarily():
+        return _scales(module if has_values(module.weight) else _with_values(module))
+
+
+def _with_values(module: Any) -> Any:
+    """Return an embedding like one without numbers, that has some, and one vector."""
+    found = copy.copy(module)
+    found._parameters = {"weight": nn.Parameter(torch.ones(1, module.embedding_dim, device="cpu"))}
+    found._buffers = {name: torch.full((), 2.0, device="cpu") for name in module._buffers}
+    found.padding_idx = None
+    return found
+
+
+def _scales(module: Any) -> bool:
+    """Return whether the vectors that an embedding looks up are ``embed_scale`` times its rows."""
+    if type(module.weight.data) is not Tensor:  # a weight in shards has no values to compare
+        return False
     tokens = torch.arange(min(len(module.weight), 8), device=module.weight.device)[None]
-    with torch.no_grad():
-        vectors = module.weight[tokens]
-        expected = vectors * (scale.to(vectors.dtype) if isinstance(scale, Tensor) else scale)
-        try:
-            found = type(module).forward(module, tokens)
-        # its forward needs other arguments
-        except (TypeError, ValueError, IndexError, RuntimeError):
-            return False
+    vectors, scale = module.weight[tokens], module.embed_scale
+    expected = vectors * (scale.to(vectors.dtype) if isinstance(scale, Tensor) else scale)
+    try:
+        found = type(module).forward(module, tokens)
+    # its forward needs other arguments
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        return False
     return (
         isinstance(found, Tensor)
         and found.shape == expected.shape
