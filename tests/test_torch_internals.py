@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from torch_thor import torch_internals
 from torch_thor.torch_internals import (
+    FakeTensor,
     backward_id,
     backward_keeps_graph,
     backward_reaches,
@@ -25,12 +27,14 @@ from torch_thor.torch_internals import (
     is_tracing,
     refuse_running_fullgraph,
     refuse_tracing_fullgraph,
+    shares_storage,
     traced_not_compiled,
     tree_flatten,
     tree_leaves,
     tree_map,
     tree_unflatten,
     uncompiled,
+    unset_fake_temporarily,
     use_compiler,
 )
 
@@ -203,6 +207,19 @@ def private_names(path):
             parts = [part for part in name.split(".") if part.startswith("_")]
             if parts and not parts[0].startswith(("_foreach", "__")):
                 yield name
+
+
+def test_tensors_without_numbers():
+    with FakeTensorMode():
+        fake = torch.ones(2)
+        with unset_fake_temporarily():
+            real = torch.ones(2)
+    assert isinstance(fake, FakeTensor)
+    assert not isinstance(real, FakeTensor)
+    assert real.tolist() == [1.0, 1.0]
+    for one in (fake, real, torch.ones(2, device="meta")):
+        assert shares_storage(one[:1], one)
+        assert not shares_storage(one.clone(), one)
 
 
 def test_private_names_are_in_one_module():

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import to_device
+from torch_thor.curvature.blocks import has_values, to_device
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.update import Directions, trust_ratios
 from torch_thor.optim.works import Work
@@ -98,6 +98,8 @@ def within_kl_clip(directions: Directions, bound: Bound) -> Directions:
         divided: [p for _, p in sorted(found, key=lambda pair: pair[0])]
         for divided, found in products.items()
     }
+    for divided, found in sums.items():  # those on the meta device count for nothing beside others
+        sums[divided] = [product for product in found if has_values(product)] or found
     whole, rows = (
         torch.stack([p.to(x[0].device) for p in x]).sum() if x else None for x in sums.values()
     )
@@ -110,5 +112,5 @@ def within_kl_clip(directions: Directions, bound: Bound) -> Directions:
         limit = float(work.group["kl_clip"]) / divergence.clamp(
             min=torch.finfo(divergence.dtype).tiny
         )
-        torch._foreach_mul_(d, limit.sqrt().clamp(max=1.0).to(d[0].dtype))
+        torch._foreach_mul_(d, limit.sqrt().clamp(max=1.0).to(d[0]))
         yield work, d

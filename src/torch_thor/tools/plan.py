@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from torch_thor import __version__
+from torch_thor.curvature.blocks import has_values
 from torch_thor.files import check_place, write_text, writing
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.split.observe import loss_of
 from torch_thor.split.timing import device_name, inverse_seconds
 from torch_thor.tools import traffic
 from torch_thor.tools.split_dim import CHANNELS, CLASSES, Subject, load_subject
+from torch_thor.torch_internals import tree_leaves
 from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.models import bert
 from torch_thor.training.models.library import build_model
@@ -292,6 +294,12 @@ def measure(
     require(
         sample is not None,
         f"{subject} returned a model alone, and its times are to be measured: {remedy}",
+    )
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
+    require(
+        all(has_values(tensor) for tensor in tensors if isinstance(tensor, Tensor)),
+        f"{subject} returned tensors without numbers (on the meta device, or of FakeTensorMode), "
+        "and its times are to be measured: return others, or leave --batch out",
     )
     precision = Precision("fp32" if recipe is None else recipe.precision, None, device)
     given = {key: value for key, value in given.items() if key != "fisher"} | {
