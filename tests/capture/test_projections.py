@@ -176,6 +176,43 @@ def test_the_rows_of_known_classes_are_those_that_they_use(name):
     torch.testing.assert_close(doubled, 2 * wanted, rtol=1e-9, atol=1e-9)
 
 
+class InOrder(nn.Module):
+    """A fused layer whose weight has the rows of each projection together."""
+
+    def __init__(self, layer, split):
+        super().__init__()
+        self.order = torch.cat(split.rows())
+        self.layer = copy.deepcopy(layer)
+        self.layer.weight.data = layer.weight.data[self.order]
+        self.layer.bias.data = layer.bias.data[self.order]
+        split_rows(self.layer, split.sizes)
+
+    def forward(self, x):
+        return self.layer(x)[..., self.order.argsort()]
+
+
+@pytest.mark.parametrize("ratio", [None, 0.01])
+def test_heads_that_take_turns_step_as_rows_in_order(ratio):
+    torch.manual_seed(0)
+    model = neox()
+    split = split_of(model, "query_key_value")
+    assert split.turns == HEADS
+    twin = copy.deepcopy(model)
+    twin.attention.query_key_value = InOrder(model.attention.query_key_value, split)
+    before = model.attention.query_key_value.weight.detach().clone()
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    for one in (model, twin):
+        optimizer = ThorMuon(one, split_dim=4, max_update_ratio=ratio, update_interval=2)
+        for _ in range(4):
+            one(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weight, wanted = model.attention.query_key_value.weight, twin.attention.query_key_value.layer
+    moved = (weight - before).norm(dim=1)
+    assert moved.min() > 1e-4
+    torch.testing.assert_close(weight[torch.cat(split.rows())], wanted.weight)
+
+
 def test_a_class_is_known_by_what_it_is_and_not_by_its_name():
     class Mixed(Attention):
         """Heads may take turns here."""

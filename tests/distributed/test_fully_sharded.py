@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 from joined import (
     SIZE,
@@ -34,7 +35,7 @@ from joined import (
     uneven,
     world_of,
 )
-from torch_thor import THOR, ThorMuon
+from torch_thor import THOR, ThorMuon, split_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
 TWO, HSDP, METHODS = (2,), (2, 2), [THOR, ThorMuon]
@@ -66,6 +67,60 @@ class Free(nn.Module):
         )
         x = torch.einsum("bi,eij->bj", torch.tanh(x), self.numbered)
         return self.head(torch.tanh(self.tall(x)))
+
+
+class Split(nn.Module):
+    """A layer that computes projections of five, one and five rows, which shards cut elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.fused, self.head = Rows(), nn.Linear(8, 11), nn.Linear(11, 5)
+        split_rows(self.fused, (5, 1, 5))
+        self.double()
+
+    def forward(self, batch):
+        return self.head(torch.tanh(self.fused(self.rows(batch))))
+
+
+class Twice(nn.ConvTranspose1d):
+    """It has no kind."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class SplitInEveryWay(Split):
+    """Outputs that are columns, with factors and without; heads that take turns in the rows."""
+
+    def __init__(self):
+        from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
+
+        super().__init__()
+        # the blocks of its A end where two or four shards end
+        self.between, self.columns, self.transposed = (
+            nn.Linear(11, 16),
+            Conv1D(9, 16),
+            Twice(9, 10, 2),
+        )
+        split_rows(self.columns, 3)
+        split_rows(self.transposed, (7, 3))
+        config = gpt_neox.GPTNeoXConfig(
+            hidden_size=12, num_attention_heads=3, attention_dropout=0.0
+        )
+        config._attn_implementation = "eager"
+        self.attention = gpt_neox.GPTNeoXAttention(config, layer_idx=0)
+        self.words, self.head = nn.Embedding(11, 12), nn.Linear(32, 5)
+        self.double()
+
+    def forward(self, batch):
+        x = torch.tanh(self.between(torch.tanh(self.fused(self.rows(batch)))))
+        x = torch.tanh(self.columns(x))
+        x = torch.tanh(self.transposed(x[..., None]).flatten(1))
+        words = self.words(batch[1])
+        angles = words.new_ones(1, words.shape[1], 1), words.new_zeros(1, words.shape[1], 1)
+        words = self.attention(words, attention_mask=None, position_embeddings=angles)[0]
+        return self.head(torch.cat([x, words.mean(1)], 1))
 
 
 def trained_before(make=network):
@@ -159,6 +214,8 @@ WHOLE |= {"distributed": {"whole_matrices": True}, "split_dim": 4}
 # steps 0 and 1 would refresh, and step 4 is ordinary
 SKIPPED = {"nonfinite": "skip", "skipped": (0, 4)}
 DIVIDED = {"distributed": {"divide_curvature": True}}
+SPLIT = {"make": Split, "inner": (), "layers": ()}
+IN_EVERY_WAY = {"make": SplitInEveryWay, "inner": ("attention", "columns")}
 SENT = {  # the meshes, options, and how many collectives an ordinary step starts
     "plain": ([(1,), TWO, (4,), HSDP, (2, 1)], {}, 0),
     "accumulation": (
@@ -193,6 +250,24 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
     "whole matrices": ([TWO], {**WHOLE, **SKIPPED, "split_dim": None, "nesterov": False}, 3),
     "whole matrices, one shard": ([(1,)], WHOLE, 2),
     "whole matrices, shards without rows": ([(4,)], WHOLE, 3),
+    "split rows": ([TWO, HSDP, (4,)], {**MUON, **SPLIT, "inner": ("fused",)}, 0),
+    "split rows, divided": ([TWO, HSDP], {**MUON, **SPLIT, **DIVIDED}, 2),
+    "split rows, whole matrices": ([TWO, HSDP], {**WHOLE, **IN_EVERY_WAY}, 3),
+    "split rows, whole matrices, shards without rows": ([(4,)], {**WHOLE, **IN_EVERY_WAY}, 3),
+    "split rows, whole matrices, divided": (
+        [TWO],
+        {
+            **WHOLE,
+            **IN_EVERY_WAY,
+            "distributed": {"whole_matrices": True, "divide_curvature": True},
+        },
+        4,
+    ),
+    "split rows, whole matrices, bounded": (
+        [(4,)],
+        {**WHOLE, **IN_EVERY_WAY, "weight_decay": 0.1, "max_update_ratio": 0.15},
+        4,
+    ),
     # and the norms of the weights
     "whole matrices, bounded": (
         [HSDP],
@@ -334,6 +409,42 @@ def as_shards(rank, world, go=ordinary, **options):
 def test_equals_one_process(run, name):
     for world in (2, 4):
         run(world, functools.partial(as_shards, **CASES[name]))
+
+
+class Columns(nn.Module):
+    """A layer that has the inputs first and computes three projections, or a layer for each."""
+
+    def __init__(self, apart):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.head = Rows(), nn.Linear(9, 5)
+        self.fused = nn.ModuleList([Conv1D(9, 8)])
+        split_rows(self.fused[0], 3)
+        if apart:
+            weights = self.fused[0].weight.detach().split(3, dim=1)
+            self.fused = nn.ModuleList(Conv1D(3, 8) for _ in weights)
+            for layer, weight in zip(self.fused, weights, strict=True):
+                layer.weight.data = weight.clone()
+        self.double()
+
+    def forward(self, batch):
+        x = self.rows(batch)
+        return self.head(torch.tanh(torch.cat([layer(x) for layer in self.fused], 1)))
+
+
+def columns_of_shards(rank, world, **distributed):
+    found = []
+    for apart in (False, True):
+        options = {"method": ThorMuon, "damping": 0.1, "distributed": distributed}
+        model, optimizer = made((world,), functools.partial(Columns, apart), inner=(), **options)
+        train(model, optimizer, shares(stream(5), rank, world))
+        found.append(torch.cat([layer.weight.full_tensor() for layer in model.fused], dim=1))
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("distributed", [{}, {"whole_matrices": True}, {"divide_curvature": True}])
+def test_projections_that_are_columns_are_layers_of_their_own(run, distributed):
+    run(3, functools.partial(columns_of_shards, **distributed))
 
 
 def mixed(rank, world, method):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import pretend
-from torch_thor import THOR, ThorMuon
+from torch_thor import THOR, ThorMuon, split_rows
 from torch_thor.curvature import polar
 from torch_thor.curvature.inverse import invert_own
 
@@ -48,6 +48,34 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Heads(nn.Module):
+    """GPT-NeoX's attention, in whose fused weight heads take turns; a batch is a sequence."""
+
+    def __init__(self):
+        from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
+
+        super().__init__()
+        sizes = {"hidden_size": 60, "num_attention_heads": 3, "attention_dropout": 0.0}
+        config = gpt_neox.GPTNeoXConfig(**sizes, attn_implementation="eager")
+        self.attention = gpt_neox.GPTNeoXAttention(config, layer_idx=0)
+
+    def forward(self, x):
+        angles = torch.ones_like(x[None, :, :4]), torch.zeros_like(x[None, :, :4])
+        return self.attention(x[None], attention_mask=None, position_embeddings=angles)[0][0]
+
+
+class SplitNet(Net):
+    """Fused weights with outputs that are rows, columns, and rows in turns."""
+
+    def __init__(self):
+        from transformers.pytorch_utils import Conv1D
+
+        super().__init__()
+        self.body[1], self.body[2] = Conv1D(60, 60), Heads()
+        for layer, sizes in (self.image[0], (3, 5)), (self.body[0], 3), (self.body[1], (50, 10)):
+            split_rows(layer, sizes)
+
+
 def batches(count, dtype):
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
@@ -60,7 +88,7 @@ class Training:
 
     def __init__(self, make, *, on_device=True, dtype=torch.float32, **options):
         torch.manual_seed(0)
-        self.model = Net().to(dtype)
+        self.model = options.pop("net", Net)().to(dtype)
         self.put = pretend.Pretend if on_device else (lambda tensor: tensor)
         if on_device:
             pretend.moved(self.model)
@@ -344,6 +372,12 @@ def test_thor_muon_takes_the_same_steps_as_on_a_cpu(name):
     assert of_weights < 1e-12
     _, of_steps = pretend.run(compare_with_the_cpu, "ThorMuon", options, 1)
     assert of_steps < 5e-3
+
+
+def test_projections_of_fused_weights_take_the_same_steps_as_on_a_cpu():
+    options = {"lr": 0.02, "net": SplitNet, "split_dim": 16}
+    of_weights, _ = pretend.run(compare_with_the_cpu, "ThorMuon", options, 5, same_polar=True)
+    assert of_weights < 1e-12
 
 
 # ---- factors that cannot be inverted -------------------------------------------------------------

@@ -285,7 +285,7 @@ def test_an_adapter_around_a_split_layer():
     adapted = peft.get_peft_model(model, config)
     assert not any("base_layer" in name for name in matrices(adapted))
     layer = adapted.base_model.model[0]
-    with pytest.raises(ValueError, match=r"give a linear layer.* itself, and no module around it"):
+    with pytest.raises(ValueError, match=r"give a linear layer.* itself and no module around it"):
         split_rows(layer, 3)
     split_rows(layer.lora_B["default"], 3)
     assert ((4, 2),) * 3 in matrices(adapted).values()
@@ -360,8 +360,8 @@ def test_sizes_that_do_not_fit_are_refused_when_an_optimizer_is_made(sizes, rule
 def test_a_layer_that_is_not_one_matrix_is_refused(layer, name):
     with pytest.raises(
         ValueError,
-        match=rf"split_rows\(module={name}\): must be a layer whose weight is one matrix; give a "
-        "linear layer, or a convolution with groups=1",
+        match=rf"split_rows\(module={name}\): must be a layer whose weight is one matrix, .*; give "
+        "a linear layer, or a convolution with groups=1",
     ):
         split_rows(layer, 3)
     with pytest.raises(TypeError, match=r"split_rows\(module='0'\): must be .*Module; give"):

@@ -131,8 +131,8 @@ def split_rows(module: nn.Module, sizes: Sequence[int] | int) -> None:
         if geometry is None:
             raise ValueError(
                 f"split_rows(module={class_name_of(module)}): must be a layer whose weight is one "
-                "matrix; give a linear layer, or a convolution with groups=1, itself, and no "
-                "module around it"
+                "matrix, with the outputs as its rows or columns; give a linear layer, or a "
+                "convolution with groups=1, itself and no module around it"
             )
         _check_not_taken(module, declared, geometry.outputs)
     setattr(module, _DECLARED, declared)

@@ -55,7 +55,9 @@ class Part(Matrix):
 
     def __post_init__(self) -> None:
         kind = self.kind
-        self.is_empty = not len(self.weight)
+        self.is_empty = not len(self.of(self.own))
+        # whether what `of` returns is a copy, which must be written back
+        self.is_scattered = isinstance(self.rows, Tensor)
         self.has_factor = self.left is not None or self.right is not None
         self.sides = min(kind.outputs, kind.inputs), max(kind.outputs, kind.inputs)
         # whether the matrices have more rows than columns
@@ -66,16 +68,6 @@ class Part(Matrix):
         # nothing has to be sent; those of all processes together have the norm of the whole.
         share = kind.outputs * kind.inputs / max(1, self.whole.outputs * self.whole.inputs)
         self.norm = step_norm(self.whole.outputs, self.whole.inputs) * math.sqrt(share)
-
-    @property
-    def weight(self) -> Tensor:
-        """Its rows that this process holds; a copy if they are scattered."""
-        return self.of(self.own)
-
-    def put_(self, tensor: Tensor, weight: Tensor) -> None:
-        """Write changed rows back into the tensor, unless they are a view of it."""
-        if isinstance(self.rows, Tensor):
-            tensor[self.rows] = weight
 
 
 @dataclass(eq=False)
@@ -172,12 +164,13 @@ def subtract_orthogonal_(
         for part in work.parts:
             if part.polars in units:
                 unit = units[part.polars][part.place]
-                weight = part.weight
+                weight = part.of(part.own)
                 # a view of the weight if its memory layout allows
                 matrix = part.kind.to_matrix(weight)
                 matrix.add_(unit.mT if part.is_tall else unit, alpha=-lr * part.norm)
                 part.kind.from_matrix_(matrix, weight)
-                part.put_(part.own, weight)
+                if part.is_scattered:
+                    part.own[part.rows] = weight
     else:
         _subtract_on_device_(work, units, lr, unless)
     if shards is not None:
@@ -209,7 +202,8 @@ def _subtract_on_device_(
         matrix = part.kind.to_matrix(target)
         matrix.copy_(own.mT if part.is_tall else own)
         part.kind.from_matrix_(matrix, target)
-        part.put_(steps[part.index], target)
+        if part.is_scattered:
+            steps[part.index][part.rows] = target
     moved = [
         (weight, step) for weight, step in zip(work.weights, steps, strict=True) if step is not None
     ]
@@ -229,7 +223,7 @@ def _step_whole(
     parts, matrices = [part for part in work.parts if part.bounds is not None], []
     for part in parts:
         own = wide[part.polars][part.place]
-        of_rows = torch.empty(part.weight.shape, dtype=own.dtype, device=own.device)
+        of_rows = torch.empty(part.of(part.own).shape, dtype=own.dtype, device=own.device)
         if len(of_rows):
             matrix = part.kind.to_matrix(of_rows)
             matrix.copy_(own.mT if part.is_tall else own)
@@ -243,9 +237,10 @@ def _step_whole(
         for one, limit in zip(matrices, _shares(parts, lr, ratio, shards), strict=True):
             one.own.mul_(limit)
     for part, one in zip(parts, matrices, strict=True):
-        weight = part.weight
+        weight = part.of(part.own)
         weight.add_(one.own, alpha=-lr * step_norm(part.whole.outputs, part.whole.inputs))
-        part.put_(part.own, weight)
+        if part.is_scattered:
+            part.own[part.rows] = weight
 
 
 def _shares(
@@ -258,7 +253,9 @@ def _shares(
     norms, kinds, lengths = [], [], []
     for part in parts:
         kind, groups = (part.kind, part.kind.groups) if shards is None else (part.whole, 1)
-        matrices = part.weight.unflatten(0, (groups, -1))  # groups lie along the first dimension
+        matrices = part.of(part.own).unflatten(
+            0, (groups, -1)
+        )  # groups lie along the first dimension
         dtype = torch.float64 if part.own.dtype == torch.float64 else torch.float32
         norms.append(
             torch.linalg.vector_norm(matrices, dim=tuple(range(1, matrices.ndim)), dtype=dtype)
