@@ -38,14 +38,29 @@ from torch_thor.training.loop import Observer, Run
 from torch_thor.training.parallel import agreed
 from torch_thor.training.recipes import to_yaml
 
+# They ask a training to save and stop: Ctrl-C, a scheduler's end and its warnings before that, and
+# a terminal that is closed. Not every system has them all.
+SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+
 
 @contextmanager
 def listening() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM in a list while the block runs; a second one has its usual effect."""
+    """Note the signals in `SIGNALS` in a list while the block runs.
+
+    A second one has its usual effect, and one that is ignored (SIGHUP under nohup) has none.
+
+    Yields:
+        The list.
+    """
     received: list[int] = []
+    known = [number for name in SIGNALS if (number := getattr(signal, name, None)) is not None]
     # outside of the main thread Python lets nobody handle any
-    numbers = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+    numbers = known if current_thread() is main_thread() else []
+    before: dict[int, Any] = {
+        number: handler
+        for number in numbers
+        if (handler := signal.getsignal(number)) != signal.SIG_IGN
+    }
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -71,7 +86,7 @@ class Saver(Observer):
 
     def end_of_step(self, run: Run) -> None:
         """Save if it is time, and stop after a signal, with a `StoppedError`."""
-        stops = run.stopping and not run.done
+        stops = run.stopping and (run.unevaluated or not run.done)
         due = (
             run.step % (run.recipe.checkpoint_interval or run.task.steps_per_epoch) == 0
             or run.done
