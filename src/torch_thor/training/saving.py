@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torch_thor.files import REMAINS, flush, whole_folder
+from torch_thor.files import REMAINS, flush, if_offered, remedy_for, whole_folder
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training.checkpoint import (
     AVERAGED,
@@ -125,8 +125,8 @@ def save(folder: Path, run: Run, offset: int) -> None:
             )
             raise UserError(
                 f"checkpoint {final} cannot be written "
-                f"({getattr(cause, 'strerror', None) or first_line(error)}); {left}: free some "
-                "disk space, then continue with --resume"
+                f"({getattr(cause, 'strerror', None) or first_line(error)}); {left}: "
+                f"{remedy_for(cause or error)}"
             ) from error
 
 
@@ -139,15 +139,16 @@ def settle(folder: Path, run: Run) -> None:
     if best and (folder / best).exists():
         temporary = folder / f"{REMAINS}{BEST}"
         temporary.unlink(missing_ok=True)
-        temporary.symlink_to(best)
-        temporary.replace(folder / BEST)
+        with if_offered(f"make the link {BEST!r} to the best checkpoint"):
+            temporary.symlink_to(best)
+            temporary.replace(folder / BEST)
         flush(folder)
     # a run continues from an earlier step only if those of later steps are damaged
     earlier = [path for path in newest_first(folder) if path.name <= f"{PREFIX}{run.step:08d}"]
     old = [
         path
         for path in earlier[run.recipe.keep_checkpoints :]
-        if path.name != (folder / BEST).resolve().name
+        if path.name not in (best, (folder / BEST).resolve().name)
     ]
     for path in (*folder.glob(f"{REMAINS}{PREFIX}*"), *old):
         # under a name that is no checkpoint's; an error must not end the training, and the next one
@@ -211,7 +212,8 @@ def _write(
     for name, tensors in weights.items():
         save_file(tensors, folder / name)
         # safetensors makes files readable for their owner only
-        (folder / name).chmod(stat.S_IMODE((folder / STATE).stat().st_mode))
+        with if_offered("change who may read a file"):
+            (folder / name).chmod(stat.S_IMODE((folder / STATE).stat().st_mode))
     (folder / RECIPE).write_text(to_yaml(run.recipe), encoding="utf-8")
     about = {
         "step": run.step,
