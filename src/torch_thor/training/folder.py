@@ -175,9 +175,7 @@ class RunFolder:
             try:
                 self._lock = locked(lock)
             except Timeout as error:  # a subclass of OSError
-                named = (
-                    owner.read_text(encoding="utf-8", errors="replace") if owner.exists() else ""
-                )
+                by = owner.read_text(encoding="utf-8", errors="replace") if owner.exists() else ""
                 raise UserError(
                     f"the run in {self.path} is in use by {by.strip() or 'another process'}: wait "
                     "for it, end it, or choose another folder with --out"
