@@ -230,7 +230,7 @@ def test_when_it_evaluates_and_ends(monkeypatch, given, steps):
     monkeypatch.setattr(
         loop,
         "evaluate",
-        lambda _, net, __: {"loss": (own if net is run.model else averages)[run.step]},
+        lambda _, net, *rest: {"loss": (own if net is run.model else averages)[run.step]},
     )
     train(run, [record])
     assert [score.step for score in record.scores] == steps

@@ -1,6 +1,7 @@
 """The evaluation of a network, shared by all processes."""
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from torch_thor.training.tasks.task import Task
 
 
 @torch.no_grad()
-def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
+def evaluate(
+    task: Task, model: nn.Module, ranks: Ranks, stops: Collection[int] = ()
+) -> dict[str, float] | None:
     """Evaluate a network on the whole held-out set, in evaluation mode, then restore its mode.
 
     All processes call it.
@@ -21,9 +24,11 @@ def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
         model: The network without the wrapper of DDP, which would communicate in its forward
             passes.
         ranks: The process among those that share the set.
+        stops: Becomes true (gets an element) when a signal asks this process to stop.
 
     Returns:
-        The metrics of the task by name, bit for bit the same for any number of processes.
+        The metrics of the task by name, bit for bit the same for any number of processes; None if a
+        signal has stopped one of them.
     """
     means = [metric for metric in task.metrics if metric.derived is None]
     names = list(
@@ -34,6 +39,8 @@ def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
     model.eval()
     try:
         for batch, counts in task.held_out(ranks):
+            if stops:
+                break
             number = task.terms(batch).number
             if number:
                 measured = task.measure(model, batch)
@@ -43,11 +50,14 @@ def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
     finally:  # a caller may go on with the training after an error of the data or the task
         model.train(training)
         release(model)
-    everywhere = ranks.gathered((torch.stack(sums).tolist() if sums else [], terms))
-    total = sum(number for _, number in everywhere)
+    own = torch.stack(sums).tolist() if sums else [], terms, bool(stops)
+    everywhere = ranks.gathered(own)
+    if any(stopped for _, _, stopped in everywhere):
+        return None
+    total = sum(number for _, number, _ in everywhere)
     # rounded once, so that a sum does not depend on which process had which batch
     totals = {
-        name: math.fsum(row[i] for rows, _ in everywhere for row in rows)
+        name: math.fsum(row[i] for rows, _, _ in everywhere for row in rows)
         for i, name in enumerate(names)
     }
     found = {

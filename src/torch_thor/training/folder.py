@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, Timeout
 
-from torch_thor.files import REMAINS, check_place, write_text, writing
+from torch_thor.files import REMAINS, check_place, locked, write_text, writing
 from torch_thor.training.checkpoint import PREFIX, newest
 from torch_thor.training.errors import DamagedCheckpointError, UserError, require
 from torch_thor.training.optimizers import OPTIMIZERS, settings_of
 from torch_thor.training.recipe import FREE_ON_RESUME, Recipe
 from torch_thor.training.recipes import differences, load_recipe, to_yaml
 
-_LOCK, _JOB = ".lock", ".job"
+_LOCK, _OWNER, _JOB = ".lock", ".owner", ".job"
 
 
 class RunFolder:
@@ -42,9 +42,7 @@ class RunFolder:
             path / "curves.png",
             path / "summary.json",
         )
-        # filelock releases the lock in forked children, so a worker that outlives its parent does
-        # not hold it
-        self._lock = FileLock(path / _LOCK, blocking=False)
+        self._lock: BaseFileLock | None = None  # while it is held
 
     @classmethod
     def named(cls, path: Path, *, resume: bool = False, overwrite: bool = False) -> "RunFolder":
@@ -104,7 +102,7 @@ class RunFolder:
     def _is_used(self) -> bool:
         if not self.path.is_dir():
             return self.path.exists()
-        own = (_LOCK, _JOB)
+        own = (_LOCK, _OWNER, _JOB)
         return any(
             one.name not in own and not one.name.startswith(REMAINS) for one in self.path.iterdir()
         )
@@ -163,25 +161,26 @@ class RunFolder:
                 self.take()
             yield
         finally:
-            self._lock.release()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     def take(self) -> None:
         """Let no other process write to the folder, which exists, until the end of `locked`."""
-        if self._lock.is_locked:
+        if self._lock is not None:
             return
-        lock = self.path / _LOCK
+        # the lock's own file may be what tells a dead process
+        lock, owner = self.path / _LOCK, self.path / _OWNER
         with writing(lock, "choose another folder with --out"):
             try:
-                self._lock.acquire()
+                self._lock = locked(lock)
             except Timeout as error:  # a subclass of OSError
-                owner = (
-                    lock.read_text(encoding="utf-8", errors="replace").strip() or "another process"
-                )
+                by = owner.read_text(encoding="utf-8", errors="replace") if owner.exists() else ""
                 raise UserError(
-                    f"the run in {self.path} is in use by {owner}: wait for it, end it, or choose "
-                    "another folder with --out"
+                    f"the run in {self.path} is in use by {by.strip() or 'another process'}: wait "
+                    "for it, end it, or choose another folder with --out"
                 ) from error
-            lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+            owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def claim(self, recipe: Recipe, resume: bool, overwrite: bool) -> None:
         """Create or take over the folder, inside `locked`; delete its run unless it continues."""

@@ -174,6 +174,12 @@ class Run:
         return self.step % interval == 0 or self.step == self.total_steps
 
     @property
+    def unevaluated(self) -> bool:
+        """Whether the evaluation that follows the latest step is still to come."""
+        is_known = self.score is not None and self.score.step == self.step
+        return self.step > 0 and self.evaluates and not is_known
+
+    @property
     def done(self) -> bool:
         """Whether training ends: the last step is taken, or the last evaluation met the target."""
         goal, metric = self.recipe.stop_at, primary(self.task.metrics)
@@ -202,26 +208,41 @@ def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] 
         for observer in observers:
             closing.callback(observer.close)
         feed = Feed(run, stops)
+        if run.unevaluated:  # a signal has stopped the evaluation after the latest step
+            _finish_step(run, observers, stops)
         while not run.done:
             schedules.apply(run.optimizer, run.recipe, run.step, run.task.steps_per_epoch)
             point = take_step(run, feed)
             for observer in observers:
                 observer.step(run, point)
-            if run.evaluates:
-                _evaluate(run)
-                assert run.score is not None
-                for observer in observers:
-                    observer.evaluation(run, run.score)
-            for observer in observers:
-                observer.end_of_step(run)
+            _finish_step(run, observers, stops)
 
 
-def _evaluate(run: Run) -> None:
-    averaged = None if run.average is None else evaluate(run.task, run.average.module, run.ranks)
-    run.score = Score(run.step, run.seconds, evaluate(run.task, run.model, run.ranks), averaged)
+def _finish_step(run: Run, observers: Sequence[Observer], stops: Sequence[int]) -> None:
+    """Evaluate if it is time, and let the observers save."""
+    score = _evaluate(run, stops) if run.unevaluated else None
+    if score is not None:
+        for observer in observers:
+            observer.evaluation(run, score)
+    for observer in observers:
+        observer.end_of_step(run)
+
+
+def _evaluate(run: Run, stops: Sequence[int]) -> Score | None:
+    """Evaluate the network; None if a signal has stopped that."""
+    models = [run.model, *([] if run.average is None else [run.average.module])]
+    found: list[dict[str, float]] = []
+    for model in models:
+        metrics = evaluate(run.task, model, run.ranks, stops)
+        if metrics is None:
+            run.stopping = True
+            return None
+        found.append(metrics)
+    run.score = score = Score(run.step, run.seconds, found[0], *found[1:])
     metric = primary(run.task.metrics)
-    if run.best is None or metric.better(run.score.value(metric.name), run.best.value(metric.name)):
-        run.best = run.score
+    if run.best is None or metric.better(score.value(metric.name), run.best.value(metric.name)):
+        run.best = score
+    return score
 
 
 class Feed:

@@ -24,7 +24,7 @@ from torch_thor.training.observers import observers_of
 from torch_thor.training.optimizers import build_optimizer, measured_split_dim
 from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, divide, processes
 from torch_thor.training.precision import Precision, averaged
-from torch_thor.training.printing import printer
+from torch_thor.training.printing import lasting_output, printer
 from torch_thor.training.recipe import Recipe
 from torch_thor.training.recipes import override
 from torch_thor.training.saving import Saver, listening, settle
@@ -104,7 +104,7 @@ def run_recipe(
         overwrite: Whether to delete the run in the folder.
         profile: Whether to profile a few steps of each optimizer.
     """
-    with processes(recipe) as ranks, ExitStack() as held:
+    with lasting_output(), processes(recipe) as ranks, ExitStack() as held:
         say = printer(console) if ranks.first else lambda _: None
         with agreed(ranks):
             if ranks.first:
@@ -220,6 +220,7 @@ def evaluate_saved(
                 with agreed(ranks):
                     saved.load_weights(model, averaged=averages)
                 values = evaluate(task, model, ranks)
+                assert values is not None  # no signal is listened to
                 scores.append(
                     SavedScore(
                         saved.optimizer, averages, saved.step, saved.path, task.metrics, values

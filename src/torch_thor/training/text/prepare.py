@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from torch_thor import __version__
-from torch_thor.files import REMAINS, whole_file, write_text
+from torch_thor.files import REMAINS, locked, whole_file, write_text
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.text.corpus import (
     FORMAT,
@@ -131,8 +131,11 @@ def prepare(
     require(not foreign, f"--out {out} is not empty and holds no corpus: give another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with FileLock(out / _LOCK, timeout=0):
+        lock = locked(out / _LOCK)
+        try:
             return _prepare(found, out, settings, given, workers, max_faults, console)
+        finally:
+            lock.release()
     except Timeout as error:
         raise UserError(
             f"--out {out}: another process prepares it: wait for it, or give another --out"
