@@ -14,6 +14,7 @@ import errno
 import io
 import stat
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -37,8 +38,49 @@ warnings.filterwarnings("ignore", module=r"PIL\b")
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 
+# EPS is a program, which Pillow would execute with Ghostscript; of the others Pillow knows the
+# header only.
+_NOT_DECODED = {"EPS", "MPEG", "BUFR", "GRIB", "HDF5", "WMF"}
+
+
 class BrokenImageError(Exception):
     """A file cannot be read as an image. The message is the reason, without the path."""
+
+
+@cache
+def image_suffixes() -> tuple[str, ...]:
+    """Return the suffixes, such as `.jpg`, of the formats that can be decoded."""
+    known = Image.registered_extensions()
+    return tuple(
+        suffix for suffix, kind in known.items() if kind in Image.OPEN and kind not in _NOT_DECODED
+    )
+
+
+@cache
+def _signed() -> tuple[str, ...]:
+    """The formats that can be decoded and are told from the first bytes of a file."""
+    Image.init()
+    return tuple(
+        kind for kind, (_, accepts) in Image.OPEN.items() if accepts and kind not in _NOT_DECODED
+    )
+
+
+def is_image(path: Path) -> bool:
+    """Return whether a regular file has the header of an image, whatever its name.
+
+    Raises:
+        OSError: If it cannot be opened.
+    """
+    with path.open("rb") as file:
+        try:
+            with Image.open(file, formats=_signed()):
+                return True
+        except Image.DecompressionBombError:  # too large an image, which reading it will tell
+            return True
+        except Exception as error:  # Pillow's plugins raise many kinds of errors for what is none
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            return False
 
 
 def read_image(path: Path) -> bytes:
@@ -77,7 +119,7 @@ def decode_rgb(content: bytes) -> Tensor:
         with Image.open(io.BytesIO(content)) as image:
             kind = image.format
             image.verify()  # verifies PNG only; the image cannot be decoded afterwards
-        if kind == "EPS":  # a program, which Pillow would execute with Ghostscript
+        if kind == "EPS":
             raise BrokenImageError("PostScript files are not supported")
         if kind in {"JPEG", "MPO"}:
             try:

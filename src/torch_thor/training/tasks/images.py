@@ -87,7 +87,7 @@ class ImageClassification:
             # its import of torchvision's transforms is slow
             from torch_thor.training.data.images import open_images
 
-            self.train, self.test = open_images(recipe.data, recipe.seed, train=train)
+            self.train, self.test = open_images(recipe.data, recipe.seed, train=train, say=self.say)
             self.samples, self.held, classes = (
                 len(self.train or ()),
                 len(self.test),
