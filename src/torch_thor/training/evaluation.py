@@ -5,7 +5,8 @@ import math
 import torch
 from torch import nn
 
-from torch_thor.training.parallel import Ranks, release, share_buffers
+from torch_thor.training.errors import UnreadableError
+from torch_thor.training.parallel import Ranks, agreed, release, share_buffers
 from torch_thor.training.tasks.task import Task
 
 
@@ -23,6 +24,10 @@ def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
 
     Returns:
         The metrics of the task by name, bit for bit the same for any number of processes.
+
+    Raises:
+        UnreadableError: If too many samples cannot be read, or an `ElsewhereError` if those of
+            another process; it is raised on all processes at the end.
     """
     means = [metric for metric in task.metrics if metric.derived is None]
     names = list(
@@ -30,6 +35,7 @@ def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
     )
     share_buffers(model, ranks)
     training, sums, terms = model.training, [], 0
+    fault: UnreadableError | None = None
     model.eval()
     try:
         for batch, counts in task.held_out(ranks):
@@ -39,9 +45,14 @@ def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
                 if counts:
                     sums.append(torch.stack([measured[name].double() for name in names]))
                     terms += number
+    except UnreadableError as error:  # after the last batch
+        fault = error
     finally:  # a caller may go on with the training after an error of the data or the task
         model.train(training)
         release(model)
+    with agreed(ranks):
+        if fault is not None:
+            raise fault
     everywhere = ranks.gathered((torch.stack(sums).tolist() if sums else [], terms))
     total = sum(number for _, number in everywhere)
     # rounded once, so that a sum does not depend on which process had which batch
