@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from torch_thor.curvature.blocks import widened
-from torch_thor.training.parallel import Ranks, release, share_buffers
+from torch_thor.training.errors import UnreadableError
+from torch_thor.training.parallel import Ranks, agreed, release, share_buffers
 from torch_thor.training.tasks.task import Task
 
 
@@ -29,6 +30,10 @@ def evaluate(
     Returns:
         The metrics of the task by name, bit for bit the same for any number of processes; None if a
         signal has stopped one of them.
+
+    Raises:
+        UnreadableError: If too many samples cannot be read, or an `ElsewhereError` if those of
+            another process; it is raised on all processes at the end.
     """
     means = [metric for metric in task.metrics if metric.derived is None]
     names = list(
@@ -36,6 +41,7 @@ def evaluate(
     )
     share_buffers(model, ranks)
     training, sums, terms = model.training, [], 0
+    fault: UnreadableError | None = None
     model.eval()
     try:
         for batch, counts in task.held_out(ranks):
@@ -47,9 +53,14 @@ def evaluate(
                 if counts:
                     sums.append(torch.stack([widened(measured[name]) for name in names]))
                     terms += number
+    except UnreadableError as error:  # after the last batch
+        fault = error
     finally:  # a caller may go on with the training after an error of the data or the task
         model.train(training)
         release(model)
+    with agreed(ranks):
+        if fault is not None:
+            raise fault
     own = torch.stack(sums).tolist() if sums else [], terms, bool(stops)
     everywhere = ranks.gathered(own)
     if any(stopped for _, _, stopped in everywhere):

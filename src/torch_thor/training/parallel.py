@@ -87,6 +87,11 @@ def device_of(name: str) -> torch.device:
     return device
 
 
+def world_size() -> int:
+    """Return the number of processes that train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 @contextmanager
 def processes(recipe: Recipe) -> Iterator[Ranks]:
     """Join `torchrun`'s other processes, if it started this one; set the recipe's thread count."""

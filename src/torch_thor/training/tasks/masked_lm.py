@@ -194,7 +194,7 @@ class MaskedLM:
 
     def _loaded(self, maker: PairMaker, keys: Iterator[list[Key]]) -> Iterator[Batch]:
         data = self.recipe.data
-        for batch in loaded(
+        for batch, _ in loaded(
             maker, keys, workers=data.workers.count, prefetch=data.workers.prefetch, device=_CPU,
             max_broken=data.max_broken, say=self._say, collate=default_collate,
         ):  # fmt: skip

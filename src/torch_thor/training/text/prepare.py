@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def prepare(
         ),
     ):
         require(holds, rule)
-    found = find_sources(sources)
+    found = find_sources(sources, partial(_say, console))
     given = None if tokenizer is None else load_tokenizer(tokenizer, lowercase).to_str(pretty=True)
     settings = {
         "vocab_size": vocab_size, "lowercase": lowercase, "lengths": list(lengths),
