@@ -20,12 +20,13 @@ from torch_thor.training.errors import require
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Run, split, train
+from torch_thor.training.models.bert import CONFIGURATION
 from torch_thor.training.observers import observers_of
 from torch_thor.training.optimizers import build_optimizer, measured_split_dim
 from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, divide, processes
 from torch_thor.training.precision import Precision, averaged
 from torch_thor.training.printing import printer
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipe import Recipe, absolute
 from torch_thor.training.recipes import override
 from torch_thor.training.saving import Saver, listening, settle
 from torch_thor.training.summary import report
@@ -85,6 +86,19 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
     return Run(recipe, name, task, model, net, optimizer, precision, ranks, weight, average)
 
 
+def placed(recipe: Recipe) -> Recipe:
+    """Return a recipe that names the same files in any working folder."""
+    changes: dict[str, Any] = {}
+    if recipe.data.root is not None:
+        root = absolute("data.root", recipe.data.root)
+        changes["data"] = recipe.data.model_copy(update={"root": root})
+    if recipe.weights is not None:
+        changes["weights"] = absolute("weights", recipe.weights)
+    if recipe.model.endswith(CONFIGURATION):
+        changes["model"] = str(Path(recipe.model).absolute())
+    return recipe.model_copy(update=changes)
+
+
 def run_recipe(
     recipe: Recipe,
     folder: RunFolder,
@@ -109,7 +123,7 @@ def run_recipe(
         with agreed(ranks):
             if ranks.first:
                 held.enter_context(folder.locked())
-                recipe = weights.checksum(recipe, say)
+                recipe = placed(weights.checksum(recipe, say))
                 resume = folder.admit(recipe, resume, overwrite, say)
         # all train what the first process was asked to
         recipe, resume, path = ranks.broadcast((recipe, resume, folder.path))
@@ -215,6 +229,13 @@ def evaluate_saved(
             with agreed(ranks):
                 task = open_task(recipe, ranks.device, say, train=False)
                 saved.check_tokenizer(task)
+                if recipe.data.name == saved.recipe.data.name and "evaluation" in saved.other_data(
+                    task
+                ):
+                    say(
+                        f"{saved.path}: the evaluation data are not those of the training: files "
+                        "were added, removed or renamed, or data.root is another folder"
+                    )
                 model = task.model().to(ranks.device)
             for averages in (False, True) if saved.has_average else (False,):
                 with agreed(ranks):
