@@ -349,8 +349,10 @@ def test_a_dollar_in_a_name_is_doubled_and_a_path_can_be_made_absolute(monkeypat
         assert absolute("data.root", text) == text
     with pytest.raises(UserError, match=r"weights=a\$NOT_SET: \$NOT_SET is not set: .* write \$\$"):
         path_of("weights", "a$NOT_SET")
-    with pytest.raises(UserError, match=r"~nobody is no user's folder: write ./~nobody"):
-        path_of("data.root", "~nobody/x")
+    with pytest.raises(
+        UserError, match=r"~nobody-at-all is no user's folder: write ./~nobody-at-all"
+    ):
+        path_of("data.root", "~nobody-at-all/x")
 
 
 def test_the_usual_crops():

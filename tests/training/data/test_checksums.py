@@ -75,7 +75,7 @@ def test_data_are_found_from_another_working_folder_or_refused(
     assert code == 0, err
     assert RunFolder(trained).stored().data.root == str(tmp_path / "here/data")
     (tmp_path / "here/data").rename(tmp_path / "moved")
-    code, out, err = call(monkeypatch, capsys, *resume, "epochs=3", "data.root=../moved")
+    code, _, err = call(monkeypatch, capsys, *resume, "epochs=3", "data.root=../moved")
     assert code == 0, err
     assert newest(trained / "sgd/checkpoints", pytest.fail).recipe.epochs == 3
 
