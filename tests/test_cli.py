@@ -177,7 +177,7 @@ def test_a_target_a_profile_and_averages(run, tmp_path):
         (["train", "digits", "optimizer=thor", "damping=0"], "damping"),
         (
             ["train", "fashion-mnist", "data.root=nowhere", "data.download=false"],
-            "Fashion-MNIST is not in nowhere",
+            "Fashion-MNIST is not in /",
         ),
         (["train", "digits", "batch_size=5000"], "batch_size=5000 is larger"),
         (["train", "device=gpu7"], "device=gpu7"),

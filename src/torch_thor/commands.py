@@ -79,7 +79,7 @@ def train(
 
     - `torch-thor train digits optimizer=thor,adamw epochs=3 schedule.kind=linear --out runs/mine`
     """  # noqa: DOC501  # it is the help
-    from torch_thor.training.recipes import load_recipe, override, recipe_list
+    from torch_thor.training.recipes import load_recipe, recipe_list
 
     console = Console()
     if list_recipes:
@@ -92,6 +92,7 @@ def train(
             )
         return
     from torch_thor.training.folder import RunFolder
+    from torch_thor.training.origin import read_origin
     from torch_thor.training.run import run_recipe
 
     names = [word for word in words or [] if "=" not in word]
@@ -101,13 +102,16 @@ def train(
     )
     name, overrides = (names or [FIRST_RECIPE])[0], [word for word in words or [] if "=" in word]
     path = Path("runs") / Path(name).stem
-    folder = RunFolder(out) if out else RunFolder.named(path, resume=resume, overwrite=overwrite)
+    # a run that continues may be that of any recipe, if none is named
+    origin = None if resume and not names else read_origin(name)
+    folder = (
+        RunFolder(out, origin)
+        if out
+        else RunFolder.named(path, origin, resume=resume, overwrite=overwrite)
+    )
     stored = folder.stored() if resume else None
-    if stored is not None and (not names or load_recipe(name).name == stored.name):
-        # keys that are not overridden keep the values of the run
-        recipe = override(stored, overrides)
-    else:
-        recipe = load_recipe(name, overrides)
+    # keys that are changed nowhere keep the values of the run
+    recipe = load_recipe(name, overrides) if stored is None else folder.continued(stored, overrides)
     try:
         run_recipe(recipe, folder, console, resume=resume, overwrite=overwrite, profile=profile)
     except StoppedError as stop:

@@ -141,6 +141,36 @@ def test_two_writers(run, tmp_path):
     assert one.stored() == RECIPE
 
 
+def test_starts_at_the_same_moment_get_folders_of_their_own(tmp_path):
+    place = tmp_path / "runs/noisy"
+    one, two, three, four = (RunFolder.named(place) for _ in range(4))
+    assert one.path == two.path == three.path == place
+    with one.locked(), two.locked():
+        for folder in (one, two):
+            assert not folder.admit(RECIPE, False, False)
+            folder.claim(RECIPE, resume=False, overwrite=False)
+        # one is refused no run, and takes no other's: neither before it is admitted nor after
+        with three.locked():
+            assert not three.admit(RECIPE, False, False)
+            three.claim(RECIPE, resume=False, overwrite=False)
+    run_recipe(RECIPE, four, SILENT)  # the others have ended
+    names = [folder.path.name for folder in (one, two, three, four)]
+    assert names == ["noisy", "noisy-2", "noisy-3", "noisy-4"]
+    assert all(folder.stored() == RECIPE for folder in (one, two, three, four))
+
+
+def test_a_restarted_job_finds_its_run_among_later_ones(tmp_path, monkeypatch):
+    folders = []
+    for job in ("first", "second"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        folders.append(RunFolder.named(tmp_path / "noisy"))
+        with folders[-1].locked():
+            folders[-1].claim(RECIPE, resume=False, overwrite=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert RunFolder.named(tmp_path / "noisy").path == folders[0].path
+
+
 @pytest.mark.parametrize("damage", ["missing", "cut", "not utf-8"])
 def test_a_checkpoint_has_a_copy_of_a_damaged_recipe(run, damage):
     text = run.recipe.read_text()

@@ -25,6 +25,7 @@ from torch_thor.training.recipe import (
 )
 from torch_thor.training.tasks import check_task
 
+_ABSENT = object()  # stands for the value of a key that is not there
 _MOST, _DEEPEST = 1_000_000, 20  # characters of a recipe, levels of its mappings and lists
 # the tables of `torch-thor keys PART`; without a part, the keys that are of no other
 PARTS: dict[str, type[BaseModel]] = {
@@ -91,10 +92,20 @@ def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: With one line for each fault.
     """
+    return _recipe(read_keys(name), words)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a recipe is named as a file, not as one of the package."""
+    return Path(name).suffix.lower() in {".yaml", ".yml"}
+
+
+def read_keys(name: str) -> dict[str, Any]:
+    """Read the keys of a recipe as for `load_recipe`, as they are written."""
     path = Path(name)
-    if path.suffix in {".yaml", ".yml"}:
+    if is_file_name(name):
         try:
-            return parse(path.read_text("utf-8"), path.stem, words)
+            return _keys(path.read_text("utf-8"), path.stem)
         except OSError as error:
             raise UserError(
                 f"{path} cannot be read ({error.strerror}): name a YAML file or a recipe: "
@@ -109,15 +120,46 @@ def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
         raise UserError(
             f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}"
         )
-    return parse((recipe_folder() / f"{name}.yaml").read_text("utf-8"), name, words)
+    return _keys((recipe_folder() / f"{name}.yaml").read_text("utf-8"), name)
 
 
 def parse(text: str, name: str, words: Sequence[str] = ()) -> Recipe:
     """Make a recipe of YAML, and of words as for `load_recipe`; `name` is its default name."""
+    return _recipe(_keys(text, name), words)
+
+
+def _keys(text: str, name: str) -> dict[str, Any]:
     content = _yaml(text, f"recipe {name}")
     if not isinstance(content, dict):
         raise UserError(f"recipe {name} has no keys: write it as `key: value` lines")
-    return _recipe({"name": name, **content}, words)
+    return {"name": name, **content}
+
+
+def edited(
+    recipe: Recipe, then: Mapping[str, Any] | None, now: Mapping[str, Any], words: Sequence[str]
+) -> Recipe:
+    """Return a recipe with what changed between two readings of its keys, and with words on top.
+
+    Without an earlier reading, all keys of the recipe are compared with the later one.
+    """
+    tree = _tree(recipe)
+    if then is None:
+        # the run has added the checksum itself
+        then = {key: value for key, value in tree.items() if key != "weights_sha256"}
+    return _recipe(_edited(tree, then, now), words)
+
+
+def _edited(tree: Any, then: Any, now: Any) -> Any:
+    if then == now:
+        return tree
+    if not (isinstance(then, Mapping) and isinstance(now, Mapping)):
+        return now
+    tree = tree if isinstance(tree, Mapping) else {}  # it has the defaults
+    found = {
+        key: _edited(*(one.get(key, _ABSENT) for one in (tree, then, now)))
+        for key in {**tree, **then, **now}
+    }
+    return {key: value for key, value in found.items() if value is not _ABSENT}
 
 
 def override(recipe: Recipe, words: Sequence[str]) -> Recipe:
@@ -137,14 +179,19 @@ def to_yaml(recipe: Recipe) -> str:
 
 def differences(old: Recipe, new: Recipe, but: Sequence[str] = ()) -> list[str]:
     """Return `key: old -> new` where recipes differ, but for some keys (see `FREE_ON_RESUME`)."""
-    before, after = (dict(_flat(recipe.model_dump())) for recipe in (old, new))
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     free = tuple(key for key in but if key.endswith("."))
     return [
-        f"{key}: {before.get(key)} -> {after.get(key)}"
-        for key in keys
+        line
+        for key, line in changes(old.model_dump(), new.model_dump()).items()
         if not (key in but or key.startswith(free))
     ]
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Return `key: old -> new` by full key, where mappings differ."""
+    before, after = (dict(_flat(tree)) for tree in (old, new))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return {key: f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys}
 
 
 def keys(part: str | None = None) -> list[tuple[str, str, str, str]]:

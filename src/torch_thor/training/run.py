@@ -126,8 +126,7 @@ def run_recipe(
                 recipe = placed(weights.checksum(recipe, say))
                 resume = folder.admit(recipe, resume, overwrite, say)
         # all train what the first process was asked to
-        recipe, resume, path = ranks.broadcast((recipe, resume, folder.path))
-        folder = folder if ranks.first else RunFolder(path)
+        recipe, resume = ranks.broadcast((recipe, resume))
         with agreed(ranks):
             task = open_task(recipe, ranks.device, say)
         # the first run is built before the folder is changed: a recipe that cannot start must leave
@@ -140,6 +139,8 @@ def run_recipe(
         with agreed(ranks):
             if ranks.first:
                 folder.claim(recipe, resume, overwrite)
+        path = ranks.broadcast(folder.path)  # a new run's, if another took the name meanwhile
+        folder = folder if ranks.first else RunFolder(path)
         with listening() as stops:
             for name in recipe.optimizer:
                 # no other reference is kept, so that a finished run is freed before the next one is

@@ -71,7 +71,7 @@ def test_data_are_found_from_another_working_folder_or_refused(
     (tmp_path / "elsewhere/data/train/china/china_0.JPEG").unlink()
     assert RunFolder(trained).stored().data.root == str(tmp_path / "here/data")
     resume = ("train", "--resume", "--out", trained)
-    code, out, err = call(monkeypatch, capsys, *resume, "epochs=2")
+    code, _, err = call(monkeypatch, capsys, *resume, "epochs=2")
     assert code == 0, err
     assert RunFolder(trained).stored().data.root == str(tmp_path / "here/data")
     (tmp_path / "here/data").rename(tmp_path / "moved")
