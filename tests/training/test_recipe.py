@@ -192,9 +192,12 @@ WRONG = {
     "epochs=[1": "epochs=[1: the value is not YAML",
     "about=*a": "about=*a: the value is not YAML (an alias",
     "about={a: 1, a: 2}": (
-        "about={a: 1, a: 2}: the value is not YAML (a key is given twice in line 1"
+        "about={a: 1, a: 2}: the value is not YAML (the key a is given twice, in lines 1 and 1"
     ),
-    "about=2024-13-01": "about=2024-13-01: the value is not YAML",
+    "epochs=010": "epochs='010' is text and should be a valid integer (passes over",
+    "epochs='2'": "epochs='2' is text and should be a valid integer (passes over",
+    "epochs=1__0": "epochs='1__0' is text and should be a valid integer",
+    "lr=1:30": "optimizers.thor.lr='1:30' is text and should be a valid number",
     "about=" + "[" * 500: "about=[[",
     "=3": "'=3' is not key=value",
     "lr": "'lr' is not key=value",
