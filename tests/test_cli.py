@@ -151,6 +151,7 @@ def test_a_target_a_profile_and_averages(run, tmp_path):
     assert code == 0
     plain, averaged = json.loads(out)
     assert [one["averaged"] for one in (plain, averaged)] == [False, True]
+    assert plain["images"] == averaged["images"] == 359
     assert (plain["step"], plain["optimizer"], Path(plain["path"]).name) == (
         30,
         "thor",

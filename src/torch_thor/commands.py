@@ -4,7 +4,6 @@ Each imports what it needs when it runs, so that --help is fast.
 """
 
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from torch_thor import __version__
+from torch_thor.cores import allowed_cores
 from torch_thor.training.errors import StoppedError, require
 from torch_thor.training.printing import cell, is_first_rank, print_message, printer
 
@@ -148,7 +148,14 @@ def evaluate(
     scores = evaluate_saved(path, words or [], print_message)
     if as_json and is_first_rank():
         own = ("optimizer", "averaged", "step", "path")
-        rows = [{**{key: getattr(one, key) for key in own}, **one.values} for one in scores]
+        rows = [
+            {
+                **{key: getattr(one, key) for key in own},
+                one.unit.replace(" ", "_"): one.number,
+                **one.values,
+            }
+            for one in scores
+        ]
         typer.echo(json.dumps(rows, indent=2, default=str))
     if as_json or not is_first_rank():
         return
@@ -182,7 +189,7 @@ def prepare_text(
     seed: Annotated[int, Option(help="Seed of the choice of these documents.")] = 0,
     language: Annotated[str, Option(help="Language code, for the rules of sentence ends.")] = "en",
     workers: Annotated[
-        int | None, Option(help="Number of processes (default: one per core).")
+        int | None, Option(help="Number of processes (default: one per core that it may use).")
     ] = None,
     max_faults: Annotated[
         float, Option(help="Largest fraction of documents that may be unreadable.")
@@ -203,7 +210,7 @@ def prepare_text(
         sources, out, vocab_size=vocab_size, lowercase=not cased,
         lengths=_numbers("--seq-len", seq_len), seed=seed,
         held_out=held_out, language=language, tokenizer=tokenizer,
-        workers=workers or os.cpu_count() or 1,
+        workers=allowed_cores() if workers is None else workers,
         max_faults=max_faults, console=Console(),
     )  # fmt: skip
 

@@ -9,7 +9,6 @@ from torch_thor.training.parallel import Ranks, release, share_buffers
 from torch_thor.training.tasks.task import Task
 
 
-@torch.no_grad()
 def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
     """Evaluate a network on the whole held-out set, in evaluation mode, then restore its mode.
 
@@ -24,6 +23,12 @@ def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
     Returns:
         The metrics of the task by name, bit for bit the same for any number of processes.
     """
+    return counted(task, model, ranks)[0]
+
+
+@torch.no_grad()
+def counted(task: Task, model: nn.Module, ranks: Ranks) -> tuple[dict[str, float], int]:
+    """Evaluate as `evaluate` does, and count the loss terms, such as the images that were read."""
     means = [metric for metric in task.metrics if metric.derived is None]
     names = list(
         dict.fromkeys(name for one in means for name in (one.name, one.over) if name is not None)
@@ -53,7 +58,8 @@ def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
         one.name: totals[one.name] / (total if one.over is None else totals[one.over])
         for one in means
     }
-    return {
+    metrics = {
         one.name: found[one.name] if one.derived is None else one.derived(found)
         for one in task.metrics
     }
+    return metrics, total

@@ -17,7 +17,7 @@ from torch_thor.files import check_place, whole_folder, writing
 from torch_thor.training import checkpoint, schedules, weights
 from torch_thor.training.checkpoint import Checkpoint
 from torch_thor.training.errors import require
-from torch_thor.training.evaluation import evaluate
+from torch_thor.training.evaluation import counted
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Run, split, train
 from torch_thor.training.models.bert import CONFIGURATION
@@ -193,7 +193,10 @@ def _train(
 
 @dataclass(frozen=True)
 class SavedScore:
-    """The evaluation of a checkpoint's weights, or averaged weights: metrics and their values."""
+    """The evaluation of a checkpoint's weights, or averaged weights: metrics and their values.
+
+    `number` counts what the metrics are means over, in the `unit` of the task, such as images.
+    """
 
     optimizer: str
     averaged: bool
@@ -201,6 +204,8 @@ class SavedScore:
     path: Path
     metrics: Sequence[Metric]
     values: Mapping[str, float]
+    number: int
+    unit: str
 
 
 def evaluate_saved(
@@ -241,12 +246,13 @@ def evaluate_saved(
             for averages in (False, True) if saved.has_average else (False,):
                 with agreed(ranks):
                     saved.load_weights(model, averaged=averages)
-                values = evaluate(task, model, ranks)
+                values, number = counted(task, model, ranks)
                 scores.append(
                     SavedScore(
-                        saved.optimizer, averages, saved.step, saved.path, task.metrics, values
+                        saved.optimizer, averages, saved.step, saved.path, task.metrics, values,
+                        number, task.unit,
                     )
-                )
+                )  # fmt: skip
     return scores
 
 

@@ -6,9 +6,12 @@ out folders that cannot be read.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unicodedata import is_normalized
+from unicodedata import normalize as normalize_text
 from urllib.error import URLError
 
 import numpy as np
@@ -167,8 +170,8 @@ def _open_folders(data: Data, train: bool) -> tuple[_Part | None, _Part]:
         require(
             not different,
             f"{data.folder()}: only one of {folders[0].name} and {folders[1].name} has the class "
-            f"folders {_some(different)}: labels are numbered in their sorted order, so both must "
-            "have the same classes",
+            f"folders {_some(_told_apart(different))}: labels are numbered in their sorted order, "
+            "so both must have the same classes",
         )
         return _list(folders[0], sorted(classes[0])) if train else None, _list(
             folders[1], sorted(classes[-1])
@@ -213,6 +216,21 @@ def _list_files(folder: Path) -> list[str]:
             )
         found += [(top, name) for name in names if name.lower().endswith(IMG_EXTENSIONS)]
     return [f"{top}{os.sep}{name}" for top, name in sorted(found)]
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Say how accents are encoded in names that look the same, and sort these side by side."""
+    shown = {name: normalize_text("NFC", name) for name in names}
+    often = Counter(shown.values())
+    return [
+        f"{name} ({_encoding(name)})" if often[shown[name]] > 1 else name
+        for name in sorted(names, key=lambda name: (shown[name], name))
+    ]
+
+
+def _encoding(name: str) -> str:
+    forms = [form for form in ("NFC", "NFD") if is_normalized(form, name)]
+    return f"Unicode form {forms[0]}" if forms else "neither Unicode form NFC nor NFD"
 
 
 def _some(names: Sequence[str]) -> str:
