@@ -4,6 +4,8 @@ nothing.
 
 import io
 import os
+import shutil
+import threading
 
 import noisy
 import pytest
@@ -169,6 +171,36 @@ def test_a_restarted_job_finds_its_run_among_later_ones(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert RunFolder.named(tmp_path / "noisy").path == folders[0].path
+
+
+@pytest.mark.parametrize("evaluation", [1, 2])  # the second is the last step's
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_folder_that_is_deleted_ends_its_run_in_one_line(
+    tmp_path, monkeypatch, evaluation, moved
+):
+    class Deleting(noisy.Noisy):
+        held_outs = 0
+
+        def held_out(self, ranks):
+            self.held_outs += 1
+            if self.held_outs == evaluation:
+                (tmp_path / "run").rename(tmp_path / "away")
+                if not moved:
+                    shutil.rmtree(tmp_path / "away")
+            return super().held_out(ranks)
+
+    monkeypatch.setattr(running, "open_task", lambda *_, **options: Deleting())
+    said = []  # by threads
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    with pytest.raises(UserError, match=r"run was deleted or moved .*: start|move .* back and use"):
+        run_recipe(RECIPE, RunFolder(tmp_path / "run"), SILENT)
+    assert said == []
+    assert threading.excepthook == said.append
+    assert not any((tmp_path / "run").rglob("step-*"))  # nothing is begun in its place
+    if moved:
+        (tmp_path / "away").rename(tmp_path / "run")
+        monkeypatch.setattr(running, "open_task", lambda *_, **options: noisy.Noisy())
+        run_recipe(RECIPE, RunFolder(tmp_path / "run"), SILENT, resume=True)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "not utf-8"])

@@ -16,6 +16,7 @@ import itertools
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -281,6 +282,32 @@ class RunFolder:
             elif not resume:
                 (self.path / ORIGIN).unlink(missing_ok=True)
             write_text(self.recipe, to_yaml(recipe))
+
+    def check_present(self) -> None:
+        """Refuse to go on if the folder was deleted during the training."""
+        require(
+            self.recipe.is_file(),
+            f"{self.path} was deleted or moved while the run wrote to it: it cannot be continued; "
+            "start the training again, or move the folder back and use --resume",
+        )
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Say so, once, if errors of the block come from the folder's deletion."""
+        told = threading.excepthook
+
+        def tell(error: threading.ExceptHookArgs) -> None:
+            if self.recipe.is_file():  # else it is a thread that writes there, as TensorBoard has
+                told(error)
+
+        threading.excepthook = tell
+        try:
+            yield
+        except (UserError, OSError):
+            self.check_present()
+            raise
+        finally:
+            threading.excepthook = told
 
     def _is_free(self) -> bool:
         """Take the folder, and return whether no other process has, or has begun a run in it."""

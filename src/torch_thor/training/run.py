@@ -5,7 +5,7 @@ Then what is trained is used.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ def run_recipe(
                 folder.claim(recipe, resume, overwrite)
         path = ranks.broadcast(folder.path)  # a new run's, if another took the name meanwhile
         folder = folder if ranks.first else RunFolder(path)
-        with listening() as stops:
+        with listening() as stops, folder.present() if ranks.first else nullcontext():
             for name in recipe.optimizer:
                 # no other reference is kept, so that a finished run is freed before the next one is
                 # built
@@ -150,8 +150,8 @@ def run_recipe(
                 )
                 _train(*begun, folder, console, profile, stops)
                 del begun
-        if ranks.first:
-            report(folder, recipe, task, console)
+            if ranks.first:
+                report(folder, recipe, task, console)
 
 
 def _begin(
@@ -186,7 +186,12 @@ def _train(
             with suppress(OSError):  # of which the next checkpoint tells
                 # after its last checkpoint a process may have been killed
                 settle(folder.checkpoints(run.name), run)
-    saver = Saver(folder.checkpoints(run.name), lambda: own[0].offset())
+
+    def offset_now() -> int:
+        folder.check_present()  # a checkpoint would make a new folder, without what was in it
+        return int(own[0].offset())
+
+    saver = Saver(folder.checkpoints(run.name), offset_now)
     # one that profiles is the last: others are not in its table
     train(run, [*own[:1], saver, *own[1:]], stops=stops)
 
