@@ -14,7 +14,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from torch_thor import __version__
-from torch_thor.cores import allowed_cores
+from torch_thor.training.cores import allowed_cores
 from torch_thor.training.errors import StoppedError, require
 from torch_thor.training.printing import cell, is_first_rank, print_message, printer
 

@@ -28,7 +28,7 @@ from typing import Any
 from torch_thor.bench.golden import is_stale, numbers_of
 from torch_thor.bench.machine import provenance
 from torch_thor.bench.stores import Lines, key_of
-from torch_thor.cores import allowed_cores
+from torch_thor.training.cores import allowed_cores
 from torch_thor.training.errors import first_line, require
 
 FOLDER = Path("benchmarks")

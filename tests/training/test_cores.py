@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from torch_thor import commands
-from torch_thor.cores import allowed_cores
-from torch_thor.training.text import prepare
+from command_line import call
+from torch_thor.training.cores import allowed_cores
 
 
 def test_they_are_those_of_the_process_not_of_the_machine(monkeypatch):
@@ -17,10 +16,13 @@ def test_they_are_those_of_the_process_not_of_the_machine(monkeypatch):
     assert allowed_cores() == 64
 
 
-@pytest.mark.parametrize(("given", "used"), [(None, 2), (3, 3), (0, 0)])
-def test_prepare_starts_as_many_workers(monkeypatch, tmp_path, given, used):
+@pytest.mark.parametrize(("given", "used"), [((), 2), (("--workers", 3), 3), (("--workers", 0), 0)])
+def test_prepare_starts_as_many_workers(monkeypatch, capsys, tmp_path, given, used):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
     found = []
-    monkeypatch.setattr(prepare, "prepare", lambda *_, **options: found.append(options["workers"]))
-    commands.prepare_text(["python"], tmp_path, workers=given)
+    monkeypatch.setattr(
+        "torch_thor.training.text.prepare.prepare",
+        lambda *_, **options: found.append(options["workers"]),
+    )
+    call(monkeypatch, capsys, "prepare", "python", "--out", tmp_path, *given)
     assert found == [used]  # 0 is refused there
