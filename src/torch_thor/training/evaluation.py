@@ -12,7 +12,6 @@ from torch_thor.training.parallel import Ranks, agreed, release, share_buffers
 from torch_thor.training.tasks.task import Task
 
 
-@torch.no_grad()
 def evaluate(
     task: Task, model: nn.Module, ranks: Ranks, stops: Collection[int] = ()
 ) -> dict[str, float] | None:
@@ -35,6 +34,15 @@ def evaluate(
         UnreadableError: If too many samples cannot be read, or an `ElsewhereError` if those of
             another process; it is raised on all processes at the end.
     """
+    found = counted(task, model, ranks, stops)
+    return None if found is None else found[0]
+
+
+@torch.no_grad()
+def counted(
+    task: Task, model: nn.Module, ranks: Ranks, stops: Collection[int] = ()
+) -> tuple[dict[str, float], int] | None:
+    """Evaluate as `evaluate` does, and count the loss terms, such as the images that were read."""
     means = [metric for metric in task.metrics if metric.derived is None]
     names = list(
         dict.fromkeys(name for one in means for name in (one.name, one.over) if name is not None)
@@ -75,7 +83,8 @@ def evaluate(
         one.name: totals[one.name] / (total if one.over is None else totals[one.over])
         for one in means
     }
-    return {
+    metrics = {
         one.name: found[one.name] if one.derived is None else one.derived(found)
         for one in task.metrics
     }
+    return metrics, total

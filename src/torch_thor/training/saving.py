@@ -219,6 +219,7 @@ def _write(
         "step": run.step,
         "optimizer": run.name,
         "tokenizer": getattr(run.task, "tokenizer_checksum", None),
+        "data": dict(getattr(run.task, "data_checksums", {})),
         "offset": offset,
         "sha256": {path.name: sha256(path) for path in sorted(folder.iterdir())},
     }

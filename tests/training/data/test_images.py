@@ -186,6 +186,18 @@ def test_a_file_without_a_suffix_that_cannot_be_opened_is_an_error(tree, monkeyp
     refused(tree, r"digit/none cannot be listed \(Permission denied\), .*: repair or remove it")
 
 
+def test_class_names_that_look_the_same_are_told_apart(tree):
+    for split, name in (("train", "caf\u00e9"), ("val", "cafe\u0301")):
+        shutil.copytree(tree / split / "digit", tree / split / name)
+    for split in ("train", "val"):
+        shutil.copytree(tree / split / "digit", tree / split / "\u00e9l\u00e9phant")  # of both
+    shutil.copytree(tree / "val/digit", tree / "val/\u00e0ne")
+    said = (
+        r"class folders cafe\u0301 \(Unicode form NFD\), caf\u00e9 \(Unicode form NFC\), \u00e0ne: "
+    )
+    refused(tree, said)
+
+
 def test_links_that_lead_elsewhere_are_followed(tree, tmp_path):
     (tree / "val/china").rename(tmp_path / "elsewhere")
     (tree / "val/china").symlink_to(tmp_path / "elsewhere", target_is_directory=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from torch_thor.torch_internals import tree_leaves, tree_map
+from torch_thor.training.cores import allowed_cores
 from torch_thor.training.errors import UnreadableError, UserError, first_line, require
 from torch_thor.training.parallel import Ranks
 
@@ -203,9 +204,7 @@ def loaded(
 
 def warn_of_workers(count: int, say: Callable[[str], None]) -> None:
     """Say a line if this machine's training processes together have more workers than cores."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = allowed_cores()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if count * processes > cores:
         say(

@@ -8,10 +8,13 @@ every other file is an image if Pillow knows its content.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unicodedata import is_normalized
+from unicodedata import normalize as normalize_text
 from urllib.error import URLError
 
 import numpy as np
@@ -187,8 +190,8 @@ def _open_folders(
         require(
             not different,
             f"{data.folder()}: only one of {folders[0].name} and {folders[1].name} has the class "
-            f"folders {_some(different)}: labels are numbered in their sorted order, so both must "
-            "have the same classes",
+            f"folders {_some(_told_apart(different))}: labels are numbered in their sorted order, "
+            "so both must have the same classes",
         )
         used = found if train else found[-1:]
         parts = [_list(folder, classes[0], left, say) for folder, left in used]
@@ -290,6 +293,21 @@ def _holds_an_image(top: str, name: str) -> bool:
     _refuse_a_link_to_nothing(path)
     # opening a pipe waits for its writer
     return path.is_file() and is_image(path)
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Say how accents are encoded in names that look the same, and sort these side by side."""
+    shown = {name: normalize_text("NFC", name) for name in names}
+    often = Counter(shown.values())
+    return [
+        f"{name} ({_encoding(name)})" if often[shown[name]] > 1 else name
+        for name in sorted(names, key=lambda name: (shown[name], name))
+    ]
+
+
+def _encoding(name: str) -> str:
+    forms = [form for form in ("NFC", "NFD") if is_normalized(form, name)]
+    return f"Unicode form {forms[0]}" if forms else "neither Unicode form NFC nor NFD"
 
 
 def _some(names: Sequence[str]) -> str:

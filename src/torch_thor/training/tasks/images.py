@@ -12,7 +12,7 @@ so that the reference form, that of THOR's reference trainings, with s is torch'
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch_thor.training.data.batches import (
     smallest_part,
     training_keys,
 )
+from torch_thor.training.data.checksums import names_checksum, values_checksum
 from torch_thor.training.data.small import load_images
 from torch_thor.training.errors import require
 from torch_thor.training.models.library import build_model, check_fits, check_name
@@ -123,6 +124,15 @@ class ImageClassification:
             "one: lower it, or use smoothing_form=torch",
         )
 
+    @cached_property
+    def data_checksums(self) -> Mapping[str, str]:
+        """The checksums of the images, by part: of the names of files, or else of the labels."""
+        return {
+            part: _checksum(images)
+            for part, images in (("training", self.train), ("evaluation", self.test))
+            if images is not None
+        }
+
     def model(self) -> nn.Module:
         """Build the network, in channels_last, which makes convolutions faster on CPUs too."""
         shape = self.recipe.data.image_shape
@@ -202,3 +212,10 @@ class ImageClassification:
             "top1": (scores.argmax(dim=1) == labels).sum(),
             "top5": best.sum(),
         }
+
+
+def _checksum(images: Any) -> str:
+    paths = getattr(getattr(images, "source", None), "paths", None)
+    if paths is not None:
+        return names_checksum(paths)
+    return values_checksum(images[1] if isinstance(images, list) else images.labels)

@@ -126,6 +126,12 @@ class MaskedLM:
         """The SHA-256 of the file of the tokenizer."""
         return self._held_out.corpus.tokenizer_checksum
 
+    @property
+    def data_checksums(self) -> Mapping[str, str]:
+        """The checksums of the files of the corpus, by part."""
+        makers = {"training": next(iter(self._train.values()), None), "evaluation": self._held_out}
+        return {part: maker.corpus.checksum for part, maker in makers.items() if maker is not None}
+
     def tokenizer(self) -> Any:
         """Return the tokenizer as a `PreTrainedTokenizerFast` of transformers."""
         from transformers import PreTrainedTokenizerFast
