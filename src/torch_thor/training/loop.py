@@ -222,15 +222,18 @@ def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] 
 
 def _end_step(run: Run, observers: Sequence[Observer], fault: UserError | None) -> None:
     """Evaluate if it is time, let observers save, and only then raise what ends the training."""
+    # `fault` is that of the next batch, which a training that has met its target does not need
+    unevaluated: UserError | None = None
     if run.evaluates:
         try:
             _evaluate(run)
         except (UnreadableError, ElsewhereError) as error:
-            fault = error
+            unevaluated = error
         else:
             assert run.score is not None
             for observer in observers:
                 observer.evaluation(run, run.score)
+    fault = unevaluated or (None if run.done else fault)
     run.stopping = run.stopping or fault is not None
     try:
         for observer in observers:
