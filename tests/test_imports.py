@@ -33,9 +33,9 @@ COMMAND_LINE = "torch_thor.cli:main"
 # Each package may import itself and those before it. Files are written with errors that a user
 # reads.
 LAYERS = (
-    "lazy", "torch_internals", "training.errors", "files", "plain", "intervals", "schedules",
-    "curvature", "capture", "distributed", "optim", "split", "trainers", "training", "tools",
-    "bench", "commands", "cli",
+    "lazy", "torch_internals", "training.errors", "training.printing", "files", "plain",
+    "intervals", "schedules", "curvature", "capture", "distributed", "optim", "split", "trainers",
+    "training", "tools", "bench", "commands", "cli",
 )  # fmt: skip
 # The package that each public name is from.
 HOMES = {

@@ -248,6 +248,12 @@ def test_what_cannot_be_read_ends_a_training_after_its_checkpoint(tmp_path, task
     assert saving_until(tmp_path, Failing(**task), Ranks()) == (said, steps)
 
 
+def test_a_batch_that_a_training_at_its_target_does_not_need_may_be_broken():
+    run = started(task=Failing(batch=4), eval_interval=3, stop_at=100)
+    train(run)
+    assert (run.step, run.done) == (3, True)
+
+
 def test_what_one_process_cannot_read_ends_all_after_their_checkpoint(pool, tmp_path):
     for number, (task, said, steps) in enumerate(FAULTS):
         found = pool.run(2, tmp_path, failing_on, tmp_path / f"{number}", task)

@@ -229,14 +229,17 @@ def _finish_step(
     run: Run, observers: Sequence[Observer], stops: Sequence[int], fault: UserError | None = None
 ) -> None:
     """Evaluate if it is time, let observers save, and only then raise what ends the training."""
+    # `fault` is that of the next batch, which a training that has met its target does not need
+    stopped: UserError | None = None
     if run.unevaluated:
         try:
             score = _evaluate(run, stops)
         except (UnreadableError, ElsewhereError) as error:
-            score, fault = None, error
+            score, stopped = None, error
         if score is not None:
             for observer in observers:
                 observer.evaluation(run, score)
+    fault = stopped or (None if run.done else fault)
     run.stopping = run.stopping or fault is not None
     try:
         for observer in observers:

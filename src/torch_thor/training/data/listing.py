@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 # Folders and files that systems and programs put beside those of a user, in lower case: of macOS,
-# Synology, QNAP, Windows, Linux and Python. Hidden ones, as AppleDouble's
-# ._photo.jpg, need no list.
+# Synology, QNAP, Windows, Linux and Python. Hidden ones, as AppleDouble's ._photo.jpg, need no
+# list.
 _MADE = {
     "__macosx", "icon\r", "@eadir", "@tmp", "#recycle", "#snapshot", "@recycle",
     "@recently-snapshot", "thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini",
