@@ -49,7 +49,7 @@ class Checkpoint:
     step: int
     optimizer: str
     tokenizer: str | None  # the SHA-256 of that of the training data, if they have one
-    data: Mapping[str, str]  # the checksums of training and evaluation data, where a task has any
+    data: Mapping[str, str]  # the checksums of training data and other files, where a task has any
     offset: int  # the length in bytes of the run's `metrics.jsonl` at the step
 
     @property
@@ -96,8 +96,8 @@ class Checkpoint:
         changed = self.other_data(task)
         require(
             not changed,
-            f"the {' and '.join(changed)} data are not those that the run of {self.path} began "
-            "with: files were added, removed, renamed or prepared again, or data.root is another "
+            f"the {' and the '.join(changed)} are not those that the run of {self.path} began "
+            "with: files were added, removed, renamed or changed, or data.root is another "
             "folder; restore them, give their folder as data.root=FOLDER, or start another run "
             "with --out",
         )

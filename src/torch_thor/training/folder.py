@@ -26,6 +26,7 @@ from filelock import BaseFileLock, Timeout
 from torch_thor.files import REMAINS, check_place, locked, write_text, writing
 from torch_thor.training.checkpoint import PREFIX, newest
 from torch_thor.training.errors import DamagedCheckpointError, UserError, require
+from torch_thor.training.models.bert import CONFIGURATION
 from torch_thor.training.optimizers import OPTIMIZERS, settings_of
 from torch_thor.training.origin import ORIGIN, Origin, store_origin, stored_origin
 from torch_thor.training.recipe import FREE_ON_RESUME, Recipe
@@ -215,7 +216,9 @@ class RunFolder:
         )
         if resume:
             _check_epochs(begun, recipe)
-            changed = differences(begun, recipe, FREE_ON_RESUME)
+            # a configuration file may have been moved: the checkpoint has its checksum
+            files = all(one.model.endswith(CONFIGURATION) for one in (begun, recipe))
+            changed = differences(begun, recipe, (*FREE_ON_RESUME, *["model"] * files))
             free = [line for line in differences(begun, recipe) if line not in changed]
             require(
                 not changed,

@@ -240,14 +240,13 @@ def evaluate_saved(
             with agreed(ranks):
                 task = open_task(recipe, ranks.device, say, train=False)
                 saved.check_tokenizer(task)
-                if recipe.data.name == saved.recipe.data.name and "evaluation" in saved.other_data(
-                    task
-                ):
+                model = task.model().to(ranks.device)
+                same_set = recipe.data.name == saved.recipe.data.name
+                if same_set and "evaluation data" in saved.other_data(task):
                     say(
                         f"{saved.path}: the evaluation data are not those of the training: files "
                         "were added, removed or renamed, or data.root is another folder"
                     )
-                model = task.model().to(ranks.device)
             for averages in (False, True) if saved.has_average else (False,):
                 with agreed(ranks):
                     saved.load_weights(model, averaged=averages)
@@ -265,9 +264,11 @@ def evaluate_saved(
 
 def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
     """The recipe to evaluate a checkpoint with."""
+    # the file of a network may have been moved; its weights must fit
+    moved = ("model",) if saved.recipe.model.endswith(CONFIGURATION) else ()
     for key in (word.partition("=")[0] for word in words):
         require(
-            key.split(".")[0] in CHANGEABLE,
+            key.split(".")[0] in (*CHANGEABLE, *moved),
             f"{key} cannot be changed for an evaluation, only {', '.join(CHANGEABLE)} and the keys "
             f"inside data can: leave {key} out",
         )

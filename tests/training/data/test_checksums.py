@@ -38,12 +38,12 @@ def test_images_are_known_by_their_names_in_any_folder(tmp_path):
         checksums(*FILES, f"data.root={tmp_path / name}") for name in ("one", "far/two")
     )
     assert before == moved
-    assert before["training"] != before["evaluation"]
+    assert before["training data"] != before["evaluation data"]
     file = next((tmp_path / "one/val/china").iterdir())
     file.rename(file.with_name("another.jpg"))
     after = checksums(*FILES, f"data.root={tmp_path / 'one'}")
-    assert after["training"] == before["training"]
-    assert after["evaluation"] != before["evaluation"]
+    assert after["training data"] == before["training data"]
+    assert after["evaluation data"] != before["evaluation data"]
 
 
 def test_sets_in_memory_are_known_by_their_values():

@@ -307,6 +307,20 @@ def test_what_is_no_corpus_or_no_configuration_is_refused(words, task, tmp_path)
             opened(words, f"model={tmp_path}/config.json").model()
 
 
+def test_a_corpus_and_a_configuration_are_known_by_their_content(words, tmp_path):
+    known = opened(words).data_checksums
+    assert set(known) == {"training data", "evaluation data"}
+    assert opened(words, train=False).data_checksums == {
+        "evaluation data": known["evaluation data"]
+    }
+    found = []
+    for name, content in (("one", "{}"), ("two", "{}"), ("three", '{"a": 1}')):
+        (tmp_path / f"{name}.json").write_text(content)
+        found.append(opened(words, f"model={tmp_path}/{name}.json").data_checksums)
+        assert known.items() < found[-1].items()
+    assert found[0] == found[1] != found[2]
+
+
 def test_a_damaged_corpus_is_refused_by_what_reads_it(tmp_path):
     write_corpus(tmp_path / "corpus", write_texts(tmp_path / "texts"), pieces=PIECES)
     words = [

@@ -50,8 +50,8 @@ class Autoencoder:
     ) -> None:
         (images, labels), (test, test_labels) = load_images(recipe.data)
         self.data_checksums = {
-            "training": values_checksum(labels),
-            "evaluation": values_checksum(test_labels),
+            "training data": values_checksum(labels),
+            "evaluation data": values_checksum(test_labels),
         }
         low, high = images.min(), images.max()
         self.train, self.test = (

@@ -48,8 +48,8 @@ class CharLM:
     ) -> None:
         self.train, test = (codes.to(device) for codes in load_characters())
         self.data_checksums = {
-            "training": values_checksum(self.train),
-            "evaluation": values_checksum(test),
+            "training data": values_checksum(self.train),
+            "evaluation data": values_checksum(test),
         }
         self.test = windows(test, torch.arange(0, len(test) - CONTEXT - 1, CONTEXT, device=device))
         self.recipe, self.samples = recipe, len(self.train) // CONTEXT

@@ -129,7 +129,7 @@ class ImageClassification:
         """The checksums of the images, by part: of the names of files, or else of the labels."""
         return {
             part: _checksum(images)
-            for part, images in (("training", self.train), ("evaluation", self.test))
+            for part, images in (("training data", self.train), ("evaluation data", self.test))
             if images is not None
         }
 

@@ -32,7 +32,7 @@ from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe import Recipe
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
-from torch_thor.training.text.corpus import HELD_OUT, TOKENIZER, TRAIN, Corpus
+from torch_thor.training.text.corpus import HELD_OUT, TOKENIZER, TRAIN, Corpus, sha256
 from torch_thor.training.text.pairs import PairMaker
 
 EVALUATION_BATCH = 32  # number of examples in a batch
@@ -128,9 +128,13 @@ class MaskedLM:
 
     @property
     def data_checksums(self) -> Mapping[str, str]:
-        """The checksums of the files of the corpus, by part."""
-        makers = {"training": next(iter(self._train.values()), None), "evaluation": self._held_out}
-        return {part: maker.corpus.checksum for part, maker in makers.items() if maker is not None}
+        """The checksums of the files of the corpus, and of the network's configuration."""
+        found = {"evaluation data": self._held_out.corpus.checksum}
+        for maker in self._train.values():
+            found["training data"] = maker.corpus.checksum
+        if self.recipe.model.endswith(bert.CONFIGURATION):
+            found["network's settings"] = sha256(Path(self.recipe.model))
+        return found
 
     def tokenizer(self) -> Any:
         """Return the tokenizer as a `PreTrainedTokenizerFast` of transformers."""
