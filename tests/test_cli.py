@@ -151,6 +151,7 @@ def test_a_target_a_profile_and_averages(run, tmp_path):
     assert code == 0
     plain, averaged = json.loads(out)
     assert [one["averaged"] for one in (plain, averaged)] == [False, True]
+    assert plain["images"] == averaged["images"] == 359
     assert (plain["step"], plain["optimizer"], Path(plain["path"]).name) == (
         30,
         "thor",
@@ -177,7 +178,7 @@ def test_a_target_a_profile_and_averages(run, tmp_path):
         (["train", "digits", "optimizer=thor", "damping=0"], "damping"),
         (
             ["train", "fashion-mnist", "data.root=nowhere", "data.download=false"],
-            "Fashion-MNIST is not in nowhere",
+            "Fashion-MNIST is not in /",
         ),
         (["train", "digits", "batch_size=5000"], "batch_size=5000 is larger"),
         (["train", "device=gpu7"], "device=gpu7"),

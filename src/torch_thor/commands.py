@@ -4,7 +4,6 @@ Each imports what it needs when it runs, so that --help is fast.
 """
 
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from torch_thor import __version__
+from torch_thor.training.cores import allowed_cores
 from torch_thor.training.errors import StoppedError, require
 from torch_thor.training.printing import cell, is_first_rank, print_message, printer
 
@@ -79,7 +79,7 @@ def train(
 
     - `torch-thor train digits optimizer=thor,adamw epochs=3 schedule.kind=linear --out runs/mine`
     """  # noqa: DOC501  # it is the help
-    from torch_thor.training.recipes import load_recipe, override, recipe_list
+    from torch_thor.training.recipes import load_recipe, recipe_list
 
     console = Console()
     if list_recipes:
@@ -92,6 +92,7 @@ def train(
             )
         return
     from torch_thor.training.folder import RunFolder
+    from torch_thor.training.origin import read_origin
     from torch_thor.training.run import run_recipe
 
     names = [word for word in words or [] if "=" not in word]
@@ -101,13 +102,16 @@ def train(
     )
     name, overrides = (names or [FIRST_RECIPE])[0], [word for word in words or [] if "=" in word]
     path = Path("runs") / Path(name).stem
-    folder = RunFolder(out) if out else RunFolder.named(path, resume=resume, overwrite=overwrite)
+    # a run that continues may be that of any recipe, if none is named
+    origin = None if resume and not names else read_origin(name)
+    folder = (
+        RunFolder(out, origin)
+        if out
+        else RunFolder.named(path, origin, resume=resume, overwrite=overwrite)
+    )
     stored = folder.stored() if resume else None
-    if stored is not None and (not names or load_recipe(name).name == stored.name):
-        # keys that are not overridden keep the values of the run
-        recipe = override(stored, overrides)
-    else:
-        recipe = load_recipe(name, overrides)
+    # keys that are changed nowhere keep the values of the run
+    recipe = load_recipe(name, overrides) if stored is None else folder.continued(stored, overrides)
     try:
         run_recipe(recipe, folder, console, resume=resume, overwrite=overwrite, profile=profile)
     except StoppedError as stop:
@@ -144,7 +148,14 @@ def evaluate(
     scores = evaluate_saved(path, words or [], print_message)
     if as_json and is_first_rank():
         own = ("optimizer", "averaged", "step", "path")
-        rows = [{**{key: getattr(one, key) for key in own}, **one.values} for one in scores]
+        rows = [
+            {
+                **{key: getattr(one, key) for key in own},
+                one.unit.replace(" ", "_"): one.number,
+                **one.values,
+            }
+            for one in scores
+        ]
         typer.echo(json.dumps(rows, indent=2, default=str))
     if as_json or not is_first_rank():
         return
@@ -178,7 +189,7 @@ def prepare_text(
     seed: Annotated[int, Option(help="Seed of the choice of these documents.")] = 0,
     language: Annotated[str, Option(help="Language code, for the rules of sentence ends.")] = "en",
     workers: Annotated[
-        int | None, Option(help="Number of processes (default: one per core).")
+        int | None, Option(help="Number of processes (default: one per core that it may use).")
     ] = None,
     max_faults: Annotated[
         float, Option(help="Largest fraction of documents that may be unreadable.")
@@ -199,7 +210,7 @@ def prepare_text(
         sources, out, vocab_size=vocab_size, lowercase=not cased,
         lengths=_numbers("--seq-len", seq_len), seed=seed,
         held_out=held_out, language=language, tokenizer=tokenizer,
-        workers=workers or os.cpu_count() or 1,
+        workers=allowed_cores() if workers is None else workers,
         max_faults=max_faults, console=Console(),
     )  # fmt: skip
 

@@ -4,19 +4,81 @@ They are flushed to the disk before they are renamed.
 
 A process that is killed while it writes leaves a file of a name that begins with `REMAINS`; the
 next process that writes the same file or folder replaces it.
+
+Not every file system can do what others do (network shares, FUSE): what is for safety or comfort
+alone is left out there, and said once.
 """
 
+import errno
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
+
+from filelock import BaseFileLock, FileLock, SoftFileLock
 
 from torch_thor.training.errors import UserError, require
+from torch_thor.training.printing import print_message
 
 REMAINS = ".writing-"  # the prefix of the names of incomplete files and folders
-MAKE_ROOM = "free some disk space, then continue with --resume"
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NOT_OFFERED = {
+    errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EBADF,
+    errno.EPERM, errno.EACCES,
+}  # fmt: skip
+_told: set[str] = set()
+
+
+def remedy_for(error: BaseException) -> str:
+    """Return what to do about a file that cannot be written."""
+    is_full = getattr(error, "errno", None) in _FULL
+    first = "free some disk space" if is_full else "check the path, its permissions and its disk"
+    return f"{first}, then continue with --resume"
+
+
+@contextmanager
+def if_offered(what: str) -> Iterator[None]:
+    """Leave out of the block what the file system does not offer, and say so once."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED:
+            raise
+        if what not in _told:
+            _told.add(what)
+            reason = error.strerror or error
+            print_message(f"this file system cannot {what} ({reason}): the work goes on without it")
+
+
+def locked(path: Path) -> BaseFileLock:
+    """Return the lock of a file, held, in a way that the file system offers.
+
+    It is free again when this process ends, however it ends.
+
+    Raises:
+        Timeout: If another process holds it.
+    """
+    kind: type[BaseFileLock] = SoftFileLock  # its file names the process, which may have died
+    with if_offered("lock files"):
+        _lock_and_release(path.parent)
+        kind = FileLock
+    # filelock releases the lock in forked children, so a worker that outlives its parent does not
+    # hold it
+    lock = kind(path, blocking=False)
+    lock.acquire()
+    return lock
+
+
+def _lock_and_release(folder: Path) -> None:
+    """Raise the error of a file system that cannot lock files."""
+    with suppress(ImportError):  # of Windows, where files are locked in another way
+        import fcntl
+
+        with TemporaryFile(dir=folder, prefix=REMAINS) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextmanager
@@ -83,22 +145,23 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
 
 def flush(path: Path) -> None:
     """Wait until a file, or the list of the files of a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with if_offered("flush folders to the disk") if path.is_dir() else nullcontext():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
-def writing(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
+def writing(path: Path, remedy: str | None = None) -> Iterator[None]:
     """Convert an `OSError` of the block into a `UserError` with path, reason and remedy."""
     # Such an error is that of a full disk, for example.
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{path} cannot be written ({error.strerror or error}): {remedy}"
+            f"{path} cannot be written ({error.strerror or error}): {remedy or remedy_for(error)}"
         ) from error
 
 

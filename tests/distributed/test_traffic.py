@@ -20,7 +20,12 @@ from torch_thor.tools.traffic import (
     laid_out,
 )
 
-NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast")
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+NAMES = {GATHER: GATHER, SCATTER: SCATTER, "all_reduce": "all_reduce", "broadcast": "broadcast"}
+# where torch has newer names, the older ones warn, and are not used
+NEW = {"all_gather_single": GATHER, "reduce_scatter_single": SCATTER}
+if hasattr(dist, "all_gather_single"):
+    NAMES = {name: old for name, old in {**NAMES, **NEW}.items() if name not in NEW.values()}
 DIVIDED = {"distributed": {"divide_curvature": True}}
 
 
@@ -58,9 +63,9 @@ def sent(rank, world, way, make=network, turn=2**23, **options):
 
     def recorded(optimizer):
         with contextlib.ExitStack() as stack:
-            for name in NAMES:
+            for name, known in NAMES.items():
                 stack.enter_context(
-                    mock.patch.object(dist, name, recording(name, getattr(dist, name)))
+                    mock.patch.object(dist, name, recording(known, getattr(dist, name)))
                 )
             optimizer.step()
 

@@ -350,6 +350,7 @@ def test_sizes_that_do_not_fit_are_refused_when_an_optimizer_is_made(sizes, rule
         (nn.LayerNorm(12), "LayerNorm"),
         (nn.BatchNorm1d(12), "BatchNorm1d"),
         (nn.Conv2d(4, 12, 3, groups=2), "Conv2d"),
+        (nn.ConvTranspose1d(4, 12, 3, groups=2), "ConvTranspose1d"),
         (nn.Bilinear(4, 5, 12), "Bilinear"),
         (nn.MultiheadAttention(12, 2), "MultiheadAttention"),
         (nn.LSTM(5, 3), "LSTM"),
@@ -401,6 +402,24 @@ def test_a_declaration_that_an_optimizer_would_not_follow_is_refused():
     del optimizer
     split_rows(model[0], 3)
     assert matrices(model)["0.weight"] == THIRDS
+
+
+@pytest.mark.filterwarnings("ignore:ThorMuon, step")
+def test_sizes_that_do_not_fit_change_no_step_of_an_optimizer_that_exists():
+    """Not even where the optimizer looks at the model anew."""
+    model, twin = twelve(), twelve()
+    for one in (model, twin):
+        split_rows(one[0], 3)
+        optimizer = ThorMuon(one)
+        train(one, optimizer, STREAM[:2])
+        if one is model:
+            split_rows(model[0], (4, 4))
+        one[2] = nn.Linear(12, 3).double()
+        one[2].load_state_dict(twelve()[2].state_dict())
+        assert told(train, one, optimizer, STREAM[2:])
+    assert_same(weights(model), weights(twin))
+    with pytest.raises(ValueError, match="must add up to its 12 outputs"):
+        ThorMuon(model)
 
 
 def test_a_layer_that_is_replaced_brings_its_declaration():

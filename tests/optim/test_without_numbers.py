@@ -138,9 +138,12 @@ def on_cpu():
     return find
 
 
+# fake tensors are slow
+PAIRS = [(n, p) for n in OPTIMIZERS for p in PLACES if p != "fake" or n in ("THOR", "ThorMuon")]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "place"), PAIRS)
 def test_the_state_is_that_of_a_real_step(name, place, on_cpu):
     *found, devices = trained(OPTIMIZERS[name], *PLACES[place])
     *expected, _ = on_cpu(name)

@@ -75,7 +75,12 @@ def test_samples_are_normalised_crops_of_the_images_of_a_folder(tmp_path):
     for number in range(6):
         (tmp_path / f"{number}").mkdir()
         Image.new("RGB", (9, 7), (40 * number, 7, 255)).save(tmp_path / f"{number}" / "one.png")
-    images, source = sample_images(4, 5, tmp_path, 1)
+        (tmp_path / f"{number}" / "._one.png").write_bytes(b"no image")
+    said = []
+    images, source = sample_images(4, 5, tmp_path, 1, said.append)
+    assert said == [
+        f"{tmp_path}: left out of its files and folders: 6 hidden or made by programs (._* 6)"
+    ]
     assert images.shape == (4, 3, 5, 5)
     assert source == f"crops of 4 images of {tmp_path}"
     mean, std = (

@@ -154,7 +154,7 @@ def harm(path, kind):
 def test_round_trip(trained, tmp_path):
     path = save(tmp_path, trained, 2)
     saved = newest(tmp_path, pytest.fail)
-    assert saved == Checkpoint(path, 2, "thor", None, 7)
+    assert saved == Checkpoint(path, 2, "thor", None, {}, 7)
     assert to_yaml(saved.recipe) == to_yaml(trained.recipe)
     assert {file.name for file in path.iterdir()} == {*FILES}
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1

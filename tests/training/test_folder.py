@@ -4,6 +4,8 @@ nothing.
 
 import io
 import os
+import shutil
+import threading
 
 import noisy
 import pytest
@@ -139,6 +141,66 @@ def test_two_writers(run, tmp_path):
         with pytest.raises(UserError, match="is in use by process"):
             other.claim(RECIPE, resume=False, overwrite=True)
     assert one.stored() == RECIPE
+
+
+def test_starts_at_the_same_moment_get_folders_of_their_own(tmp_path):
+    place = tmp_path / "runs/noisy"
+    one, two, three, four = (RunFolder.named(place) for _ in range(4))
+    assert one.path == two.path == three.path == place
+    with one.locked(), two.locked():
+        for folder in (one, two):
+            assert not folder.admit(RECIPE, False, False)
+            folder.claim(RECIPE, resume=False, overwrite=False)
+        # one is refused no run, and takes no other's: neither before it is admitted nor after
+        with three.locked():
+            assert not three.admit(RECIPE, False, False)
+            three.claim(RECIPE, resume=False, overwrite=False)
+    run_recipe(RECIPE, four, SILENT)  # the others have ended
+    names = [folder.path.name for folder in (one, two, three, four)]
+    assert names == ["noisy", "noisy-2", "noisy-3", "noisy-4"]
+    assert all(folder.stored() == RECIPE for folder in (one, two, three, four))
+
+
+def test_a_restarted_job_finds_its_run_among_later_ones(tmp_path, monkeypatch):
+    folders = []
+    for job in ("first", "second"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        folders.append(RunFolder.named(tmp_path / "noisy"))
+        with folders[-1].locked():
+            folders[-1].claim(RECIPE, resume=False, overwrite=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert RunFolder.named(tmp_path / "noisy").path == folders[0].path
+
+
+@pytest.mark.parametrize("evaluation", [1, 2])  # the second is the last step's
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_folder_that_is_deleted_ends_its_run_in_one_line(
+    tmp_path, monkeypatch, evaluation, moved
+):
+    class Deleting(noisy.Noisy):
+        held_outs = 0
+
+        def held_out(self, ranks):
+            self.held_outs += 1
+            if self.held_outs == evaluation:
+                (tmp_path / "run").rename(tmp_path / "away")
+                if not moved:
+                    shutil.rmtree(tmp_path / "away")
+            return super().held_out(ranks)
+
+    monkeypatch.setattr(running, "open_task", lambda *_, **options: Deleting())
+    said = []  # by threads
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    with pytest.raises(UserError, match=r"run was deleted or moved .*: start|move .* back and use"):
+        run_recipe(RECIPE, RunFolder(tmp_path / "run"), SILENT)
+    assert said == []
+    assert threading.excepthook == said.append
+    assert not any((tmp_path / "run").rglob("step-*"))  # nothing is begun in its place
+    if moved:
+        (tmp_path / "away").rename(tmp_path / "run")
+        monkeypatch.setattr(running, "open_task", lambda *_, **options: noisy.Noisy())
+        run_recipe(RECIPE, RunFolder(tmp_path / "run"), SILENT, resume=True)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "not utf-8"])

@@ -20,12 +20,14 @@ from torch import nn
 from tiny import assert_same
 from torch_thor import THOR
 from torch_thor.training import loop
-from torch_thor.training.errors import DivergedError, UserError
+from torch_thor.training.checkpoint import newest
+from torch_thor.training.errors import DivergedError, UnreadableError, UserError
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.loop import Record, split, train
 from torch_thor.training.observers import Metrics
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.progress import Lines
+from torch_thor.training.saving import Saver
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # where the pool of processes is
 
@@ -163,7 +165,7 @@ def test_waiting_for_data_is_not_waiting_for_processes_and_a_batch_without_terms
         UserError, match=r"the batch of step 6 has no loss term on a process: .* raise batch_size"
     ):
         train(run, [record])
-    assert [(point.waited, point.duration) for point in record.points] == [(1, 11)] * 4
+    assert [(point.waited, point.duration) for point in record.points] == [(1, 11)] * 5
 
 
 def noted(calls, name, really, *given, **options):
@@ -191,12 +193,82 @@ def counted(rank, world):
 
 
 def test_one_all_reduce_a_step_beside_that_of_the_gradients(pool, tmp_path):
-    try:  # one more before the first step; the evaluation gathers
-        assert (
-            pool.run(2, tmp_path, counted) == [["all_reduce"] * (1 + 8) + ["all_gather_object"]] * 2
-        )
+    try:  # one more before the first step, and whether it can be read; the evaluation gathers twice
+        gather = "all_gather_object"
+        expected = [gather, *["all_reduce"] * (1 + 8), gather, gather]
+        assert pool.run(2, tmp_path, counted) == [expected] * 2
     finally:
         pool.kill()  # with what was changed there
+
+
+class Failing(Padded):
+    """The batch of a step, or an evaluation, cannot be read on the last process."""
+
+    def __init__(self, batch=None, evaluation=None):
+        super().__init__()
+        self.fails, self.left = batch, evaluation
+
+    def batches(self, ranks, start):
+        for batch in super().batches(ranks, start):
+            if self.read + 1 == self.fails and ranks.rank == ranks.world - 1:
+                raise UserError(f"batch {self.fails} is broken")
+            yield batch
+
+    def held_out(self, ranks):
+        yield from super().held_out(ranks)
+        self.left = self.left and self.left - 1
+        if self.left == 0 and ranks.rank == ranks.world - 1:
+            raise UnreadableError("the evaluation is broken")
+
+
+def saving_until(folder, task, ranks):
+    """Train with checkpoints; the error, and the steps that are saved."""
+    run = started(task=task, ranks=ranks, eval_interval=3, steps=6, checkpoint_interval=100)
+    try:
+        train(run, [Diary(), Saver(folder, lambda: 0)])
+    except UserError as error:
+        return str(error), sorted(path.name for path in folder.glob("step-*"))
+    return None, sorted(path.name for path in folder.glob("step-*"))
+
+
+def failing_on(rank, world, folder, task):
+    return saving_until(folder, Failing(**task), Ranks(rank, world))
+
+
+FAULTS = [
+    ({"batch": 1}, "batch 1 is broken", []),
+    ({"batch": 5}, "batch 5 is broken", ["step-00000003", "step-00000004"]),
+    ({"evaluation": 1}, "the evaluation is broken", ["step-00000003"]),
+    ({"evaluation": 2}, "the evaluation is broken", ["step-00000003", "step-00000006"]),
+]
+
+
+@pytest.mark.parametrize(("task", "said", "steps"), FAULTS)
+def test_what_cannot_be_read_ends_a_training_after_its_checkpoint(tmp_path, task, said, steps):
+    assert saving_until(tmp_path, Failing(**task), Ranks()) == (said, steps)
+
+
+def test_what_one_process_cannot_read_ends_all_after_their_checkpoint(pool, tmp_path):
+    for number, (task, said, steps) in enumerate(FAULTS):
+        found = pool.run(2, tmp_path, failing_on, tmp_path / f"{number}", task)
+        assert found == [(said, steps)] * 2
+
+
+@pytest.mark.parametrize(("evaluation", "step"), [(1, 3), (2, 6)])
+def test_a_resumed_run_makes_up_for_the_evaluation_that_failed(tmp_path, evaluation, step):
+    whole, diary = started(eval_interval=3, steps=6), Diary()
+    train(whole)
+    saving_until(tmp_path, Failing(evaluation=evaluation), Ranks())
+    run = started(eval_interval=3, steps=6)
+    newest(tmp_path, pytest.fail).restore(run, pytest.fail)
+    train(run, [diary, Saver(tmp_path, lambda: 0)])
+    assert diary.lines[:2] == [f"eval {step}", f"end {step}"]
+    assert_same(dict(run.model.state_dict()), dict(whole.model.state_dict()))
+    assert (run.score.metrics, run.best.metrics) == (whole.score.metrics, whole.best.metrics)
+    # which is saved
+    again = started(eval_interval=3, steps=6)
+    newest(tmp_path, pytest.fail).restore(again, pytest.fail)
+    assert again.score.metrics == whole.score.metrics
 
 
 def test_observers_see_everything_in_order_and_are_closed():
@@ -230,7 +302,7 @@ def test_when_it_evaluates_and_ends(monkeypatch, given, steps):
     monkeypatch.setattr(
         loop,
         "evaluate",
-        lambda _, net, __: {"loss": (own if net is run.model else averages)[run.step]},
+        lambda _, net, *rest: {"loss": (own if net is run.model else averages)[run.step]},
     )
     train(run, [record])
     assert [score.step for score in record.scores] == steps

@@ -347,6 +347,6 @@ def test_a_profile_that_cannot_be_made_is_told_and_leaves_nothing(tmp_path, monk
     # it does not raise
     monkeypatch.setattr(profiling.profile, "export_chrome_trace", lambda me, path: None)
     with pytest.raises(
-        UserError, match=r"steps-00000007-00000012.json cannot be written: free some disk space"
+        UserError, match=r"steps-00000007-00000012.json cannot be written: check its disk"
     ):
         profile(new_run(epochs=1, steps=40), tmp_path / "other")

@@ -110,7 +110,7 @@ def test_blocks_are_the_elements_of_lists_that_share_nothing_with_the_rest():
 
 def test_devices(monkeypatch):
     assert device_of("cpu") == torch.device("cpu")
-    for name in ("cuda:99", "abacus"):
+    for name in ("cuda:99", "abacus", "meta", "hpu"):
         with pytest.raises(
             UserError, match=f"device={name} cannot be used .*: try device=cpu or device=auto"
         ):

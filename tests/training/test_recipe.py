@@ -9,7 +9,15 @@ from pydantic import ValidationError
 
 from torch_thor.training.errors import UserError, first_line
 from torch_thor.training.optimizers import OPTIMIZERS
-from torch_thor.training.recipe import FREE_ON_RESUME, Phase, Recipe, Schedule, Transform
+from torch_thor.training.recipe import (
+    FREE_ON_RESUME,
+    Phase,
+    Recipe,
+    Schedule,
+    Transform,
+    absolute,
+    path_of,
+)
 from torch_thor.training.recipes import (
     PARTS,
     differences,
@@ -184,9 +192,12 @@ WRONG = {
     "epochs=[1": "epochs=[1: the value is not YAML",
     "about=*a": "about=*a: the value is not YAML (an alias",
     "about={a: 1, a: 2}": (
-        "about={a: 1, a: 2}: the value is not YAML (a key is given twice in line 1"
+        "about={a: 1, a: 2}: the value is not YAML (the key a is given twice, in lines 1 and 1"
     ),
-    "about=2024-13-01": "about=2024-13-01: the value is not YAML",
+    "epochs=010": "epochs='010' is text and should be a valid integer (passes over",
+    "epochs='2'": "epochs='2' is text and should be a valid integer (passes over",
+    "epochs=1__0": "epochs='1__0' is text and should be a valid integer",
+    "lr=1:30": "optimizers.thor.lr='1:30' is text and should be a valid number",
     "about=" + "[" * 500: "about=[[",
     "=3": "'=3' is not key=value",
     "lr": "'lr' is not key=value",
@@ -321,6 +332,30 @@ def test_recipes_cannot_be_changed_and_their_paths_name_the_environment(monkeypa
     monkeypatch.setenv("PLACE", "/secret")
     assert recipe.data.folder() == Path("/secret/images")
     assert "secret" not in to_yaml(recipe)
+
+
+def test_a_dollar_in_a_name_is_doubled_and_a_path_can_be_made_absolute(monkeypatch, tmp_path):
+    odd = tmp_path / "a $b"
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    monkeypatch.setenv("SUB", "sub")
+    for text, place in {
+        "data": odd / "data",
+        "$SUB/x": odd / "sub/x",
+        "$$SUB": odd / "$SUB",
+        str(tmp_path): tmp_path,
+    }.items():
+        fixed = absolute("data.root", text)
+        assert path_of("data.root", fixed) == place
+        assert absolute("data.root", fixed) == fixed
+    for text in ("~/data", "$NOT_SET/x"):
+        assert absolute("data.root", text) == text
+    with pytest.raises(UserError, match=r"weights=a\$NOT_SET: \$NOT_SET is not set: .* write \$\$"):
+        path_of("weights", "a$NOT_SET")
+    with pytest.raises(
+        UserError, match=r"~nobody-at-all is no user's folder: write ./~nobody-at-all"
+    ):
+        path_of("data.root", "~nobody-at-all/x")
 
 
 def test_the_usual_crops():

@@ -28,6 +28,7 @@ from typing import Any
 from torch_thor.bench.golden import is_stale, numbers_of
 from torch_thor.bench.machine import provenance
 from torch_thor.bench.stores import Lines, key_of
+from torch_thor.training.cores import allowed_cores
 from torch_thor.training.errors import first_line, require
 
 FOLDER = Path("benchmarks")
@@ -53,7 +54,7 @@ def main() -> None:
     made.add_argument(
         "--workers",
         type=int,
-        default=os.cpu_count() or 1,
+        default=allowed_cores(),
         help="processes at a time (default: %(default)s)",
     )
     options = made.parse_args()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from torch_thor.curvature.processes import ALONE, Bounds, Processes
+from torch_thor.distributed.collectives import all_gather, reduce_scatter
 from torch_thor.distributed.ownership import deal_out, packed_size, packed_sizes, pads
 
 # blocks of one dtype and device, each tensor with its bounds
@@ -105,7 +106,7 @@ class DataParallel(Processes):
         # not every device has float64
         own = torch.tensor(_as_integers(numbers), dtype=torch.int64, device=self._device)
         gathered = own.new_empty(self.count * len(own))
-        dist.all_gather_into_tensor(gathered, own, group=self._group)
+        all_gather(gathered, own, self._group)
         return [_as_floats(row) for row in gathered.view(self.count, -1).tolist()]
 
     def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
@@ -123,7 +124,7 @@ class DataParallel(Processes):
             own = pieces[self.rank]
             if padded:
                 own = torch.empty_like(own)
-                dist.reduce_scatter_tensor(own, flat, group=self._group)
+                reduce_scatter(own, flat, self._group)
             else:
                 dist.all_reduce(flat, group=self._group)
             _each(unpack_, alike, self.rank, own)
@@ -134,7 +135,7 @@ class DataParallel(Processes):
             own = torch.zeros_like(pieces[self.rank]) if padded else pieces[self.rank]
             _each(pack, alike, self.rank, own)
             if padded:
-                dist.all_gather_into_tensor(flat, own, group=self._group)
+                all_gather(flat, own, self._group)
             else:
                 # to the last bit: all other ranks add zeros
                 dist.all_reduce(flat, group=self._group)

@@ -25,7 +25,6 @@ from torch_thor.training.printing import milliseconds, printer, visible
 from torch_thor.training.recipe import Transform
 
 FIGURE_FILE, NUMBERS_FILE = "split_dim.png", "split_dim.json"
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 CHANNELS, CLASSES = 3, 1000  # of ImageNet; models of torchvision and timm have as many by default
 
 
@@ -84,7 +83,7 @@ def measure_split_dim(
     sample, source = subject.batch, f"the batch that {model} returned"
     settings: dict[str, Any] = {"model": model, "sample": source, "batch": None, "pixels": None}
     if sample is None:
-        sample, source = sample_images(batch, pixels, data, seed)
+        sample, source = sample_images(batch, pixels, data, seed, printer(console))
         settings |= {"sample": source, "batch": batch, "pixels": pixels}
     printer(console)(
         f"{model} on {where}; sample: {settings['sample']}. Inverting large blocks takes long ..."
@@ -138,7 +137,13 @@ def load_subject(word: str, seed: int) -> Subject:
     return Subject(*parts)
 
 
-def sample_images(count: int, pixels: int, folder: Path | None, seed: int) -> tuple[Tensor, str]:
+def sample_images(
+    count: int,
+    pixels: int,
+    folder: Path | None,
+    seed: int,
+    say: Callable[[str], None] = print,
+) -> tuple[Tensor, str]:
     """Return random crops, (count, 3, pixels, pixels), and their source.
 
     The crops are flipped and normalised as for ImageNet.
@@ -154,7 +159,7 @@ def sample_images(count: int, pixels: int, folder: Path | None, seed: int) -> tu
         source = "crops of the two photographs in scikit-learn (use --data for your own images)"
     else:
         photographs, source = (
-            _images_of(folder, count, seed),
+            _images_of(folder, count, seed, say),
             f"crops of {count} images of {folder}",
         )
     usual = Transform()
@@ -167,10 +172,11 @@ def sample_images(count: int, pixels: int, folder: Path | None, seed: int) -> tu
     return torch.stack([prepare(photographs[i % len(photographs)]) for i in range(count)]), source
 
 
-def _images_of(folder: Path, count: int, seed: int) -> list[Tensor]:
+def _images_of(folder: Path, count: int, seed: int, say: Callable[[str], None]) -> list[Tensor]:
     from torch_thor.training.data.decoding import BrokenImageError, decode_rgb, read_image
+    from torch_thor.training.data.images import list_images
 
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    paths = list_images(folder, say) if folder.is_dir() else []
     require(
         len(paths) >= count,
         f"--data {folder} contains {len(paths)} images, fewer than --batch {count}: give a smaller "

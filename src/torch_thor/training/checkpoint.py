@@ -8,8 +8,8 @@ A checkpoint is a folder `step-00000123`, which is complete or absent, with
     averaged.safetensors   the averaged weights, if the run has any
     state.pt               the state of the optimizer by parameter name, of the loss scale and of
     random generators recipe.yaml            the recipe of the run
-    manifest.json          step, optimizer, tokenizer, length of `metrics.jsonl`, and SHA-256 of
-    each file above
+    manifest.json          step, optimizer, tokenizer, checksums of the data, length of
+    `metrics.jsonl`, and SHA-256 of each file above
 
 Nothing in it is executed. It is written under a temporary name, flushed to the disk and renamed;
 opening it verifies the checksums. Beside the newest ones that of the best evaluation is kept, to
@@ -49,6 +49,7 @@ class Checkpoint:
     step: int
     optimizer: str
     tokenizer: str | None  # the SHA-256 of that of the training data, if they have one
+    data: Mapping[str, str]  # the checksums of training and evaluation data, where a task has any
     offset: int  # the length in bytes of the run's `metrics.jsonl` at the step
 
     @property
@@ -85,6 +86,22 @@ class Checkpoint:
             "with --tokenizer and its tokenizer.json",
         )
 
+    def other_data(self, task: Task) -> list[str]:
+        """Name the parts of a task's data that are not those of the run."""
+        found = getattr(task, "data_checksums", {})
+        return [part for part in self.data if found.get(part, self.data[part]) != self.data[part]]
+
+    def check_data(self, task: Task) -> None:
+        """Refuse a task with other data than those of the run."""
+        changed = self.other_data(task)
+        require(
+            not changed,
+            f"the {' and '.join(changed)} data are not those that the run of {self.path} began "
+            "with: files were added, removed, renamed or prepared again, or data.root is another "
+            "folder; restore them, give their folder as data.root=FOLDER, or start another run "
+            "with --out",
+        )
+
     def restore(self, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
         """Load it into a run before its first step, bit for bit as if it had not stopped."""
         # Every process calls it.
@@ -105,6 +122,7 @@ class Checkpoint:
                     f"{self.path / STATE} cannot be loaded ({first_line(error)})"
                 ) from error
             self.check_tokenizer(run.task)
+            self.check_data(run.task)
             require(
                 state["samples"] == run.task.samples,
                 f"the run of {self.path} began with {state['samples']} training samples, and the "

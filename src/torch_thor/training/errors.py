@@ -16,6 +16,10 @@ class DivergedError(UserError):
     """The loss or a gradient is no longer finite."""
 
 
+class UnreadableError(UserError):
+    """More samples than `data.max_broken` allows cannot be read."""
+
+
 class ElsewhereError(UserError):
     """A `UserError` of another process, which reports it to the user; here it only ends work."""
 

@@ -1,17 +1,20 @@
 """The evaluation of a network, shared by all processes."""
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from torch_thor.curvature.blocks import widened
-from torch_thor.training.parallel import Ranks, release, share_buffers
+from torch_thor.training.errors import UnreadableError
+from torch_thor.training.parallel import Ranks, agreed, release, share_buffers
 from torch_thor.training.tasks.task import Task
 
 
-@torch.no_grad()
-def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
+def evaluate(
+    task: Task, model: nn.Module, ranks: Ranks, stops: Collection[int] = ()
+) -> dict[str, float] | None:
     """Evaluate a network on the whole held-out set, in evaluation mode, then restore its mode.
 
     All processes call it.
@@ -21,40 +24,67 @@ def evaluate(task: Task, model: nn.Module, ranks: Ranks) -> dict[str, float]:
         model: The network without the wrapper of DDP, which would communicate in its forward
             passes.
         ranks: The process among those that share the set.
+        stops: Becomes true (gets an element) when a signal asks this process to stop.
 
     Returns:
-        The metrics of the task by name, bit for bit the same for any number of processes.
+        The metrics of the task by name, bit for bit the same for any number of processes; None if a
+        signal has stopped one of them.
+
+    Raises:
+        UnreadableError: If too many samples cannot be read, or an `ElsewhereError` if those of
+            another process; it is raised on all processes at the end.
     """
+    found = counted(task, model, ranks, stops)
+    return None if found is None else found[0]
+
+
+@torch.no_grad()
+def counted(
+    task: Task, model: nn.Module, ranks: Ranks, stops: Collection[int] = ()
+) -> tuple[dict[str, float], int] | None:
+    """Evaluate as `evaluate` does, and count the loss terms, such as the images that were read."""
     means = [metric for metric in task.metrics if metric.derived is None]
     names = list(
         dict.fromkeys(name for one in means for name in (one.name, one.over) if name is not None)
     )
     share_buffers(model, ranks)
     training, sums, terms = model.training, [], 0
+    fault: UnreadableError | None = None
     model.eval()
     try:
         for batch, counts in task.held_out(ranks):
+            if stops:
+                break
             number = task.terms(batch).number
             if number:
                 measured = task.measure(model, batch)
                 if counts:
                     sums.append(torch.stack([widened(measured[name]) for name in names]))
                     terms += number
+    except UnreadableError as error:  # after the last batch
+        fault = error
     finally:  # a caller may go on with the training after an error of the data or the task
         model.train(training)
         release(model)
-    everywhere = ranks.gathered((torch.stack(sums).tolist() if sums else [], terms))
-    total = sum(number for _, number in everywhere)
+    with agreed(ranks):
+        if fault is not None:
+            raise fault
+    own = torch.stack(sums).tolist() if sums else [], terms, bool(stops)
+    everywhere = ranks.gathered(own)
+    if any(stopped for _, _, stopped in everywhere):
+        return None
+    total = sum(number for _, number, _ in everywhere)
     # rounded once, so that a sum does not depend on which process had which batch
     totals = {
-        name: math.fsum(row[i] for rows, _ in everywhere for row in rows)
+        name: math.fsum(row[i] for rows, _, _ in everywhere for row in rows)
         for i, name in enumerate(names)
     }
     found = {
         one.name: totals[one.name] / (total if one.over is None else totals[one.over])
         for one in means
     }
-    return {
+    metrics = {
         one.name: found[one.name] if one.derived is None else one.derived(found)
         for one in task.metrics
     }
+    return metrics, total

@@ -2,7 +2,7 @@
 
     recipe.yaml       the recipe of the run             curves.png     loss and primary metric of
     all optimizers .lock             the process that writes to it     summary.json   the results as
-    JSON
+    JSON .origin           what it was begun from, to notice an edit of the recipe's file
 
 and for each optimizer, in a folder with its name
 
@@ -16,46 +16,89 @@ import itertools
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, Timeout
 
-from torch_thor.files import REMAINS, check_place, write_text, writing
+from torch_thor.files import REMAINS, check_place, locked, write_text, writing
 from torch_thor.training.checkpoint import PREFIX, newest
 from torch_thor.training.errors import DamagedCheckpointError, UserError, require
 from torch_thor.training.optimizers import OPTIMIZERS, settings_of
+from torch_thor.training.origin import ORIGIN, Origin, store_origin, stored_origin
 from torch_thor.training.recipe import FREE_ON_RESUME, Recipe
-from torch_thor.training.recipes import differences, load_recipe, to_yaml
+from torch_thor.training.recipes import changes, differences, edited, load_recipe, to_yaml
 
-_LOCK, _JOB = ".lock", ".job"
+_LOCK, _OWNER, _JOB = ".lock", ".owner", ".job"
+
+
+class InUseError(UserError):
+    """Another process writes to the run folder."""
 
 
 class RunFolder:
-    """The folder of a run, which need not exist."""
+    """The folder of a run, which need not exist.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The folder.
+        origin: What the user names as the recipe of the run; None if a program has made it.
+    """
+
+    def __init__(self, path: Path, origin: Origin | None = None) -> None:
+        self.origin = origin
+        # of a new run whose folder the user has not named: the next names, which it may take
+        self._others: Iterator[Path] | None = None
+        self._set(path)
+
+    def _set(self, path: Path) -> None:
         self.path = path
         self.recipe, self.curves, self.summary = (
             path / "recipe.yaml",
             path / "curves.png",
             path / "summary.json",
         )
-        # filelock releases the lock in forked children, so a worker that outlives its parent does
-        # not hold it
-        self._lock = FileLock(path / _LOCK, blocking=False)
+        self._lock: BaseFileLock | None = None  # while it is held
 
     @classmethod
-    def named(cls, path: Path, *, resume: bool = False, overwrite: bool = False) -> "RunFolder":
-        """Return the folder when the user names none: PATH, or PATH-2, PATH-3 if runs exist."""
-        every = itertools.chain(
+    def named(
+        cls,
+        path: Path,
+        origin: Origin | None = None,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> "RunFolder":
+        """Return the folder when the user names none: PATH, or PATH-2, PATH-3 if runs exist.
+
+        To continue or overwrite, it is that of the latest run of the same origin.
+
+        Raises:
+            UserError: If no run of this origin can be continued.
+        """
+        names = itertools.chain(
             [path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
         )
-        taken = [cls(one) for one in itertools.takewhile(lambda one: cls(one)._is_used(), every)]
-        if taken and (resume or overwrite or taken[-1]._is_restarted()):
-            return taken[-1]
-        return cls(path if not taken else path.with_name(f"{path.name}-{len(taken) + 1}"))
+        taken: list[RunFolder] = []
+        for name in names:
+            folder = cls(name, origin)
+            if not folder._is_used():
+                break
+            taken.append(folder)
+        own = [one for one in taken if one._is_restarted()]
+        if resume or overwrite:
+            own += [one for one in taken if one._is_of(origin)]
+        if own:
+            return own[-1]
+        if resume and taken:
+            raise UserError(
+                f"no run in {', '.join(str(one.path) for one in taken)} was begun with "
+                f"{origin and origin.name}: leave --resume out to start one, or name the folder of "
+                "the run with --out"
+            )
+        folder._others = None if resume else names
+        return folder
 
     def metrics(self, name: str) -> Path:
         """The metrics file of an optimizer."""
@@ -93,6 +136,30 @@ class RunFolder:
                 "another folder with --out"
             ) from error
 
+    def continued(self, stored: Recipe, words: Sequence[str]) -> Recipe:
+        """Return the recipe of the run in this folder with words, and what its file says anew.
+
+        Raises:
+            UserError: If the run was begun with another file, which has other keys.
+        """
+        begun, now = stored_origin(self.path), self.origin
+        if now is None:
+            return edited(stored, {}, {}, words)
+        if begun is not None and not begun.is_same(now):
+            changed = changes(begun.keys, now.keys)
+            require(
+                not changed,
+                f"the run in {self.path} was begun with {begun.name}, and {now.name} is another "
+                f"recipe ({'; '.join(changed.values())}): name that one or none to continue the "
+                "run, or choose another folder with --out",
+            )
+        return edited(stored, None if begun is None else begun.keys, now.keys, words)
+
+    def _is_of(self, origin: Origin | None) -> bool:
+        """Whether the run may have been begun with a recipe; None stands for any."""
+        begun = stored_origin(self.path)
+        return origin is None or begun is None or begun.is_same(origin)
+
     def _begun(self) -> Recipe | None:
         """Return the recipe of the newest checkpoint of verified checksum, or else the run's."""
         for name in OPTIMIZERS:
@@ -104,7 +171,7 @@ class RunFolder:
     def _is_used(self) -> bool:
         if not self.path.is_dir():
             return self.path.exists()
-        own = (_LOCK, _JOB)
+        own = (_LOCK, _OWNER, _JOB, ORIGIN)
         return any(
             one.name not in own and not one.name.startswith(REMAINS) for one in self.path.iterdir()
         )
@@ -120,7 +187,9 @@ class RunFolder:
 
         It refuses a run that may not write here.
         """
-        begun = self._begun()
+        while self._others is not None and self._is_used():  # by a run that began meanwhile
+            self._set(next(self._others))
+        begun = self._begun() if self._others is None else None
         check_place(self.path)
         require(
             not (resume and overwrite), "--resume and --overwrite exclude each other: choose one"
@@ -147,46 +216,58 @@ class RunFolder:
         if resume:
             _check_epochs(begun, recipe)
             changed = differences(begun, recipe, FREE_ON_RESUME)
+            free = [line for line in differences(begun, recipe) if line not in changed]
             require(
                 not changed,
                 f"the run in {self.path} has other settings ({'; '.join(changed)}): resume without "
                 f"changing them (if {self.recipe.name} was, copy that of a checkpoint over it), or "
                 "choose another folder with --out",
             )
+            if free:
+                say(f"the run in {self.path} continues with {'; '.join(free)}")
         return resume
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Release at the end what `take` has taken."""
         try:
-            if self.is_run():  # a folder that is used for something else must not get a file
+            # a folder that is used for something else must not get a file
+            if self.is_run() and self._others is None:
                 self.take()
             yield
         finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
             self._lock.release()
+            self._lock = None
 
     def take(self) -> None:
         """Let no other process write to the folder, which exists, until the end of `locked`."""
-        if self._lock.is_locked:
+        if self._lock is not None:
             return
-        lock = self.path / _LOCK
+        # the lock's own file may be what tells a dead process
+        lock, owner = self.path / _LOCK, self.path / _OWNER
         with writing(lock, "choose another folder with --out"):
             try:
-                self._lock.acquire()
+                self._lock = locked(lock)
             except Timeout as error:  # a subclass of OSError
-                owner = (
-                    lock.read_text(encoding="utf-8", errors="replace").strip() or "another process"
-                )
-                raise UserError(
-                    f"the run in {self.path} is in use by {owner}: wait for it, end it, or choose "
-                    "another folder with --out"
+                by = owner.read_text(encoding="utf-8", errors="replace") if owner.exists() else ""
+                raise InUseError(
+                    f"the run in {self.path} is in use by {by.strip() or 'another process'}: wait "
+                    "for it, end it, or choose another folder with --out"
                 ) from error
-            lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+            owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def claim(self, recipe: Recipe, resume: bool, overwrite: bool) -> None:
         """Create or take over the folder, inside `locked`; delete its run unless it continues."""
         with writing(self.path, "choose another folder with --out"):
             self.path.mkdir(parents=True, exist_ok=True)
+            while self._others is not None and not self._is_free():
+                self._release()
+                self._set(next(self._others))
+                self.path.mkdir(exist_ok=True)
             self.take()
             self.admit(recipe, resume, overwrite)  # another process may have begun a run since
             if not resume:
@@ -197,7 +278,45 @@ class RunFolder:
                     file.unlink(missing_ok=True)
             # before the recipe: a run in the folder is that of this job
             write_text(self.path / _JOB, _job())
+            if self.origin is not None:
+                store_origin(self.origin, self.path)
+            elif not resume:
+                (self.path / ORIGIN).unlink(missing_ok=True)
             write_text(self.recipe, to_yaml(recipe))
+
+    def check_present(self) -> None:
+        """Refuse to go on if the folder was deleted during the training."""
+        require(
+            self.recipe.is_file(),
+            f"{self.path} was deleted or moved while the run wrote to it: it cannot be continued; "
+            "start the training again, or move the folder back and use --resume",
+        )
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Say so, once, if errors of the block come from the folder's deletion."""
+        told = threading.excepthook
+
+        def tell(error: threading.ExceptHookArgs) -> None:
+            if self.recipe.is_file():  # else it is a thread that writes there, as TensorBoard has
+                told(error)
+
+        threading.excepthook = tell
+        try:
+            yield
+        except (UserError, OSError):
+            self.check_present()
+            raise
+        finally:
+            threading.excepthook = told
+
+    def _is_free(self) -> bool:
+        """Take the folder, and return whether no other process has, or has begun a run in it."""
+        try:
+            self.take()
+        except InUseError:
+            return False
+        return not self._is_used()
 
     def _is_restarted(self) -> bool:
         job = self.path / _JOB

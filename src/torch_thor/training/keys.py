@@ -60,6 +60,12 @@ def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
         )
         about = "" if meaning is None else f" ({meaning})"
         shown = _yaml(fault["input"])[:80]
+        text = fault["input"] if isinstance(fault["input"], str) else ""
+        # it would seem to be right: in quotes, or with the 0 in front that YAML 1.1 reads in base 8
+        if fault["type"] in ("int_type", "float_type") and re.match(r"[-+]?\.?\d", text):
+            shown = f"'{shown}' is text and"
+            if text.isdecimal():
+                about += f": write {int(text)}, without quotes and without 0 in front"
         if fault["type"] == _FAULTS:
             found += [f"{key}.{line}".removeprefix(".") for line in fault["ctx"]["lines"]]
         elif fault["type"] == "extra_forbidden" and key in meanings:

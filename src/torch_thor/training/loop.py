@@ -19,9 +19,16 @@ from torch_thor.optim import THOR
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.torch_internals import tree_flatten, tree_unflatten
 from torch_thor.training import schedules
-from torch_thor.training.errors import DivergedError, require
+from torch_thor.training.errors import (
+    DivergedError,
+    ElsewhereError,
+    StoppedError,
+    UnreadableError,
+    UserError,
+    require,
+)
 from torch_thor.training.evaluation import evaluate
-from torch_thor.training.parallel import Ranks, RankWeight, without_averaging
+from torch_thor.training.parallel import Ranks, RankWeight, agreed, without_averaging
 from torch_thor.training.precision import Precision
 from torch_thor.training.recipe import Recipe
 from torch_thor.training.tasks.task import Batch, Task, Terms, primary
@@ -174,6 +181,12 @@ class Run:
         return self.step % interval == 0 or self.step == self.total_steps
 
     @property
+    def unevaluated(self) -> bool:
+        """Whether the evaluation that follows the latest step is still to come."""
+        is_known = self.score is not None and self.score.step == self.step
+        return self.step > 0 and self.evaluates and not is_known
+
+    @property
     def done(self) -> bool:
         """Whether training ends: the last step is taken, or the last evaluation met the target."""
         goal, metric = self.recipe.stop_at, primary(self.task.metrics)
@@ -201,27 +214,55 @@ def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] 
     with ExitStack() as closing:
         for observer in observers:
             closing.callback(observer.close)
+        if run.unevaluated:  # the evaluation after the latest step was not finished
+            _finish_step(run, observers, stops)
         feed = Feed(run, stops)
         while not run.done:
             schedules.apply(run.optimizer, run.recipe, run.step, run.task.steps_per_epoch)
             point = take_step(run, feed)
             for observer in observers:
                 observer.step(run, point)
-            if run.evaluates:
-                _evaluate(run)
-                assert run.score is not None
-                for observer in observers:
-                    observer.evaluation(run, run.score)
+            _finish_step(run, observers, stops, feed.fault)
+
+
+def _finish_step(
+    run: Run, observers: Sequence[Observer], stops: Sequence[int], fault: UserError | None = None
+) -> None:
+    """Evaluate if it is time, let observers save, and only then raise what ends the training."""
+    if run.unevaluated:
+        try:
+            score = _evaluate(run, stops)
+        except (UnreadableError, ElsewhereError) as error:
+            score, fault = None, error
+        if score is not None:
             for observer in observers:
-                observer.end_of_step(run)
+                observer.evaluation(run, score)
+    run.stopping = run.stopping or fault is not None
+    try:
+        for observer in observers:
+            observer.end_of_step(run)
+    except StoppedError:
+        if fault is None:
+            raise
+    if fault is not None:
+        raise fault
 
 
-def _evaluate(run: Run) -> None:
-    averaged = None if run.average is None else evaluate(run.task, run.average.module, run.ranks)
-    run.score = Score(run.step, run.seconds, evaluate(run.task, run.model, run.ranks), averaged)
+def _evaluate(run: Run, stops: Sequence[int]) -> Score | None:
+    """Evaluate the network; None if a signal has stopped that."""
+    models = [run.model, *([] if run.average is None else [run.average.module])]
+    found: list[dict[str, float]] = []
+    for model in models:
+        metrics = evaluate(run.task, model, run.ranks, stops)
+        if metrics is None:
+            run.stopping = True
+            return None
+        found.append(metrics)
+    run.score = score = Score(run.step, run.seconds, found[0], *found[1:])
     metric = primary(run.task.metrics)
-    if run.best is None or metric.better(run.score.value(metric.name), run.best.value(metric.name)):
-        run.best = run.score
+    if run.best is None or metric.better(score.value(metric.name), run.best.value(metric.name)):
+        run.best = score
+    return score
 
 
 class Feed:
@@ -234,7 +275,9 @@ class Feed:
     def __init__(self, run: Run, stops: Sequence[int]) -> None:
         self._run, self._stops = run, stops
         self._batches: Iterator[Batch] = run.task.batches(run.ranks, run.step)
-        self._read(run.step)
+        self.fault: UserError | None = None  # of the next batch, on any process
+        with agreed(run.ranks):
+            self._read(run.step)
         (self.everywhere,) = run.ranks.total([float(self.terms)])
 
     def _read(self, step: int) -> None:
@@ -256,13 +299,29 @@ class Feed:
             self.everywhere,
             self._run.step + 1 >= self._run.total_steps,
         )
-        started = time.perf_counter()
-        if not last:
-            self._read(self._run.step + 1)
+        started, fault = time.perf_counter(), None
+        try:
+            if not last:
+                self._read(self._run.step + 1)
+        except UserError as error:  # this step is taken, and is saved before
+            fault = error
         self.waited = time.perf_counter() - started  # for data, and not for other processes
-        found = self._run.ranks.total([loss * terms, float(self.terms), float(bool(self._stops))])
+        found = self._run.ranks.total(
+            [loss * terms, float(self.terms), float(bool(self._stops)), float(fault is not None)]
+        )
         self.everywhere, self._run.stopping = found[1], found[2] > 0
+        if found[3]:
+            self.fault = self._agreed(fault)
         return found[0] / everywhere, int(everywhere)
+
+    def _agreed(self, fault: UserError | None) -> UserError | None:
+        try:
+            with agreed(self._run.ranks):
+                if fault is not None:
+                    raise fault
+        except UserError as error:
+            return error
+        return None
 
 
 def take_step(run: Run, feed: Feed) -> Point:

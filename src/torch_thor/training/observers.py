@@ -173,7 +173,7 @@ class TensorBoard(Observer):
 
     def end_of_step(self, run: Run) -> None:
         """Write a point that summarises the steps since the latest one, if it is time."""
-        if run.done or run.step % self._every == 0:
+        if self._points and (run.done or run.step % self._every == 0):
             events = [event for point in self._points for event in point.events]
             self._add("train", run.step, summarised(run, self._points))
             self._add("thor", run.step, Counter(event.decision.value for event in events))

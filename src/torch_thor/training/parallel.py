@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.capture.sharding import is_fully_sharded
 from torch_thor.curvature.blocks import wide_dtype
+from torch_thor.distributed.collectives import reduce_scatter
 from torch_thor.training.errors import ElsewhereError, UserError, first_line, require
 from torch_thor.training.recipe import Recipe
 
@@ -79,12 +80,18 @@ def device_of(name: str) -> torch.device:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
+        torch.ones(1, device=device).tolist()  # of `meta` there are no values
+    # torch asserts when it was built without CUDA, and imports modules of other devices
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise UserError(
             f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto"
         ) from error
     return device
+
+
+def world_size() -> int:
+    """Return the number of processes that train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @contextmanager
@@ -199,9 +206,11 @@ class _WeightedReduceScatter:
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:  # fmt: skip
-        return dist.reduce_scatter_tensor(
-            output_tensor, input_tensor.mul_(self.weight.value), op, group, async_op
+        weighted = input_tensor.mul_(self.weight.value)
+        work: dist.Work | None = reduce_scatter(
+            output_tensor, weighted, group, op=op, async_op=async_op
         )
+        return work
 
 
 def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:

@@ -4,9 +4,11 @@ Their markup and control sequences do nothing.
 """
 
 import os
+import pathlib
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,3 +50,51 @@ def print_message(text: str) -> None:
     rank = "" if is_first_rank() else f", rank {os.environ['RANK']}"
     for line in text.splitlines():
         sys.stderr.write(f"torch-thor{rank}: {visible(line)}\n")
+
+
+class _Lasting:
+    """An output stream whose failure ends nothing: what comes after it is dropped."""
+
+    def __init__(self, name: str, stream: Any) -> None:
+        self._name, self._stream = name, stream
+
+    def write(self, text: str) -> int:
+        """Write a text if the stream still takes one."""
+        with self._dropping():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is kept if the stream still takes it."""
+        with self._dropping():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            # what is kept in the stream goes nowhere too, also when Python ends
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+            self._stream = pathlib.Path(os.devnull).open("w")  # noqa: SIM115  # for as long as the process lives
+            if self._name == "stdout":
+                reason = getattr(error, "strerror", None) or error
+                print_message(f"nothing more can be printed ({reason}): the run goes on without it")
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Let no failure of stdout or stderr end the block: a reader that left, a full disk."""
+    before = sys.stdout, sys.stderr
+    sys.stderr, sys.stdout = _Lasting("stderr", before[1]), _Lasting("stdout", before[0])
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout, sys.stderr = before

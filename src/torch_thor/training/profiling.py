@@ -16,7 +16,7 @@ from torch.profiler import (
     supported_activities,
 )
 
-from torch_thor.files import MAKE_ROOM, whole_file, writing
+from torch_thor.files import whole_file, writing
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training.errors import require
 from torch_thor.training.loop import Observer, Point, Run
@@ -97,7 +97,10 @@ class Profiler(Observer):
             with whole_file(path) as temporary:
                 finished.export_chrome_trace(str(temporary))
                 # C++ code writes the file; it logs errors instead of raising them
-                require(temporary.exists(), f"{path} cannot be written: {MAKE_ROOM}")
+                require(
+                    temporary.exists(),
+                    f"{path} cannot be written: check its disk, then continue with --resume",
+                )
         self.console.print(slowest(finished, points))
         printer(self.console)(
             f"The trace is {path}: open it in ui.perfetto.dev or chrome://tracing"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from torch_thor.training.errors import require
+from torch_thor.training.errors import UserError, require
 from torch_thor.training.keys import Count, Keys, NotNegative, Number, Positive, Share, Whole
 from torch_thor.training.optimizers import OPTIMIZERS, Settings
 
@@ -34,14 +34,36 @@ Pair = tuple[Positive, Positive]
 
 
 def path_of(key: str, text: str) -> Path:
-    """Return the path that a recipe names, with `~` and environment variables in it replaced."""
-    path = os.path.expandvars(text)
-    unset = re.search(r"\$(\w+|\{\w+\})", path)
-    require(
-        unset is None,
-        f"{key}={text}: {unset and unset[0]} is not set: set this environment variable",
-    )
-    return Path(path).expanduser()
+    """Return the path that a recipe names, with `~`, `$NAME` and `$$` in it replaced."""
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        require(
+            name is None or name in os.environ,
+            f"{key}={text}: {found[0]} is not set: set this environment variable, or write $$ for "
+            "a $ in a name",
+        )
+        return "$" if name is None else os.environ[name]
+
+    path = Path(re.sub(r"\$(?:\$|(\w+)|\{(\w+)\})", value, text))
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"{key}={text}: {path.parts[0]} is no user's folder: write ./{path} for a folder of "
+            "this name"
+        ) from error
+
+
+def absolute(key: str, text: str) -> str:
+    """Return the text of a path that names the same place in any working folder."""
+    if text.startswith("~"):
+        return text
+    try:
+        path = path_of(key, text)
+    except UserError:  # a variable is not set: told where the path is used
+        return text
+    return text if path.is_absolute() else str(Path(str(Path.cwd()).replace("$", "$$")) / text)
 
 
 class Transform(Keys):
@@ -119,7 +141,7 @@ class Data(Keys):
         "digits", "fashion-mnist", "cifar10", "cifar100", "image-folder", "python-text", "corpus"
     ] = Field("digits", description="the data set; a corpus is written by `torch-thor prepare`")
     root: str | None = Field(
-        None, description=f"its folder, in which $NAME is replaced; null: {CACHE}"
+        None, description=f"its folder, in which $NAME is replaced ($$: a $); null: {CACHE}"
     )
     download: bool = Field(True, description="download missing files, of sets that can be")
     transform: Transform | None = Field(

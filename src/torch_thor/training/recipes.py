@@ -1,16 +1,14 @@
 """Reading and writing recipes, the package's and users' files, with `key=value` words on top."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
-from torch_thor.training.errors import UserError, first_line
+from torch_thor.training.errors import UserError, require
 from torch_thor.training.keys import lines_of, meanings_of, nearest, rows
 from torch_thor.training.optimizers import KEYS_OF, Settings
 from torch_thor.training.recipe import (
@@ -24,8 +22,9 @@ from torch_thor.training.recipe import (
     Workers,
 )
 from torch_thor.training.tasks import check_task
+from torch_thor.training.yaml12 import read_yaml, write_yaml
 
-_MOST, _DEEPEST = 1_000_000, 20  # characters of a recipe, levels of its mappings and lists
+_ABSENT = object()  # stands for the value of a key that is not there
 # the tables of `torch-thor keys PART`; without a part, the keys that are of no other
 PARTS: dict[str, type[BaseModel]] = {
     "training": Training, "data": Data, "data.transform": Transform, "data.workers": Workers,
@@ -33,23 +32,6 @@ PARTS: dict[str, type[BaseModel]] = {
     "phases": Phase, "schedule": Schedule,
     **{f"optimizers.{name}": keys for name, keys in KEYS_OF.items()},
 }  # fmt: skip
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as in its version 1.2: 1e-4 is a number, not text; a key given twice is an error."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
-            raise yaml.YAMLError(f"a key is given twice in line {node.start_mark.line + 1}")
-        return found
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
 
 
 def recipe_folder() -> Traversable:
@@ -71,7 +53,7 @@ def recipe_list() -> list[tuple[str, str]]:
     """List name and description of the package's recipes, without checking them."""
     folder = recipe_folder()
     return [
-        (name, _yaml((folder / f"{name}.yaml").read_text("utf-8"), name)["about"])
+        (name, read_yaml((folder / f"{name}.yaml").read_text("utf-8"), name)["about"])
         for name in recipe_names()
     ]
 
@@ -91,33 +73,80 @@ def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: With one line for each fault.
     """
+    return _recipe(read_keys(name), words)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a recipe is named as a file, not as one of the package."""
+    return Path(name).suffix.lower() in {".yaml", ".yml"}
+
+
+def read_keys(name: str) -> dict[str, Any]:
+    """Read the keys of a recipe as for `load_recipe`, as they are written."""
     path = Path(name)
-    if path.suffix in {".yaml", ".yml"}:
+    if is_file_name(name):
         try:
-            return parse(path.read_text("utf-8"), path.stem, words)
+            return _keys(path.read_text("utf-8"), path.stem)
         except OSError as error:
             raise UserError(
                 f"{path} cannot be read ({error.strerror}): name a YAML file or a recipe: "
                 f"{', '.join(recipe_names())}"
             ) from error
         except UnicodeDecodeError as error:
+            line = error.object.count(b"\n", 0, error.start) + 1
             raise UserError(
-                f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8 text"
+                f"{path} is not UTF-8 (line {line}, byte {error.start}): save it as UTF-8 text"
             ) from error
     names = recipe_names()
+    require(
+        name in names or not path.is_file(),
+        f"{path} is not read as a recipe: the name of its file must end in .yaml or .yml: rename "
+        "it",
+    )
     if name not in names:
         raise UserError(
             f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}"
         )
-    return parse((recipe_folder() / f"{name}.yaml").read_text("utf-8"), name, words)
+    return _keys((recipe_folder() / f"{name}.yaml").read_text("utf-8"), name)
 
 
 def parse(text: str, name: str, words: Sequence[str] = ()) -> Recipe:
     """Make a recipe of YAML, and of words as for `load_recipe`; `name` is its default name."""
-    content = _yaml(text, f"recipe {name}")
+    return _recipe(_keys(text, name), words)
+
+
+def _keys(text: str, name: str) -> dict[str, Any]:
+    content = read_yaml(text, f"recipe {name}")
     if not isinstance(content, dict):
         raise UserError(f"recipe {name} has no keys: write it as `key: value` lines")
-    return _recipe({"name": name, **content}, words)
+    return {"name": name, **content}
+
+
+def edited(
+    recipe: Recipe, then: Mapping[str, Any] | None, now: Mapping[str, Any], words: Sequence[str]
+) -> Recipe:
+    """Return a recipe with what changed between two readings of its keys, and with words on top.
+
+    Without an earlier reading, all keys of the recipe are compared with the later one.
+    """
+    tree = _tree(recipe)
+    if then is None:
+        # the run has added the checksum itself
+        then = {key: value for key, value in tree.items() if key != "weights_sha256"}
+    return _recipe(_edited(tree, then, now), words)
+
+
+def _edited(tree: Any, then: Any, now: Any) -> Any:
+    if then == now:
+        return tree
+    if not (isinstance(then, Mapping) and isinstance(now, Mapping)):
+        return now
+    tree = tree if isinstance(tree, Mapping) else {}  # it has the defaults
+    found = {
+        key: _edited(*(one.get(key, _ABSENT) for one in (tree, then, now)))
+        for key in {**tree, **then, **now}
+    }
+    return {key: value for key, value in found.items() if value is not _ABSENT}
 
 
 def override(recipe: Recipe, words: Sequence[str]) -> Recipe:
@@ -130,21 +159,24 @@ def override(recipe: Recipe, words: Sequence[str]) -> Recipe:
 
 def to_yaml(recipe: Recipe) -> str:
     """Write the non-default values, as text that `parse` makes an equal recipe of."""
-    return yaml.safe_dump(
-        _tree(recipe), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True
-    )
+    return write_yaml(_tree(recipe))
 
 
 def differences(old: Recipe, new: Recipe, but: Sequence[str] = ()) -> list[str]:
     """Return `key: old -> new` where recipes differ, but for some keys (see `FREE_ON_RESUME`)."""
-    before, after = (dict(_flat(recipe.model_dump())) for recipe in (old, new))
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     free = tuple(key for key in but if key.endswith("."))
     return [
-        f"{key}: {before.get(key)} -> {after.get(key)}"
-        for key in keys
+        line
+        for key, line in changes(old.model_dump(), new.model_dump()).items()
         if not (key in but or key.startswith(free))
     ]
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Return `key: old -> new` by full key, where mappings differ."""
+    before, after = (dict(_flat(tree)) for tree in (old, new))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return {key: f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys}
 
 
 def keys(part: str | None = None) -> list[tuple[str, str, str, str]]:
@@ -169,7 +201,7 @@ def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
         key, equals, text = word.partition("=")
         if not (key and equals):
             raise UserError(f"'{word}' is not key=value: write it as in lr=0.1")
-        value = _yaml(text, f"{word}: the value")
+        value = read_yaml(text, f"{word}: the value")
         path, chosen = (
             key.split("."),
             tree.get("optimizer", Recipe.model_fields["optimizer"].default),
@@ -218,24 +250,3 @@ def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _yaml(text: str, what: str) -> Any:
-    if len(text) > _MOST:
-        raise UserError(f"{what} has more than {_MOST} characters: a recipe is a few lines of YAML")
-    depth = 0
-    try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-                event, yaml.CollectionEndEvent
-            )
-            if depth > _DEEPEST:  # a few thousand levels take minutes
-                raise yaml.YAMLError(f"nested in more than {_DEEPEST} levels")
-            if isinstance(event, yaml.AliasEvent):  # a few of them can stand for billions of values
-                raise yaml.YAMLError(f"an alias, *{event.anchor}")
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(first_line(error).split())
-        raise UserError(
-            f"{what} is not YAML ({reason}): quote text that begins with * or contains brackets"
-        ) from error

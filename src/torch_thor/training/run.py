@@ -5,7 +5,7 @@ Then what is trained is used.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from torch_thor.files import check_place, whole_folder, writing
 from torch_thor.training import checkpoint, schedules, weights
 from torch_thor.training.checkpoint import Checkpoint
 from torch_thor.training.errors import require
-from torch_thor.training.evaluation import evaluate
+from torch_thor.training.evaluation import counted
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Run, split, train
+from torch_thor.training.models.bert import CONFIGURATION
 from torch_thor.training.observers import observers_of
 from torch_thor.training.optimizers import build_optimizer, measured_split_dim
 from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, divide, processes
 from torch_thor.training.precision import Precision, averaged
-from torch_thor.training.printing import printer
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.printing import lasting_output, printer
+from torch_thor.training.recipe import Recipe, absolute
 from torch_thor.training.recipes import override
 from torch_thor.training.saving import Saver, listening, settle
 from torch_thor.training.summary import report
@@ -85,6 +86,19 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
     return Run(recipe, name, task, model, net, optimizer, precision, ranks, weight, average)
 
 
+def placed(recipe: Recipe) -> Recipe:
+    """Return a recipe that names the same files in any working folder."""
+    changes: dict[str, Any] = {}
+    if recipe.data.root is not None:
+        root = absolute("data.root", recipe.data.root)
+        changes["data"] = recipe.data.model_copy(update={"root": root})
+    if recipe.weights is not None:
+        changes["weights"] = absolute("weights", recipe.weights)
+    if recipe.model.endswith(CONFIGURATION):
+        changes["model"] = str(Path(recipe.model).absolute())
+    return recipe.model_copy(update=changes)
+
+
 def run_recipe(
     recipe: Recipe,
     folder: RunFolder,
@@ -104,16 +118,15 @@ def run_recipe(
         overwrite: Whether to delete the run in the folder.
         profile: Whether to profile a few steps of each optimizer.
     """
-    with processes(recipe) as ranks, ExitStack() as held:
+    with lasting_output(), processes(recipe) as ranks, ExitStack() as held:
         say = printer(console) if ranks.first else lambda _: None
         with agreed(ranks):
             if ranks.first:
                 held.enter_context(folder.locked())
-                recipe = weights.checksum(recipe, say)
+                recipe = placed(weights.checksum(recipe, say))
                 resume = folder.admit(recipe, resume, overwrite, say)
         # all train what the first process was asked to
-        recipe, resume, path = ranks.broadcast((recipe, resume, folder.path))
-        folder = folder if ranks.first else RunFolder(path)
+        recipe, resume = ranks.broadcast((recipe, resume))
         with agreed(ranks):
             task = open_task(recipe, ranks.device, say)
         # the first run is built before the folder is changed: a recipe that cannot start must leave
@@ -126,7 +139,9 @@ def run_recipe(
         with agreed(ranks):
             if ranks.first:
                 folder.claim(recipe, resume, overwrite)
-        with listening() as stops:
+        path = ranks.broadcast(folder.path)  # a new run's, if another took the name meanwhile
+        folder = folder if ranks.first else RunFolder(path)
+        with listening() as stops, folder.present() if ranks.first else nullcontext():
             for name in recipe.optimizer:
                 # no other reference is kept, so that a finished run is freed before the next one is
                 # built
@@ -135,8 +150,8 @@ def run_recipe(
                 )
                 _train(*begun, folder, console, profile, stops)
                 del begun
-        if ranks.first:
-            report(folder, recipe, task, console)
+            if ranks.first:
+                report(folder, recipe, task, console)
 
 
 def _begin(
@@ -171,14 +186,22 @@ def _train(
             with suppress(OSError):  # of which the next checkpoint tells
                 # after its last checkpoint a process may have been killed
                 settle(folder.checkpoints(run.name), run)
-    saver = Saver(folder.checkpoints(run.name), lambda: own[0].offset())
+
+    def offset_now() -> int:
+        folder.check_present()  # a checkpoint would make a new folder, without what was in it
+        return int(own[0].offset())
+
+    saver = Saver(folder.checkpoints(run.name), offset_now)
     # one that profiles is the last: others are not in its table
     train(run, [*own[:1], saver, *own[1:]], stops=stops)
 
 
 @dataclass(frozen=True)
 class SavedScore:
-    """The evaluation of a checkpoint's weights, or averaged weights: metrics and their values."""
+    """The evaluation of a checkpoint's weights, or averaged weights: metrics and their values.
+
+    `number` counts what the metrics are means over, in the `unit` of the task, such as images.
+    """
 
     optimizer: str
     averaged: bool
@@ -186,6 +209,8 @@ class SavedScore:
     path: Path
     metrics: Sequence[Metric]
     values: Mapping[str, float]
+    number: int
+    unit: str
 
 
 def evaluate_saved(
@@ -215,16 +240,26 @@ def evaluate_saved(
             with agreed(ranks):
                 task = open_task(recipe, ranks.device, say, train=False)
                 saved.check_tokenizer(task)
+                if recipe.data.name == saved.recipe.data.name and "evaluation" in saved.other_data(
+                    task
+                ):
+                    say(
+                        f"{saved.path}: the evaluation data are not those of the training: files "
+                        "were added, removed or renamed, or data.root is another folder"
+                    )
                 model = task.model().to(ranks.device)
             for averages in (False, True) if saved.has_average else (False,):
                 with agreed(ranks):
                     saved.load_weights(model, averaged=averages)
-                values = evaluate(task, model, ranks)
+                measured = counted(task, model, ranks)
+                assert measured is not None  # no signal is listened to
+                values, number = measured
                 scores.append(
                     SavedScore(
-                        saved.optimizer, averages, saved.step, saved.path, task.metrics, values
+                        saved.optimizer, averages, saved.step, saved.path, task.metrics, values,
+                        number, task.unit,
                     )
-                )
+                )  # fmt: skip
     return scores
 
 

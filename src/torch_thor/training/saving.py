@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torch_thor.files import REMAINS, flush, whole_folder
+from torch_thor.files import REMAINS, flush, if_offered, remedy_for, whole_folder
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training.checkpoint import (
     AVERAGED,
@@ -38,14 +38,29 @@ from torch_thor.training.loop import Observer, Run
 from torch_thor.training.parallel import agreed
 from torch_thor.training.recipes import to_yaml
 
+# They ask a training to save and stop: Ctrl-C, a scheduler's end and its warnings before that, and
+# a terminal that is closed. Not every system has them all.
+SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+
 
 @contextmanager
 def listening() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM in a list while the block runs; a second one has its usual effect."""
+    """Note the signals in `SIGNALS` in a list while the block runs.
+
+    A second one has its usual effect, and one that is ignored (SIGHUP under nohup) has none.
+
+    Yields:
+        The list.
+    """
     received: list[int] = []
+    known = [number for name in SIGNALS if (number := getattr(signal, name, None)) is not None]
     # outside of the main thread Python lets nobody handle any
-    numbers = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+    numbers = known if current_thread() is main_thread() else []
+    before: dict[int, Any] = {
+        number: handler
+        for number in numbers
+        if (handler := signal.getsignal(number)) != signal.SIG_IGN
+    }
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -71,7 +86,7 @@ class Saver(Observer):
 
     def end_of_step(self, run: Run) -> None:
         """Save if it is time, and stop after a signal, with a `StoppedError`."""
-        stops = run.stopping and not run.done
+        stops = run.stopping and (run.unevaluated or not run.done)
         due = (
             run.step % (run.recipe.checkpoint_interval or run.task.steps_per_epoch) == 0
             or run.done
@@ -110,8 +125,8 @@ def save(folder: Path, run: Run, offset: int) -> None:
             )
             raise UserError(
                 f"checkpoint {final} cannot be written "
-                f"({getattr(cause, 'strerror', None) or first_line(error)}); {left}: free some "
-                "disk space, then continue with --resume"
+                f"({getattr(cause, 'strerror', None) or first_line(error)}); {left}: "
+                f"{remedy_for(cause or error)}"
             ) from error
 
 
@@ -124,15 +139,16 @@ def settle(folder: Path, run: Run) -> None:
     if best and (folder / best).exists():
         temporary = folder / f"{REMAINS}{BEST}"
         temporary.unlink(missing_ok=True)
-        temporary.symlink_to(best)
-        temporary.replace(folder / BEST)
+        with if_offered(f"make the link {BEST!r} to the best checkpoint"):
+            temporary.symlink_to(best)
+            temporary.replace(folder / BEST)
         flush(folder)
     # a run continues from an earlier step only if those of later steps are damaged
     earlier = [path for path in newest_first(folder) if path.name <= f"{PREFIX}{run.step:08d}"]
     old = [
         path
         for path in earlier[run.recipe.keep_checkpoints :]
-        if path.name != (folder / BEST).resolve().name
+        if path.name not in (best, (folder / BEST).resolve().name)
     ]
     for path in (*folder.glob(f"{REMAINS}{PREFIX}*"), *old):
         # under a name that is no checkpoint's; an error must not end the training, and the next one
@@ -196,12 +212,14 @@ def _write(
     for name, tensors in weights.items():
         save_file(tensors, folder / name)
         # safetensors makes files readable for their owner only
-        (folder / name).chmod(stat.S_IMODE((folder / STATE).stat().st_mode))
+        with if_offered("change who may read a file"):
+            (folder / name).chmod(stat.S_IMODE((folder / STATE).stat().st_mode))
     (folder / RECIPE).write_text(to_yaml(run.recipe), encoding="utf-8")
     about = {
         "step": run.step,
         "optimizer": run.name,
         "tokenizer": getattr(run.task, "tokenizer_checksum", None),
+        "data": dict(getattr(run.task, "data_checksums", {})),
         "offset": offset,
         "sha256": {path.name: sha256(path) for path in sorted(folder.iterdir())},
     }

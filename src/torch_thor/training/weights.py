@@ -1,6 +1,5 @@
 """Weights to start a training from, or to evaluate: of a safetensors file or of a checkpoint."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from torch_thor.training.checkpoint import (
 )
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.folder import RunFolder
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipe import Recipe, path_of
 from torch_thor.training.tasks.task import Task
 
 ACCEPTED = "a run folder, a checkpoint or a folder of checkpoints"  # for error messages
@@ -119,7 +118,7 @@ def load(model: nn.Module, recipe: Recipe, task: Task) -> None:
 
 def _find(word: str, say: Callable[[str], None]) -> tuple[Path, Checkpoint | None, str]:
     """Find the weights file, the checkpoint that it belongs to, if any, and its checksum."""
-    path, saved = Path(os.path.expandvars(word)).expanduser(), None
+    path, saved = path_of("weights", word), None
     require(path.exists(), f"weights={word} does not exist: give a safetensors file, {ACCEPTED}")
     if path.is_dir():
         saved = the_checkpoint(path, f"weights={word}", say)

@@ -21,9 +21,10 @@ from torch_thor.training.data.batches import (
     epoch_order,
     held_out_keys,
     loaded,
+    smallest_part,
     training_keys,
 )
-from torch_thor.training.errors import UserError
+from torch_thor.training.errors import UnreadableError, UserError
 from torch_thor.training.parallel import Ranks
 
 CPU = torch.device("cpu")
@@ -115,7 +116,19 @@ class Noise(Dataset):
         )
 
 
-def read(happens=None, workers=0, batches=None, say=lambda _: None, max_broken=0.5, dataset=None):
+def read(*given, **options):
+    return (batch for batch, _ in flagged(*given, **options))
+
+
+def flagged(
+    happens=None,
+    workers=0,
+    batches=None,
+    say=lambda _: None,
+    max_broken=0.5,
+    dataset=None,
+    **options,
+):
     batches = batches or [[(0, index), (1, index + 1)] for index in range(0, 10, 2)]
     return loaded(
         dataset or Noise(happens),
@@ -125,6 +138,7 @@ def read(happens=None, workers=0, batches=None, say=lambda _: None, max_broken=0
         device=CPU,
         max_broken=max_broken,
         say=say,
+        **options,
     )
 
 
@@ -162,8 +176,48 @@ def test_too_much_damage_is_one_line():
         match=r"5 of 20 samples cannot be read, more than data.max_broken=0.24 allows; .*/19",
     ):
         list(read(batches=keys, max_broken=0.24))
-    with pytest.raises(UserError, match=r"no sample of a batch can be read; .*noise/11"):
-        list(read(batches=[[(0, 11)]]))
+    # where a process must take as many batches as the others, the last of them comes before
+    said = []
+    late = flagged(batches=keys, max_broken=0.1, patient=True, say=said.append)
+    assert [own for _, own in itertools.islice(late, 2)] == [True, True]
+    with pytest.raises(UnreadableError, match=r"3 of 20 samples cannot be read, more than"):
+        next(late)
+    assert len(said) == 3
+    with pytest.raises(UserError, match=r"too few samples for a batch can be read; .*lost/"):
+        list(read(batches=[[(0, 0)]], dataset=Lost(), max_broken=1))
+
+
+class Lost(Noise):
+    """A disk that is gone."""
+
+    def __getitem__(self, key):
+        return f"lost/{key[1]}"
+
+
+def test_the_smallest_part_is_that_of_chunk():
+    for count, parts in itertools.product(range(1, 20), range(1, 9)):
+        sizes = [len(part) for part in torch.arange(count).chunk(parts)]
+        assert smallest_part(count, parts) == min(sizes)
+
+
+def test_a_batch_of_too_few_is_filled_the_same_way_everywhere():
+    """The keys alone say with what: neither the workers nor what was read before."""
+    keys = [[(epoch, first), (epoch, first + 2), (epoch, first + 3)] for epoch in (0, 1)
+    for first in (9, 11, 13, 15)]  # fmt: skip
+    for parts, least, sizes in ((1, 1, {1, 2}), (1, 3, {3}), (2, 2, {4}), (2, 1, {1, 2})):
+        found = list(flagged(batches=keys, parts=parts, least=least))
+        assert {len(batch[1]) for batch, _ in found} == sizes
+        for start, workers in ((3, 0), (0, 2), (5, 1)):
+            rest = read(batches=keys[start:], workers=workers, parts=parts, least=least)
+            assert_same(list(rest), [batch for batch, _ in found[start:]])
+    # nothing but broken samples
+    (first, own), (again, _), (other, _) = flagged(
+        batches=[[(0, 11), (0, 13)], [(0, 11), (0, 17)], [(1, 11), (1, 13)]]
+    )
+    assert not own
+    assert_same(first, again)
+    assert not torch.equal(first[0], other[0])
+    assert torch.equal(first[0][0], Noise()[0, int(first[1])][0])
 
 
 def refused(match, **options):

@@ -5,6 +5,7 @@ ends no process.
 import io
 import random
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -92,13 +93,101 @@ def test_cmyk_has_the_colours_of_the_photograph():
     assert (image - torch.from_numpy(np.array(photograph())).permute(2, 0, 1)).abs().mean() < 8
 
 
-def test_sixteen_bits_are_scaled_in_every_format():
-    values = torch.arange(0, 65536, 64, dtype=torch.int32).view(32, 32)
-    for kind in ("PNG", "TIFF", "PPM"):
-        content = encoded(Image.fromarray(values.to(torch.uint16).numpy()), kind)
-        assert torch.equal(decode_rgb(content), (values >> 8).to(torch.uint8).expand(3, -1, -1)), (
-            kind
-        )
+def expected_grey(values):
+    return torch.from_numpy(np.asarray(values, dtype=np.uint8)).expand(3, -1, -1)
+
+
+def tiff(values, order, sample_format=1):
+    """A TIFF of one strip, in either byte order."""
+    bits = 8 * values.itemsize
+    data = values.astype(values.dtype.newbyteorder(order)).tobytes()
+    height, width = values.shape
+    tags = [(256, width), (257, height), (258, bits), (259, 1), (262, 1), (273, 8), (277, 1),
+    (278, height), (279, len(data)), (339, sample_format)]  # fmt: skip
+    body = b"".join(struct.pack(f"{order}HHII", tag, 4, 1, value) for tag, value in tags)
+    head = (b"II" if order == "<" else b"MM") + struct.pack(f"{order}HI", 42, 8 + len(data))
+    return head + data + struct.pack(f"{order}H", len(tags)) + body + bytes(4)
+
+
+def test_sixteen_bits_are_scaled_in_every_format_and_byte_order():
+    values = np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32)
+    image = Image.fromarray(values)
+    found = [encoded(image, kind) for kind in ("PNG", "TIFF", "PPM", "JPEG2000")]
+    found += [encoded(image, "TIFF", compression="tiff_lzw"), tiff(values, "<"), tiff(values, ">")]
+    for content in found:
+        assert torch.equal(decode_rgb(content), expected_grey(values >> 8))
+
+
+def test_the_bits_that_an_image_of_sixteen_uses_are_those_of_its_largest_value():
+    ramp = np.arange(1024).reshape(32, 32)
+    for values, expected in (
+        (4 * ramp, 4 * ramp >> 4),
+        (4 * ramp + 4, 4 * ramp + 4 >> 8),
+        (ramp // 4, ramp // 4),
+        (0 * ramp, 0 * ramp),
+    ):
+        for order in "<>":
+            content = tiff(values.astype(np.uint16), order)
+            assert torch.equal(decode_rgb(content), expected_grey(expected))
+
+
+RAMP = np.linspace(0, 1, 1024).reshape(32, 32)
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize(
+    ("values", "sample_format"),
+    [
+        (RAMP.astype(np.float32), 3), ((255 * RAMP).astype(np.float32), 3),
+        ((4000 * RAMP - 9).astype(np.float32), 3), ((RAMP * 2**30).astype(np.int32), 2),
+        ((RAMP * 65535).astype(np.int32), 2), ((RAMP * 1000 - 500).astype(np.int16), 2),
+        ((RAMP * 2**31 - 2**30).astype(np.int32), 2), ((RAMP > 0.3).astype(np.float32), 3),
+    ],
+)  # fmt: skip
+def test_integers_of_32_bits_and_floats_are_scaled_by_their_range(values, sample_format, order):
+    low, high = float(values.min()), float(values.max())
+    expected = np.round((values.astype(np.float64) - low) / (high - low) * 255)
+    image = decode_rgb(tiff(values, order, sample_format))
+    assert (image.to(torch.int32) - expected_grey(expected).to(torch.int32)).abs().max() <= 1
+    assert (image.min(), image.max()) == (0, 255)
+
+
+def test_unsigned_integers_of_32_bits_do_not_wrap():
+    values = (RAMP * (2**32 - 1)).astype(np.uint32)
+    assert torch.equal(decode_rgb(tiff(values, "<")), expected_grey(np.round(RAMP * 255)))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (np.where(RAMP > 0.5, np.nan, RAMP), "from nan to nan, are not all finite: convert it"),
+        (np.where(RAMP > 0.5, np.inf, RAMP), "from 0 to inf, are not all finite: convert it"),
+        (0 * RAMP + 0.5, "from 0.5 to 0.5, are all equal, which tells no grey: convert it"),
+        # a hot pixel, and pixels without data
+        (np.where(RAMP == 1, 1e6, RAMP), "to 1e.06, would make it black or white but for a few"),
+        (np.where(RAMP > 0.7, -9999, RAMP), "from -9999 to .* black or white .*: convert it to 8"),
+    ],
+)
+def test_deep_greys_that_have_no_range_are_broken(values, said):
+    with pytest.raises(BrokenImageError, match=f"^its 32-bit or float values, .*{said}"):
+        decode_rgb(tiff(values.astype(np.float32), "<", 3))
+
+
+def test_deep_colours_that_would_be_black_are_broken():
+    """Pillow gives the upper 8 of their 16 bits, whatever the largest value is."""
+
+    def png(largest):
+        pixels = np.zeros((4, 5, 3), dtype=np.uint16)
+        pixels[1, 2] = largest
+        header = struct.pack(">IIBBBBB", 5, 4, 16, 2, 0, 0, 0)
+        data = zlib.compress(b"".join(damage.rows(pixels, 16)))
+        chunks = [(b"IHDR", header), (b"IDAT", data), (b"IEND", b"")]
+        return b"\x89PNG\r\n\x1a\n" + b"".join(damage.chunk(*chunk) for chunk in chunks)
+
+    assert decode_rgb(png(4096)).max() == 16
+    with pytest.raises(BrokenImageError, match=r"16 bits are all below 4096, .* convert it to 8"):
+        decode_rgb(png(4095))
+    assert decode_rgb(encoded(Image.new("RGB", (4, 4)), "BMP")).max() == 0
 
 
 def test_what_is_cut_short_or_no_image_is_broken():

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from sklearn.datasets import load_sample_images
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from torchvision.transforms import v2
@@ -30,8 +31,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWa
 SMALL = Transform(size=24, resize=28)
 
 
-def opened(root, train=True, **options):
-    return open_images(Data(name="image-folder", root=str(root), **options), 5, train=train)
+def opened(root, train=True, say=print, **options):
+    return open_images(
+        Data(name="image-folder", root=str(root), **options), 5, train=train, say=say
+    )
+
+
+def paths_of(images, root):
+    return [str(images.source.where(index).relative_to(root)) for index in range(len(images))]
 
 
 def raising(error):
@@ -47,7 +54,7 @@ def refused(root, match, **options):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("names", [("train", "val"), ("ilsvrc", "ilsvrc_eval")])
+@pytest.mark.parametrize("names", [("train", "val"), ("train", "test"), ("ilsvrc", "ilsvrc_eval")])
 def test_the_list_is_that_of_torchvision(tmp_path, names):
     write_tree(tmp_path, *names)
     place = tmp_path / names[0] / "digit/Blüten/日本"
@@ -73,13 +80,14 @@ def test_an_evaluation_needs_no_training_images(tree):
     assert len(held_out) == 9
     refused(
         tree,
-        "must contain train and val or ilsvrc and ilsvrc_eval, each with a folder for each class",
+        "must contain train and val or train and test or ilsvrc and ilsvrc_eval, each with a "
+        "folder for each class",
     )
 
 
 def test_folders_that_are_wrong(tree):
     for index, (spoil, match) in enumerate([
-        ("rm -r val", "data.root=.* must contain train and val or ilsvrc and ilsvrc_eval, each"),
+        ("rm -r val", "data.root=.* must contain train and val or train and test or ilsvrc and "),
         ("rm val/*/*.JPEG",
         "val: no image in china, digit, flower: add images .*, or remove the class"),
         ("rm -r train/*/",
@@ -95,6 +103,11 @@ def test_folders_that_are_wrong(tree):
         ("ln -s .. train/digit/one; ln -s .. train/digit/two",
         "is a link to a folder that contains it"),
         ("ln -s / train/digit/more", "train/digit/more is a link to a folder that contains it"),
+        ("ln -s /nowhere/x train/x; ln -s /nowhere/x val/x",
+        "/x is a link to nothing, so its images would be missing: mount the disk .* or remove"),
+        ("ln -s loop val/loop", "val/loop is a link to nothing"),
+        ("ln -s /nowhere/more train/digit/more", "train/digit/more is a link to nothing"),
+        ("mv val test; ln -s /nowhere/val val", "val is a link to nothing"),
     ]):  # fmt: skip
         root = tree.parent / str(index)
         shutil.copytree(tree, root)
@@ -103,6 +116,86 @@ def test_folders_that_are_wrong(tree):
     refused(tree / "nowhere", "nowhere must contain train and val")
     with pytest.raises(UserError, match=r"data.root is not set: .* give it as data.root=FOLDER"):
         open_images(Data(name="image-folder"), 0)
+
+
+def test_what_programs_leave_behind_is_no_class_and_no_image(tree):
+    before = [paths_of(images, tree) for images in opened(tree)]
+    picture = tree / "train/china/china_0.JPEG"
+    for split in ("train", "val"):
+        for place in (
+            ".ipynb_checkpoints",
+            "@eaDir",
+            "__MACOSX",
+            "china/.thumbnails",
+            "digit/@eaDir",
+        ):
+            (tree / split / place).mkdir()
+            shutil.copy(picture, tree / split / place / "a.jpg")
+        (tree / split / "flower/._flower_0.JPEG").write_bytes(b"\0\5\x16\7" + bytes(4092))
+        (tree / split / "flower/Thumbs.db").write_bytes(b"\xd0\xcf\x11\xe0")
+        (tree / split / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    (tree / "val/.only").symlink_to("nowhere")
+    said = []
+    found = opened(tree, say=said.append)
+    assert [images.classes for images in found] == [list(CLASSES)] * 2
+    assert [paths_of(images, tree) for images in found] == before
+    start = "left out of its files and folders:"
+    assert [line.partition(" (")[0] for line in said] == [
+        f"{tree}/train: {start} 8 hidden or made by programs",
+        f"{tree}/val: {start} 9 hidden or made by programs",
+    ]
+    assert "@eaDir 2" in said[0]
+    # what the user names is taken
+    hidden = tree.parent / ".cache"
+    tree.rename(hidden)
+    assert [paths_of(images, hidden) for images in opened(hidden)] == before
+
+
+def test_images_are_told_by_content_and_other_files_are_counted(tree, monkeypatch):
+    place, picture = tree / "val/digit", Image.open(tree / "val/digit/digit_6.JPEG")
+    added = []
+    for name, kind in [("none", "PNG"), ("x.dat", "TIFF"), ("notes.pdf", "JPEG"), ("a.h5", "GIF"),
+    ("b.jp2", "JPEG2000"), ("c.avif", "AVIF"), ("d.tga", "TGA"), ("e.ppm", "PPM")]:  # fmt: skip
+        picture.save(place / name, kind)
+        added.append(f"val/digit/{name}")
+    picture.save(place / "drawing.eps", "EPS")  # which would be executed
+    (place / "README").write_text("P3 is how some portable pixmaps begin, and this is none")
+    (place / "train.csv").write_text("name,label\n")
+    (place / "scan.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
+    os.mkfifo(place / "pipe")
+    (tree / "val/labels.txt").write_text("china 0")
+    said = []
+    _, held_out = opened(tree, train=False, say=said.append)
+    assert {path for path in paths_of(held_out, tree) if "digit/digit" not in path} >= set(added)
+    assert len(held_out) == 9 + len(added)
+    (line,) = said
+    assert line.startswith(f"{tree}/val: left out of its files and folders: 6 that are no images (")
+    assert "without a suffix 2" in line
+    assert "beside the class folders 1" in line
+    for index in range(len(held_out)):
+        assert not isinstance(held_out[0, index], str)
+    # of a file with the suffix of an image the content is not looked at before it is read
+    monkeypatch.setattr("torch_thor.training.data.images.is_image", lambda _: False)
+    assert len(opened(tree, train=False)[1]) == 9 + 4
+
+
+def test_a_file_without_a_suffix_that_cannot_be_opened_is_an_error(tree, monkeypatch):
+    (tree / "val/digit/none").write_bytes((tree / "val/digit/digit_6.JPEG").read_bytes())
+    denied = PermissionError(errno.EACCES, "Permission denied", str(tree / "val/digit/none"))
+    monkeypatch.setattr(Path, "open", raising(denied))
+    refused(tree, r"digit/none cannot be listed \(Permission denied\), .*: repair or remove it")
+
+
+def test_class_names_that_look_the_same_are_told_apart(tree):
+    for split, name in (("train", "caf\u00e9"), ("val", "cafe\u0301")):
+        shutil.copytree(tree / split / "digit", tree / split / name)
+    for split in ("train", "val"):
+        shutil.copytree(tree / split / "digit", tree / split / "\u00e9l\u00e9phant")  # of both
+    shutil.copytree(tree / "val/digit", tree / "val/\u00e0ne")
+    said = (
+        r"class folders cafe\u0301 \(Unicode form NFD\), caf\u00e9 \(Unicode form NFC\), \u00e0ne: "
+    )
+    refused(tree, said)
 
 
 def test_links_that_lead_elsewhere_are_followed(tree, tmp_path):

@@ -3,6 +3,7 @@ fetched.
 """
 
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -149,3 +150,22 @@ def test_checking_leaves_the_network_as_it_was():
             check_fits("mine", network, shape, classes)
         assert "\n" not in str(caught.value)
         assert all(module.training for module in network.modules())
+
+
+@pytest.mark.parametrize(
+    ("layers", "least"),
+    [
+        ([nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4)], 2),
+        ([nn.Conv2d(3, 4, 7), nn.BatchNorm2d(4), nn.AvgPool2d(2)], 1),
+        ([nn.Conv2d(3, 4, 8), nn.GroupNorm(1, 4)], 1),
+        ([nn.Conv2d(3, 4, 8), nn.Flatten(), nn.BatchNorm1d(4)], 2),
+    ],
+)
+def test_a_network_whose_batch_norm_sees_single_pixels_needs_two_images(layers, least):
+    model = nn.Sequential(*layers, nn.Flatten())
+    assert check_fits("mine", model, (3, 8, 8), 4) == least
+    images = torch.randn(1, 3, 8, 8)
+    with pytest.raises(ValueError, match="more than 1") if least == 2 else nullcontext():
+        model(images)
+    # nothing stays in the network
+    assert not any(module._forward_pre_hooks for module in model.modules())

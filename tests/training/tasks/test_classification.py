@@ -3,15 +3,19 @@ images as batches.
 """
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from image_tree import write_tree
 from tiny import assert_same
-from torch_thor.training.errors import UserError
+from torch_thor.training.errors import UnreadableError, UserError
 from torch_thor.training.evaluation import evaluate
+from torch_thor.training.loop import split
+from torch_thor.training.models.small import CLASSIFIERS
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe import Recipe
 from torch_thor.training.tasks import check_task, open_task
@@ -118,6 +122,100 @@ def test_a_broken_image_is_named_once_and_on_its_own_process(folder, capsys):
         list(itertools.islice(task.batches(Ranks(rank, 2), 0), 9))
     assert len(said) == 2
     assert capsys.readouterr().err.count("is left out") == 2
+
+
+class Pixel(nn.Module):
+    """A classifier whose BatchNorm sees one pixel of an image."""
+
+    def __init__(self, channels, classes):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, classes, 24), nn.BatchNorm2d(classes)
+
+    def forward(self, images):
+        return self.norm(self.conv(images)).flatten(1)
+
+
+@pytest.fixture
+def pixel(monkeypatch):
+    monkeypatch.setitem(CLASSIFIERS, "pixel", Pixel)
+    return {"model": "pixel"}
+
+
+@pytest.mark.parametrize(("size", "parts"), [(1, 1), (6, 6), (7, 3), (3, 2)])
+def test_a_part_of_one_image_is_refused_before_the_first_step(folder, pixel, size, parts):
+    given = {**folder(), **pixel, "batch_size": size, "accumulation": parts}
+    with pytest.raises(
+        UserError,
+        match=rf"batch_size={size} in accumulation={parts} parts on 1 processes leaves a part of 1 "
+        r"image, of which BatchNorm in model=pixel .* \(3 x 24 x 24 .*: raise batch_size or lower "
+        r"accumulation, so that each part has 2 or more, or use larger images",
+    ):
+        opened(print, **given).model()
+    # an evaluation takes it, and a network that has no such layer
+    opened(print, train=False, **given).model()
+    opened(print, **{**given, "model": "small-resnet"}).model()
+
+
+def test_the_share_of_a_process_may_be_too_small(folder, pixel, monkeypatch):
+    monkeypatch.setattr("torch_thor.training.tasks.images.world_size", lambda: 6)
+    with pytest.raises(UserError, match=r"batch_size=6 .* on 6 processes leaves a part of 1 image"):
+        opened(print, **{**folder(), **pixel}).model()
+    monkeypatch.setattr("torch_thor.training.tasks.images.world_size", lambda: 4)
+    with pytest.raises(UserError, match="batch_size=6 cannot be shared evenly by 4 processes"):
+        opened(print, **folder())
+
+
+def test_a_part_that_broken_images_leave_too_small_is_filled_the_same_way_after_a_resume(
+    folder, pixel
+):
+    given = {**folder(), **pixel, "batch_size": 6, "accumulation": 3}
+    task = opened(print, **given)
+    net = task.model()
+    found = list(itertools.islice(task.batches(Ranks(), 0), 9))
+    plain = opened(print, **given)  # whose network takes a single image
+    assert {len(labels) for _, labels in itertools.islice(plain.batches(Ranks(), 0), 9)} >= {5}
+    assert {len(labels) for _, labels in found} == {6}
+    for batch in found:
+        for part in split(batch, 3):
+            net(part[0])
+    for start, workers in ((1, 0), (4, 2)):
+        again = opened(print, **{**given, **folder(workers), **pixel, "batch_size": 6})
+        again.model()
+        rest = list(itertools.islice(again.batches(Ranks(), start), 9 - start))
+        assert_same([(*batch,) for batch in rest], found[start:])
+
+
+def test_a_batch_without_a_readable_image_ends_nothing_and_does_not_count(folder):
+    given = {**folder(), "batch_size": 1}
+    task = opened(print, **given)
+    assert [len(labels) for _, labels in itertools.islice(task.batches(Ranks(), 0), 18)] == [1] * 18
+    root = Path(given["data"]["root"])
+    (root / "val/digit/digit_7.JPEG").write_bytes(b"no image")
+    task = opened(print, **given)
+    counted = [counts for _, counts in task.held_out(Ranks())]
+    assert sorted(counted) == [False] + [True] * 8
+    found = evaluate(task, task.model(), Ranks())
+    assert found["top5"] == 1  # of three classes, the mean of eight images
+    # the others of a batch count
+    whole = list(opened(print, **{**given, "batch_size": 3}).held_out(Ranks()))
+    assert [(len(labels), counts) for (_, labels), counts in whole] == [
+        (3, True),
+        (2, True),
+        (3, True),
+    ]
+
+
+def test_an_evaluation_of_too_many_broken_images_is_an_error_at_its_end(folder):
+    given = folder()
+    given["data"] |= {"max_broken": 0.1}
+    (Path(given["data"]["root"]) / "val/digit/digit_7.JPEG").write_bytes(b"no image")
+    task = opened(print, **given)
+    batches = task.held_out(Ranks())
+    assert sum(len(labels) for (_, labels), _ in itertools.islice(batches, 2)) == 8
+    with pytest.raises(UnreadableError, match="1 of 9 samples cannot be read"):
+        next(batches)
+    with pytest.raises(UnreadableError, match="1 of 9 samples cannot be read"):
+        evaluate(task, task.model(), Ranks())
 
 
 def test_more_workers_than_cores_are_one_line(folder, monkeypatch):

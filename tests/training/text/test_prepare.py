@@ -185,12 +185,15 @@ def test_a_finished_corpus_is_left_alone_unless_it_is_damaged(wiki, corpus):
 
 
 def test_what_cannot_be_read_is_named_and_counted(wiki, tmp_path):
-    text = tmp_path / "latin.txt"
-    text.write_bytes("caf\u00e9 ".encode("latin-1") * 100)
+    text = tmp_path / "texts"
+    text.mkdir()
+    (text / "latin.txt").write_bytes("caf\u00e9 ".encode("latin-1") * 100)
+    (text / "._latin.txt").write_bytes(b"\0\5\x16\7")
     manifest, said = run(tmp_path / "corpus", wiki, text, max_faults=0.05)
     (fault,) = manifest["faults"]
-    assert fault.startswith("latin.txt, byte 3 of its uncompressed contents: it is not UTF-8")
+    assert fault.startswith("texts/latin.txt, byte 3 of its uncompressed contents: it is not UTF-8")
     assert f"left out: {fault}" in said
+    assert "texts: left out of its files and folders: 1 hidden or made by programs (._* 1)" in said
     with pytest.raises(
         UserError, match=r"1 of 81 documents cannot be read, and --max-faults 0\.01 allows 0"
     ):

@@ -200,6 +200,27 @@ def test_files_are_named_by_where_they_lie_in_what_is_given(tmp_path, monkeypatc
     assert len(found(tmp_path / "wiki.xml")[0]) == 3
 
 
+def test_what_is_no_text_is_left_out_and_counted(tmp_path):
+    for name in (
+        "texts/a.txt", "texts/._a.txt", "texts/.git/b.txt", "texts/__MACOSX/a.txt",
+        "texts/.cache/c.html", "texts/photo.jpg", "texts/@eaDir/a.txt", "texts/sub/Thumbs.db",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(PROSE)
+    (tmp_path / "texts/.git/link").symlink_to(tmp_path)  # a link to a folder, which is not entered
+    said = []
+    found_ = find_sources([str(tmp_path / "texts"), "python"], said.append)
+    assert [source.name for source in found_] == ["texts/a.txt", "python"]
+    (line,) = said
+    assert line.startswith(
+        f"{tmp_path}/texts: left out of its files and folders: 6 hidden or made by programs ("
+    )
+    assert line.endswith(", 1 that are no text (.jpg 1)")
+    # what the user names is taken
+    hidden = [str(tmp_path / f"texts/{name}") for name in (".git/b.txt", ".cache")]
+    assert [source.name for source in find_sources(hidden)] == ["b.txt", ".cache/c.html"]
+
+
 def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("empty", "other", "pipes", "nothing", "circle"):

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from torch_thor.torch_internals import tree_leaves, tree_map
-from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.cores import allowed_cores
+from torch_thor.training.errors import UnreadableError, UserError, first_line, require
 from torch_thor.training.parallel import Ranks
 
 Key = tuple[int, int]  # epoch and index of a sample
@@ -96,6 +97,11 @@ def held_out_keys(count: int, batch_size: int, ranks: Ranks) -> Iterator[tuple[l
         yield list(range(own * count // number, (own + 1) * count // number)), counts
 
 
+def smallest_part(count: int, parts: int) -> int:
+    """Return the size of the smallest micro-batch that `torch.Tensor.chunk` makes of a batch."""
+    return (count - 1) % -(-count // parts) + 1
+
+
 def take(tensors: Any, indices: Sequence[int]) -> Any:
     """Return a batch of samples from a tree of tensors in memory."""
     rows = torch.tensor(indices, dtype=torch.int64, device=tree_leaves(tensors)[0].device)
@@ -117,8 +123,14 @@ def loaded(
     max_broken: float = 0.0,
     say: Callable[[str], None] = print,
     collate: Callable[[list[Any]], Any] = default_collate,
-) -> Iterator[Any]:
-    """Yield batches that worker processes make.
+    parts: int = 1,
+    least: int = 1,
+    patient: bool = False,
+) -> Iterator[tuple[Any, bool]]:
+    """Yield batches that worker processes make, and whether each has a sample of its own keys.
+
+    A sample that cannot be read is left out of its batch. Where too few are left, others of the
+    data set are added, which ones is a function of the keys.
 
     Args:
         dataset: Its samples by key; it has a length. A sample that cannot be read is the text that
@@ -129,15 +141,19 @@ def loaded(
         prefetch: Batches that each process makes ahead.
         device: The device of the batches.
         max_broken: Largest share of the samples that may be unreadable.
-        say: Prints a line; it is called for each unreadable sample, which is left out of its batch.
+        say: Prints a line; it is called for each unreadable sample.
         collate: Makes a batch, a tree of tensors, from its readable samples.
+        parts: The number of micro-batches into which a batch will be cut.
+        least: The number of samples that a micro-batch needs.
+        patient: Whether all batches are yielded before too many unreadable samples are an error:
+            forward passes that communicate need the same number of batches on all processes.
 
     Raises:
-        UserError: If too many samples are unreadable, all of a batch are, or a worker cannot be
-            started or dies.
+        UnreadableError: If too many samples are unreadable.
+        UserError: If too few are left for a batch, or a worker cannot be started or dies.
     """
     loader = DataLoader(
-        _Batches(dataset, collate),
+        _Batches(dataset, collate, parts, least, int(max_broken * len(cast(Any, dataset)))),
         batch_size=None,  # a batch is one item, whose index are its keys
         sampler=keys,
         num_workers=workers,
@@ -148,6 +164,7 @@ def loaded(
         generator=torch.Generator(),
     )
     handler, broken, size = signal.getsignal(signal.SIGCHLD), set[str](), len(cast(Any, dataset))
+    fault: UnreadableError | None = None
     try:
         batches = iter(loader)
     except OSError as error:  # no memory, process or semaphore left
@@ -162,29 +179,32 @@ def loaded(
     while (answer := _next(batches, workers)) is not None:
         if isinstance(answer, UserError):
             raise answer
-        batch, reasons = answer
+        batch, own, reasons = answer
         for reason in reasons:
-            if reason not in broken:
+            if reason not in broken and fault is None:
                 broken.add(reason)
                 say(f"{reason} and is left out")
-            require(
-                len(broken) <= max_broken * size,
-                f"{len(broken)} of {size} samples cannot be read, more than "
-                f"data.max_broken={max_broken:g} allows; the latest: {reason}: repair or remove "
-                "them, or raise data.max_broken",
-            )
+                if len(broken) > max_broken * size:
+                    fault = UnreadableError(
+                        f"{len(broken)} of {size} samples cannot be read, more than "
+                        f"data.max_broken={max_broken:g} allows; the latest: {reason}: repair or "
+                        "remove them, or raise data.max_broken"
+                    )
+        if fault is not None and not patient:
+            raise fault
         if batch is None:
-            raise UserError(
-                f"no sample of a batch can be read; the latest: {reasons[-1]}: check the disk"
+            raise fault or UserError(
+                f"too few samples for a batch can be read; the latest: {reasons[-1]}: check the "
+                "disk"
             )
-        yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch)
+        yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch), own
+    if fault is not None:
+        raise fault
 
 
 def warn_of_workers(count: int, say: Callable[[str], None]) -> None:
     """Say a line if this machine's training processes together have more workers than cores."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = allowed_cores()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if count * processes > cores:
         say(
@@ -194,10 +214,21 @@ def warn_of_workers(count: int, say: Callable[[str], None]) -> None:
 
 
 class _Batches(Dataset[Any]):
-    """Whole batches: each the tree of its readable samples (or None), and why others are not."""
+    """Whole batches: each the tree of its readable samples, whether any is its own, and faults.
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.collate = dataset, collate
+    A batch is None if too few samples of the whole data set can be read.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        collate: Callable[[list[Any]], Any],
+        parts: int,
+        least: int,
+        allowed: int,
+    ) -> None:
+        self.dataset, self.collate, self.parts, self.least = dataset, collate, parts, least
+        self.allowed = allowed  # unreadable samples
 
     def __getitem__(self, keys: list[Any]) -> Any:
         # errors are returned, because the loader would put the traceback of the worker into a
@@ -205,11 +236,18 @@ class _Batches(Dataset[Any]):
         try:
             samples = [self.dataset[key] for key in keys]
             good = [sample for sample in samples if not isinstance(sample, str)]
-            batch = self.collate(good) if good else None
+            reasons, own = [sample for sample in samples if isinstance(sample, str)], bool(good)
+            others = self._others(keys[0])
+            while not self._enough(good) and len(reasons) <= self.allowed:
+                sample = next(others, None)
+                if sample is None:
+                    break
+                (reasons if isinstance(sample, str) else good).append(sample)
+            batch = self.collate(good) if self._enough(good) else None
             # torch would do it later, in a thread that drops what cannot be shared
-            if good and get_worker_info():
+            if batch is not None and get_worker_info():
                 tree_map(Tensor.share_memory_, batch)
-            return batch, [sample for sample in samples if isinstance(sample, str)]
+            return batch, own, reasons
         except UserError as error:
             return error
         except (MemoryError, RuntimeError) as error:
@@ -219,6 +257,15 @@ class _Batches(Dataset[Any]):
             return UserError(
                 f"there is no memory for a batch ({first_line(error)}): {_MORE_MEMORY}"
             )
+
+    def _enough(self, good: list[Any]) -> bool:
+        return bool(good) and smallest_part(len(good), self.parts) >= self.least
+
+    def _others(self, key: Key) -> Iterator[Any]:
+        """Yield samples of the whole data set, from a place that depends on a key."""
+        (epoch, index), size = key, len(cast(Any, self.dataset))
+        first = digest(epoch, index)
+        return (self.dataset[epoch, (first + number) % size] for number in range(size))
 
 
 _MORE_MEMORY = (

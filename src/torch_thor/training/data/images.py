@@ -2,13 +2,19 @@
 
 Classes are numbered by their sorted folder names, and files are sorted within a class, as in
 torchvision's `ImageFolder`, so that pretrained classifiers can be used. `ImageFolder` itself leaves
-out folders that cannot be read.
+out folders that cannot be read, and knows fewer formats. A file with the suffix of a format that
+Pillow decodes counts as an image without being opened, so that a million files are listed quickly;
+every other file is an image if Pillow knows its content.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unicodedata import is_normalized
+from unicodedata import normalize as normalize_text
 from urllib.error import URLError
 
 import numpy as np
@@ -16,16 +22,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import normalize
 
 from torch_thor.training.data.batches import digest
-from torch_thor.training.data.decoding import BrokenImageError, decode_rgb, read_image
+from torch_thor.training.data.decoding import (
+    BrokenImageError,
+    decode_rgb,
+    image_suffixes,
+    is_image,
+    read_image,
+)
+from torch_thor.training.data.listing import LeftOut
 from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.recipe import FOLDER, Data, Transform
 
-SPLITS = (("train", "val"), ("ilsvrc", "ilsvrc_eval"))
+SPLITS = (("train", "val"), ("train", "test"), ("ilsvrc", "ilsvrc_eval"))  # the first that is there
 
 
 class Images(Dataset[Any]):
@@ -90,14 +102,24 @@ class Files:
         return image
 
 
-def open_images(data: Data, seed: int, *, train: bool = True) -> tuple[Images | None, Images]:
+def open_images(
+    data: Data, seed: int, *, train: bool = True, say: Callable[[str], None] = print
+) -> tuple[Images | None, Images]:
     """Return a data set's checked training images (None unless asked for) and evaluation images.
+
+    Args:
+        data: The data set.
+        seed: The seed of the run.
+        train: Whether the training images are needed.
+        say: Prints a line; it is called for each folder of which files are left out.
 
     Raises:
         UserError: If the images are missing or unsuitable.
     """
     options = data.crops
-    training, held_out = _open_folders(data, train) if data.name == FOLDER else _open_cifar(data)
+    training, held_out = (
+        _open_folders(data, train, say) if data.name == FOLDER else _open_cifar(data)
+    )
     # He et al. 2016, section 3.4, in torchvision's form
     crop: Any = (
         v2.RandomResizedCrop(options.size, scale=options.scale, ratio=options.ratio, antialias=True)
@@ -141,13 +163,17 @@ def _open_cifar(data: Data) -> tuple[_Part, _Part]:
     return part(train), part(test)
 
 
-def _open_folders(data: Data, train: bool) -> tuple[_Part | None, _Part]:
+def _open_folders(
+    data: Data, train: bool, say: Callable[[str], None]
+) -> tuple[_Part | None, _Part]:
     require(
         data.root is not None,
         f"data.root is not set: {FOLDER} needs the folder that contains train/ and val/; give it "
         "as data.root=FOLDER",
     )
     pairs = [[data.folder() / name for name in names] for names in SPLITS]
+    for folder in (folder for pair in pairs for folder in pair):
+        _refuse_a_link_to_nothing(folder)
     folders = next(
         (pair for pair in pairs if pair[1].is_dir() and (pair[0].is_dir() or not train)), None
     )
@@ -157,41 +183,79 @@ def _open_folders(data: Data, train: bool) -> tuple[_Part | None, _Part]:
             f"{' or '.join(' and '.join(names) for names in SPLITS)}, each with a folder for each "
             "class: choose another folder, or sort the images into them"
         )
-    try:
-        classes = [
-            {item.name for item in folder.iterdir() if item.is_dir()}
-            for folder in folders
-            if folder.is_dir()
-        ]
-        different = sorted(classes[0] ^ classes[-1])
+    with _listing(data.folder()):
+        found = [(folder, LeftOut()) for folder in folders if folder.is_dir()]
+        classes = [_classes(folder, left) for folder, left in found]
+        different = sorted(set(classes[0]) ^ set(classes[-1]))
         require(
             not different,
             f"{data.folder()}: only one of {folders[0].name} and {folders[1].name} has the class "
-            f"folders {_some(different)}: labels are numbered in their sorted order, so both must "
-            "have the same classes",
+            f"folders {_some(_told_apart(different))}: labels are numbered in their sorted order, "
+            "so both must have the same classes",
         )
-        return _list(folders[0], sorted(classes[0])) if train else None, _list(
-            folders[1], sorted(classes[-1])
-        )
+        used = found if train else found[-1:]
+        parts = [_list(folder, classes[0], left, say) for folder, left in used]
+    return parts[0] if train else None, parts[-1]
+
+
+@contextmanager
+def _listing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(
-            f"{error.filename} cannot be listed ({error.strerror}), so its images would be "
-            "missing: repair or remove it"
+            f"{error.filename or folder} cannot be listed ({error.strerror}), so its images would "
+            "be missing: repair or remove it"
         ) from error
 
 
-def _list(folder: Path, classes: Sequence[str]) -> _Part:
+def list_images(folder: Path, say: Callable[[str], None]) -> list[Path]:
+    """Return the images anywhere in a folder, sorted, and say what is left out.
+
+    Raises:
+        UserError: If a folder in it cannot be listed.
+    """
+    left = LeftOut()
+    with _listing(folder):
+        paths = _list_files(folder, left)
+    left.tell(folder, "images", say)
+    return sorted(map(Path, paths))
+
+
+def _refuse_a_link_to_nothing(path: Path) -> None:
+    require(
+        not path.is_symlink() or path.exists(),
+        f"{path} is a link to nothing, so its images would be missing: mount the disk that it "
+        "leads to, or remove the link",
+    )
+
+
+def _classes(folder: Path, left: LeftOut) -> list[str]:
+    """Return the sorted names of the class folders."""
+    found = []
+    for item in folder.iterdir():
+        if left.keeps(item.name):
+            _refuse_a_link_to_nothing(item)
+            if item.is_dir():
+                found.append(item.name)
+            else:
+                left.others["beside the class folders"] += 1
+    return sorted(found)
+
+
+def _list(folder: Path, classes: Sequence[str], left: LeftOut, say: Callable[[str], None]) -> _Part:
     require(
         len(classes) > 1,
         f"{folder} must contain a folder for each of two or more classes: sort the images into "
         "them",
     )
-    lists = [_list_files(folder / name) for name in classes]
+    lists = [_list_files(folder / name, left) for name in classes]
+    left.tell(folder, "images", say)
     empty = [name for name, paths in zip(classes, lists, strict=True) if not paths]
     require(
         not empty,
-        f"{folder}: no image in {_some(empty)}: add images ({', '.join(IMG_EXTENSIONS)}), or "
-        "remove the class from both folders",
+        f"{folder}: no image in {_some(empty)}: add images of a format that Pillow reads (JPEG, "
+        "PNG, WebP, TIFF, ...), or remove the class from both folders",
     )
     labels = torch.arange(len(classes)).repeat_interleave(
         torch.tensor([len(paths) for paths in lists])
@@ -199,20 +263,51 @@ def _list(folder: Path, classes: Sequence[str]) -> _Part:
     return Files([path for paths in lists for path in paths]), labels, classes
 
 
-def _list_files(folder: Path) -> list[str]:
+def _list_files(folder: Path, left: LeftOut | None = None) -> list[str]:
+    """Return the paths of the images in a folder, sorted; counts in `left` what is none."""
+
     def refuse(error: OSError) -> None:
         raise error
 
-    found = []
-    for top, _, names in os.walk(folder, onerror=refuse, followlinks=True):
+    found, left = [], left or LeftOut()
+    for top, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         place = Path(top)
         if place.is_symlink() and place.parent.resolve().is_relative_to(place.resolve()):
             raise UserError(
                 f"{top} is a link to a folder that contains it, so listing would never end: remove "
                 "the link"
             )
-        found += [(top, name) for name in names if name.lower().endswith(IMG_EXTENSIONS)]
+        folders[:] = filter(left.keeps, folders)
+        for name in filter(left.keeps, names):
+            if _holds_an_image(top, name):
+                found.append((top, name))
+            else:
+                left.other(name)
     return [f"{top}{os.sep}{name}" for top, name in sorted(found)]
+
+
+def _holds_an_image(top: str, name: str) -> bool:
+    if name.lower().endswith(image_suffixes()):
+        return True  # or what is broken, which reading it will tell
+    path = Path(top, name)
+    _refuse_a_link_to_nothing(path)
+    # opening a pipe waits for its writer
+    return path.is_file() and is_image(path)
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Say how accents are encoded in names that look the same, and sort these side by side."""
+    shown = {name: normalize_text("NFC", name) for name in names}
+    often = Counter(shown.values())
+    return [
+        f"{name} ({_encoding(name)})" if often[shown[name]] > 1 else name
+        for name in sorted(names, key=lambda name: (shown[name], name))
+    ]
+
+
+def _encoding(name: str) -> str:
+    forms = [form for form in ("NFC", "NFD") if is_normalized(form, name)]
+    return f"Unicode form {forms[0]}" if forms else "neither Unicode form NFC nor NFD"
 
 
 def _some(names: Sequence[str]) -> str:

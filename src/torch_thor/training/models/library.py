@@ -112,16 +112,30 @@ def find_model(name: str) -> tuple[str, str]:
 
 
 @torch.no_grad()
-def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes: int) -> None:
+def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes: int) -> int:
     """Refuse a classifier that cannot process images (C, H, W).
 
     Its weights, running statistics and mode do not change.
+
+    Returns:
+        The number of images that it needs in training: 2 if a BatchNorm has one value of each
+        channel per image, and no variance of a single one; else 1.
 
     Raises:
         UserError: If it fails on such images, or does not return logits (N, classes).
     """
     size = " x ".join(map(str, image_shape))
-    parameter, training = next(model.parameters()), model.training
+    parameter, training, least = next(model.parameters()), model.training, [1]
+
+    def look(norm: Any, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0].numel() == 2 * norm.num_features:  # of two images
+            least.append(2)
+
+    hooks = [
+        module.register_forward_pre_hook(look)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     try:
         scores = model.eval()(
             torch.zeros(2, *image_shape, dtype=parameter.dtype, device=parameter.device)
@@ -133,9 +147,12 @@ def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes:
         ) from error
     finally:
         model.train(training)
+        for hook in hooks:
+            hook.remove()
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     require(
         shape == (2, classes),
         f"model={name} returns {shape} for 2 images ({size}) instead of logits (2, {classes}): use "
         "a classifier",
     )
+    return max(least)

@@ -18,6 +18,7 @@ from torch_thor.training.data.batches import (
     take,
     training_keys,
 )
+from torch_thor.training.data.checksums import values_checksum
 from torch_thor.training.data.small import load_images
 from torch_thor.training.models.small import deep_autoencoder
 from torch_thor.training.parallel import Ranks
@@ -47,7 +48,11 @@ class Autoencoder:
         *,
         train: bool = True,
     ) -> None:
-        (images, _), (test, _) = load_images(recipe.data)
+        (images, labels), (test, test_labels) = load_images(recipe.data)
+        self.data_checksums = {
+            "training": values_checksum(labels),
+            "evaluation": values_checksum(test_labels),
+        }
         low, high = images.min(), images.max()
         self.train, self.test = (
             ((x.flatten(1) - low) / (high - low)).to(device) for x in (images, test[:MOST_HELD_OUT])

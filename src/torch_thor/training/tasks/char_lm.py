@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from torch_thor.training.data.batches import batches_per_epoch, digest, held_out_keys, take
+from torch_thor.training.data.checksums import values_checksum
 from torch_thor.training.data.small import SYMBOLS, load_characters
 from torch_thor.training.models.small import CharTransformer
 from torch_thor.training.parallel import Ranks
@@ -46,6 +47,10 @@ class CharLM:
         train: bool = True,
     ) -> None:
         self.train, test = (codes.to(device) for codes in load_characters())
+        self.data_checksums = {
+            "training": values_checksum(self.train),
+            "evaluation": values_checksum(test),
+        }
         self.test = windows(test, torch.arange(0, len(test) - CONTEXT - 1, CONTEXT, device=device))
         self.recipe, self.samples = recipe, len(self.train) // CONTEXT
         self.steps_per_epoch = batches_per_epoch(self.samples, recipe.batch_size)

@@ -12,7 +12,7 @@ so that the reference form, that of THOR's reference trainings, with s is torch'
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -24,12 +24,14 @@ from torch_thor.training.data.batches import (
     held_out_keys,
     in_memory,
     loaded,
+    smallest_part,
     training_keys,
 )
+from torch_thor.training.data.checksums import names_checksum, values_checksum
 from torch_thor.training.data.small import load_images
 from torch_thor.training.errors import require
 from torch_thor.training.models.library import build_model, check_fits, check_name
-from torch_thor.training.parallel import Ranks
+from torch_thor.training.parallel import Ranks, world_size
 from torch_thor.training.recipe import IN_MEMORY, Recipe
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
@@ -87,7 +89,7 @@ class ImageClassification:
             # its import of torchvision's transforms is slow
             from torch_thor.training.data.images import open_images
 
-            self.train, self.test = open_images(recipe.data, recipe.seed, train=train)
+            self.train, self.test = open_images(recipe.data, recipe.seed, train=train, say=self.say)
             self.samples, self.held, classes = (
                 len(self.train or ()),
                 len(self.test),
@@ -102,7 +104,10 @@ class ImageClassification:
                 len(self.test[1]),
                 int(self.train[1].max()) + 1,
             )
-        self.steps_per_epoch = batches_per_epoch(self.samples, recipe.batch_size) if train else 0
+        self.trains, self.least = train, 1  # images of a micro-batch, of which `model` tells more
+        self.steps_per_epoch = (
+            batches_per_epoch(self.samples, recipe.batch_size, world_size()) if train else 0
+        )
         self.outputs = recipe.classes or classes
         require(
             self.outputs >= classes,
@@ -119,35 +124,61 @@ class ImageClassification:
             "one: lower it, or use smoothing_form=torch",
         )
 
+    @cached_property
+    def data_checksums(self) -> Mapping[str, str]:
+        """The checksums of the images, by part: of the names of files, or else of the labels."""
+        return {
+            part: _checksum(images)
+            for part, images in (("training", self.train), ("evaluation", self.test))
+            if images is not None
+        }
+
     def model(self) -> nn.Module:
         """Build the network, in channels_last, which makes convolutions faster on CPUs too."""
         shape = self.recipe.data.image_shape
         model = build_model(self.recipe.model, shape[0], self.outputs).to(
             memory_format=torch.channels_last
         )
-        check_fits(self.recipe.model, model, shape, self.outputs)
+        self.least = check_fits(self.recipe.model, model, shape, self.outputs)
+        if self.trains:
+            self._check_parts(shape)
         return model
+
+    def _check_parts(self, shape: Sequence[int]) -> None:
+        size, parts, world = self.recipe.batch_size, self.recipe.accumulation, world_size()
+        smallest = smallest_part(size // world, parts)
+        require(
+            smallest >= self.least,
+            f"batch_size={size} in accumulation={parts} parts on {world} processes leaves a part "
+            f"of {smallest} image, of which BatchNorm in model={self.recipe.model} has no variance "
+            f"({' x '.join(map(str, shape))} pixels become a single one): raise batch_size or "
+            f"lower accumulation, so that each part has {self.least} or more, or use larger images",
+        )
 
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
         """Return the training batches of a process."""
         keys = training_keys(self.samples, self.recipe.batch_size, self.recipe.seed, ranks, start)
-        return self._read(self.train, keys, ranks)
+        if not self.files:
+            return in_memory(self.train, keys)
+        parts, least = self.recipe.accumulation, self.least
+        return (batch for batch, _ in self._read(self.train, keys, ranks, parts=parts, least=least))
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process."""
         size = min(self.recipe.batch_size, MOST_FROM_FILES) if self.files else EVALUATION_BATCH
-        keys, counts = zip(*held_out_keys(self.held, size, ranks), strict=True)
-        return zip(
-            self._read(self.test, [[(0, index) for index in one] for one in keys], ranks),
-            counts,
-            strict=True,
+        dealt = list(held_out_keys(self.held, size, ranks))
+        keys = [[(0, index) for index in indices] for indices, _ in dealt]
+        if not self.files:
+            return zip(in_memory(self.test, keys), (counts for _, counts in dealt), strict=True)
+        read = self._read(self.test, keys, ranks, patient=True)
+        # images in the place of a batch that cannot be read do not count
+        return (
+            (batch, counts and own) for (batch, own), (_, counts) in zip(read, dealt, strict=True)
         )
 
     def _read(
-        self, images: Any, keys: Iterable[list[tuple[int, int]]], ranks: Ranks
-    ) -> Iterator[Batch]:
-        if not self.files:
-            return in_memory(images, keys)
+        self, images: Any, keys: Iterable[list[tuple[int, int]]], ranks: Ranks, **options: Any
+    ) -> Iterator[tuple[Batch, bool]]:
         from torch_thor.training.data.images import collate, normalised
 
         data, crops = self.recipe.data, self.recipe.data.crops
@@ -155,9 +186,9 @@ class ImageClassification:
             images, keys, workers=data.workers.count, prefetch=data.workers.prefetch,
             device=ranks.device,
             max_broken=data.max_broken, say=self.say if ranks.first else self.say_on_others,
-            collate=collate,
+            collate=collate, **options,
         )  # fmt: skip
-        return ((normalised(pixels, crops), labels) for pixels, labels in raw)
+        return (((normalised(pixels, crops), labels), own) for (pixels, labels), own in raw)
 
     def terms(self, batch: Batch) -> Terms:
         """Count the images."""
@@ -181,3 +212,10 @@ class ImageClassification:
             "top1": (scores.argmax(dim=1) == labels).sum(),
             "top5": best.sum(),
         }
+
+
+def _checksum(images: Any) -> str:
+    paths = getattr(getattr(images, "source", None), "paths", None)
+    if paths is not None:
+        return names_checksum(paths)
+    return values_checksum(images[1] if isinstance(images, list) else images.labels)

@@ -126,6 +126,12 @@ class MaskedLM:
         """The SHA-256 of the file of the tokenizer."""
         return self._held_out.corpus.tokenizer_checksum
 
+    @property
+    def data_checksums(self) -> Mapping[str, str]:
+        """The checksums of the files of the corpus, by part."""
+        makers = {"training": next(iter(self._train.values()), None), "evaluation": self._held_out}
+        return {part: maker.corpus.checksum for part, maker in makers.items() if maker is not None}
+
     def tokenizer(self) -> Any:
         """Return the tokenizer as a `PreTrainedTokenizerFast` of transformers."""
         from transformers import PreTrainedTokenizerFast
@@ -194,7 +200,7 @@ class MaskedLM:
 
     def _loaded(self, maker: PairMaker, keys: Iterator[list[Key]]) -> Iterator[Batch]:
         data = self.recipe.data
-        for batch in loaded(
+        for batch, _ in loaded(
             maker, keys, workers=data.workers.count, prefetch=data.workers.prefetch, device=_CPU,
             max_broken=data.max_broken, say=self._say, collate=default_collate,
         ):  # fmt: skip

@@ -105,6 +105,7 @@ class Corpus:
             f"{length}: choose one of them, or prepare it with --seq-len {length}",
         )
         self.tokenizer_checksum: str = manifest["sha256"][TOKENIZER]
+        self.checksum: str = manifest["sha256"][side]
         batches = map(self._file.get_batch, range(self._file.num_record_batches))
         self._firsts = list(
             accumulate((len(batch[str(length)].values) for batch in batches), initial=0)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from torch_thor import __version__
-from torch_thor.files import REMAINS, whole_file, write_text
+from torch_thor.files import REMAINS, locked, whole_file, write_text
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.text.corpus import (
     FORMAT,
@@ -116,7 +117,7 @@ def prepare(
         ),
     ):
         require(holds, rule)
-    found = find_sources(sources)
+    found = find_sources(sources, partial(_say, console))
     given = None if tokenizer is None else load_tokenizer(tokenizer, lowercase).to_str(pretty=True)
     settings = {
         "vocab_size": vocab_size, "lowercase": lowercase, "lengths": list(lengths),
@@ -131,8 +132,11 @@ def prepare(
     require(not foreign, f"--out {out} is not empty and holds no corpus: give another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with FileLock(out / _LOCK, timeout=0):
+        lock = locked(out / _LOCK)
+        try:
             return _prepare(found, out, settings, given, workers, max_faults, console)
+        finally:
+            lock.release()
     except Timeout as error:
         raise UserError(
             f"--out {out}: another process prepares it: wait for it, or give another --out"

@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from torch_thor.training.data.listing import LeftOut
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.text.documents import Piece, fault, paragraphs_of
 
@@ -70,8 +71,8 @@ class Unit:
     faults: list[str]
 
 
-def find_sources(given: Sequence[str]) -> list[Source]:
-    """Find the files that are given, and those in given folders, sorted."""
+def find_sources(given: Sequence[str], say: Callable[[str], None] = lambda _: None) -> list[Source]:
+    """Find the files that are given, and those in given folders, sorted; says what is left out."""
     # It refuses what would be read twice or never.
     require(bool(given), "no source: name a Wikipedia dump, text files or folders, or python")
     found: list[Source] = []
@@ -91,7 +92,7 @@ def find_sources(given: Sequence[str]) -> list[Source]:
             top.exists(),
             f"{place} does not exist: name a Wikipedia dump, a text file or a folder of text files",
         )
-        paths = [path for path in (_inside(top) if top.is_dir() else [top]) if _kind(path)]
+        paths = _inside(top, say) if top.is_dir() else [top] if _kind(top) else []
         require(bool(paths), f"{place} is and holds no file of a known kind: give {_KINDS}")
         for path in paths:
             require(
@@ -114,21 +115,29 @@ def find_sources(given: Sequence[str]) -> list[Source]:
     return found
 
 
-def _inside(top: Path) -> list[Path]:
+def _inside(top: Path, say: Callable[[str], None]) -> list[Path]:
+    """Return the files of known kinds in a folder, sorted."""
+
     def refuse(error: OSError) -> None:
         raise UserError(
             f"{error.filename} cannot be listed ({error.strerror}): make it readable or name other "
             "folders"
         )
 
-    found = []
+    found, left = [], LeftOut()
     for here, folders, names in os.walk(top, onerror=refuse):
+        folders[:] = filter(left.keeps, folders)
         for path in (Path(here) / name for name in folders):
             require(
                 not path.is_symlink(),
                 f"{path} is a link to a folder: name that folder too, and remove the link",
             )
-        found += [Path(here) / name for name in names]
+        for path in (Path(here) / name for name in filter(left.keeps, names)):
+            if _kind(path):
+                found.append(path)
+            else:
+                left.other(path.name)
+    left.tell(top, "text", say)
     return sorted(found)
 
 
