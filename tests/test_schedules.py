@@ -138,3 +138,29 @@ def test_a_function_that_fails_has_changed_nothing():
     with pytest.raises(ValueError, match="has 1 parameter groups and had 2 when this schedule"):
         damping.step()
     assert damping.get_last_damping() == [0.25]
+
+
+def test_what_a_function_returns_is_checked_before_anything_is_changed():
+    model = two_layers()
+    groups = [{"params": layer.parameters()} for layer in model]
+    optimizer = THOR(groups, model=model, damping=0.5)
+    for wrong in (None, "half", [0.5]):
+        functions = [lambda step: 0.5**step, lambda step, wrong=wrong: wrong if step else 1.0]
+        damping = LambdaDamping(optimizer, functions)
+        with pytest.raises(ValueError, match=r"returned .* for step 1: it must return the factor"):
+            damping.step()
+        assert damping.get_last_damping() == [0.5, 0.5]
+        assert damping.last_epoch == 0
+
+
+def test_functions_and_state_dicts_of_another_kind_are_refused():
+    optimizer = THOR(two_layers(), damping=0.5)
+    for wrong in (3, [3], [None]):
+        with pytest.raises(ValueError, match=r"damping_lambda=.*must be a function .*or a list"):
+            LambdaDamping(optimizer, wrong)
+    assert "initial_damping" not in optimizer.param_groups[0]
+    damping = LambdaDamping(optimizer, lambda step: 0.5**step)
+    other = LambdaLR(optimizer, lambda step: 1.0).state_dict()
+    with pytest.raises(ValueError, match=r"not the state dict of a LambdaDamping.*'base_lrs'"):
+        damping.load_state_dict(other)
+    assert damping.state_dict() == {"last_epoch": 0, "base_dampings": [0.5]}

@@ -18,7 +18,7 @@ unless it gets ``cycle_momentum=False``.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -107,7 +107,8 @@ class LambdaDamping:
             has now; or one for each group.
 
     Raises:
-        ValueError: the groups have no damping, or there are not as many functions as groups.
+        ValueError: the groups have no damping, there are not as many functions as groups, or one
+            is no function.
     """
 
     def __init__(
@@ -122,7 +123,13 @@ class LambdaDamping:
                 f"damping; give THOR or ThorMuon"
             )
         one = damping_lambda if callable(damping_lambda) else None
-        lambdas: list[Any] = [one] * len(groups) if callable(one) else list(damping_lambda)  # type: ignore[arg-type]
+        given = list(damping_lambda) if isinstance(damping_lambda, Iterable) else [damping_lambda]
+        if not all(map(callable, given)):
+            raise ValueError(
+                f"damping_lambda={damping_lambda!r}: must be a function from the number of steps "
+                "taken to a factor, or a list with one for each group; give lambda step: ..."
+            )
+        lambdas: list[Any] = given if one is None else [one] * len(groups)
         if len(lambdas) != len(groups):
             raise ValueError(
                 f"damping_lambda: {len(lambdas)} functions for {len(groups)} parameter groups; "
@@ -138,7 +145,8 @@ class LambdaDamping:
         """Set the damping of the next step; call it after ``optimizer.step()``.
 
         Raises:
-            ValueError: the optimizer has lost a parameter group; nothing has changed.
+            ValueError: the optimizer has lost a parameter group, or a function returned no number;
+                nothing has changed.
         """
         groups = self.optimizer.param_groups
         self._check_number(len(self.base_dampings), "this schedule was made")
@@ -148,7 +156,7 @@ class LambdaDamping:
         initial = [float(group.get("initial_damping", group["damping"])) for group in later]
         bases = [*self.base_dampings, *initial]
         # a function of the user may raise an error: nothing is changed before all have answered
-        factors = [None if factor is None else factor(epoch) for factor in lambdas]
+        factors = [None if of is None else _factor(of, epoch) for of in lambdas]
         for group, base, factor in zip(groups, bases, factors, strict=True):
             group["initial_damping"] = base
             if factor is not None:
@@ -189,11 +197,28 @@ class LambdaDamping:
             state_dict: a result of ``state_dict``.
 
         Raises:
-            ValueError: it knows more groups than the optimizer has; nothing has changed.
+            ValueError: it is that of another schedule, or knows more groups than the optimizer has;
+                nothing has changed.
         """
-        epoch, bases = (
-            int(state_dict["last_epoch"]),
-            [float(b) for b in state_dict["base_dampings"]],
-        )
+        if not state_dict.keys() >= {"last_epoch", "base_dampings"}:
+            raise ValueError(
+                "this is not the state dict of a LambdaDamping, which has 'last_epoch' and "
+                f"'base_dampings': found {', '.join(map(repr, state_dict))}; pass what its "
+                "state_dict() gave"
+            )
+        epoch = int(state_dict["last_epoch"])
+        bases = [float(base) for base in state_dict["base_dampings"]]
         self._check_number(len(bases), "the state dict was saved")
         self.last_epoch, self.base_dampings = epoch, bases
+
+
+def _factor(function: Callable[[int], float], step: int) -> float:
+    """Return what a function of the user gives for a step, as a number."""
+    value = function(step)
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"damping_lambda returned {value!r} for step {step}: it must return the factor on the "
+            "damping, a number > 0"
+        ) from error
