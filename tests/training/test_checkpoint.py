@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import signal
 from pathlib import Path
 
 import noisy
@@ -19,13 +20,15 @@ from safetensors.torch import load_file
 from command_line import contents
 from ranks import Ranks as Pool
 from tiny import assert_same
+from torch_thor import files
 from torch_thor.training import checkpoint, saving
 from torch_thor.training.checkpoint import Checkpoint, newest, open_checkpoint
-from torch_thor.training.errors import DamagedCheckpointError, UserError
+from torch_thor.training.errors import DamagedCheckpointError, StoppedError, UserError
 from torch_thor.training.loop import train
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipes import to_yaml
 from torch_thor.training.run import build
+from torch_thor.training.saving import Saver, listening
 
 WAYS = {"one": (1, "ddp"), "ddp": (2, "ddp"), "fsdp": (2, "fsdp"), "hsdp": (4, "hsdp")}
 
@@ -73,6 +76,42 @@ def test_resumed_equals_never_stopped_bit_for_bit(on, tmp_path, way, name):
         for (seen, end), (before, _), (after, found) in zip(whole, cut, rest, strict=True):
             assert before + after == seen
             assert_same(found, end)
+
+
+class Interrupted(noisy.Noisy):
+    """A signal comes between two batches of an evaluation."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.stops, self.measured = number, [], 0
+
+    def held_out(self, ranks):
+        for i, batch in enumerate(super().held_out(ranks)):
+            if i == 2 and self.number == 0:
+                self.stops.append(15)
+            yield batch
+        self.number -= 1
+
+    def measure(self, net, batch):
+        self.measured += 1
+        return super().measure(net, batch)
+
+
+@pytest.mark.parametrize(("number", "step"), [(0, 3), (1, 3), (6, 12), (7, 12)])
+def test_a_signal_in_an_evaluation_saves_within_the_batch(tmp_path, number, step):
+    """Of the weights or of their average, in the middle or after the last step; the run that
+    continues makes the evaluation up.
+    """
+    wanted, end = noisy.go(tmp_path / "whole", noisy.recipe(), "sgd")
+    task = Interrupted(number)
+    run, record = build(noisy.recipe(), "sgd", task, Ranks()), noisy.Losses()
+    with pytest.raises(StoppedError, match=f"stopped at step {step}, checkpoint written"):
+        train(run, [record, Saver(tmp_path / "cut", lambda: 0)], stops=task.stops)
+    assert task.measured == 4 * number + 2
+    assert run.unevaluated
+    rest, found = noisy.go(tmp_path / "cut", noisy.recipe(), "sgd", resume=True)
+    assert record.seen + rest == wanted
+    assert_same(found, end)
 
 
 PAIRS = [
@@ -363,3 +402,41 @@ def test_what_belongs_to_another_run_is_refused(trained, tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             dataclasses.replace(saved, **change).restore(build(given, name, task, Ranks()))
+
+
+@pytest.mark.parametrize("name", saving.SIGNALS)
+def test_each_signal_is_noted_once(name):
+    number = getattr(signal, name)
+    before = signal.signal(number, lambda *_: None)
+    try:
+        with listening() as received:
+            os.kill(os.getpid(), number)
+            assert received == [number]
+            os.kill(os.getpid(), number)  # has its usual effect
+            assert received == [number]
+        signal.signal(number, signal.SIG_IGN)  # as nohup does with SIGHUP
+        with listening() as received:
+            os.kill(os.getpid(), number)
+            assert received == []
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("what", ["symlink_to", "chmod"])
+def test_links_and_permissions_that_cannot_be_made_end_nothing(tmp_path, monkeypatch, capsys, what):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    wanted, end = noisy.go(tmp_path / "whole", noisy.recipe(keep_checkpoints=1), "sgd")
+    monkeypatch.setattr(files, "_told", set())
+    monkeypatch.setattr(Path, what, refuse)
+    given = noisy.recipe(keep_checkpoints=1)
+    before, _ = noisy.go(tmp_path / "run", given, "sgd", stop_at=8)
+    after, found = noisy.go(tmp_path / "run", given, "sgd", resume=True)
+    assert before + after == wanted
+    assert_same(found, end)
+    # the best one is kept, although no link tells it
+    names = {path.name for path in (tmp_path / "run").glob("step-*")}
+    assert names == {path.name for path in (tmp_path / "whole").glob("step-*")}
+    assert capsys.readouterr().err.count("this file system cannot") == 1

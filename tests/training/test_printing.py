@@ -3,9 +3,13 @@ read-only disks, Ctrl-C.
 """
 
 import errno
+import io
 import os
+import subprocess
+import sys
 
 import pytest
+from rich.console import Console
 
 from command_line import assert_refused, finish, start
 from torch_thor.training import printing
@@ -159,3 +163,62 @@ def test_ctrl_c_in_the_first_seconds_is_one_line(tmp_path, importing):
     remedy = "a run that has a checkpoint can be continued with --resume"
     assert err == f"torch-thor: stopped by Ctrl-C; {remedy}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["interrupted.py"]
+
+
+# ---- output that ends ----------------------------------------------------------------------------
+
+
+class Broken(io.StringIO):
+    """A stream that takes so many texts, and then fails as the system says."""
+
+    def __init__(self, takes, number):
+        super().__init__()
+        self.takes, self.number = takes, number
+
+    def write(self, text):
+        if self.takes == 0:
+            raise OSError(self.number, os.strerror(self.number))
+        self.takes -= 1
+        return super().write(text)
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC, errno.EIO])
+def test_output_that_fails_ends_nothing_and_is_told_once(monkeypatch, number):
+    out, err = Broken(2, number), io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    with printing.lasting_output():
+        say = printing.printer(Console())
+        for i in range(9):
+            say(f"line {i}")
+            print(f"print {i}", flush=True)
+    assert out.getvalue().startswith("line 0")
+    assert "line 8" not in out.getvalue()
+    reason = os.strerror(number)
+    assert err.getvalue() == (
+        f"torch-thor: nothing more can be printed ({reason}): the run goes on without it\n"
+    )
+    assert sys.stdout is out
+
+
+def test_nothing_is_told_where_stderr_fails_too(monkeypatch):
+    monkeypatch.setattr("sys.stdout", Broken(0, errno.EIO))
+    monkeypatch.setattr("sys.stderr", Broken(0, errno.EIO))
+    with printing.lasting_output():
+        print("a closed terminal", flush=True)
+        print("a closed terminal", file=sys.stderr, flush=True)
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_ends_no_training(tmp_path):
+    command = [sys.executable, "-m", "torch_thor.cli", *QUICK, "epochs=20", "log_interval=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(
+        [*command, "--out", "run"], cwd=tmp_path, stdout=-1, stderr=-1, env=environment
+    )
+    run.stdout.readline()
+    run.stdout.close()
+    err = run.stderr.read().decode()
+    assert run.wait() == 0, err
+    assert "nothing more can be printed (Broken pipe)" in err
+    assert (tmp_path / "run/summary.json").exists()
