@@ -188,8 +188,7 @@ class RunFolder:
 
         It refuses a run that may not write here.
         """
-        while self._others is not None and self._is_used():  # by a run that began meanwhile
-            self._set(next(self._others))
+        # to a new run `claim` gives another name, if a run has begun here meanwhile
         begun = self._begun() if self._others is None else None
         check_place(self.path)
         require(
