@@ -402,6 +402,9 @@ def test_a_declaration_that_an_optimizer_would_not_follow_is_refused():
     del optimizer
     split_rows(model[0], 3)
     assert matrices(model)["0.weight"] == THIRDS
+    natural = THOR(model)
+    split_rows(model[0], 1)
+    train(model, natural, STREAM)
 
 
 @pytest.mark.filterwarnings("ignore:ThorMuon, step")

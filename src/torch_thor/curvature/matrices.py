@@ -213,16 +213,16 @@ def _whole_number(value: Any) -> int | None:
 class Taken:
     """The projections that an optimizer took from each module when it was made."""
 
-    sizes: Mapping[nn.Module, tuple[int, ...]]
+    splits: Mapping[nn.Module, RowSplit]
 
 
 # those of the optimizers that exist
 _TAKEN: WeakSet[Taken] = WeakSet()
 
 
-def take(sizes: Mapping[nn.Module, tuple[int, ...]]) -> Taken:
+def take(splits: Mapping[nn.Module, RowSplit]) -> Taken:
     """Note what an optimizer has taken, for as long as it keeps the result."""
-    found = Taken(sizes)
+    found = Taken(splits)
     _TAKEN.add(found)
     return found
 
@@ -230,18 +230,18 @@ def take(sizes: Mapping[nn.Module, tuple[int, ...]]) -> Taken:
 def _check_not_taken(module: nn.Module, declared: Declared, outputs: int) -> None:
     """Raise an error if an optimizer would not follow a declaration."""
     sizes = sizes_of(declared, outputs)
-
-    def others() -> list[tuple[int, ...]]:
-        return [taken.sizes[module] for taken in _TAKEN if module in taken.sizes]
-
-    # the next optimizer refuses sizes that do not fit, because it knows the name of the layer
-    if sizes is None or all(other == sizes for other in others()):
+    if sizes is None:  # the next optimizer refuses them, because it knows the name of the layer
         return
-    gc.collect()  # of an optimizer that nothing refers to any more
+
+    def others() -> list[RowSplit]:
+        splits = [taken.splits[module] for taken in _TAKEN if module in taken.splits]
+        return [split for split in splits if split != RowSplit(sizes)]
+
+    if others():
+        gc.collect()  # one that nothing refers to any more is not in use
     for other in others():
-        if other != sizes:
-            raise RuntimeError(
-                f"sizes={declared}: must be declared before the optimizer is made, and a ThorMuon "
-                f"that is in use trains this layer with {other}; call split_rows before it is "
-                "made, or delete that optimizer first"
-            )
+        raise RuntimeError(
+            f"sizes={declared}: must be declared before the optimizer is made, and a ThorMuon that "
+            f"is in use trains this layer with {other.sizes}; call split_rows before it is made, "
+            "or delete that optimizer first"
+        )

@@ -253,9 +253,8 @@ def _shares(
     norms, kinds, lengths = [], [], []
     for part in parts:
         kind, groups = (part.kind, part.kind.groups) if shards is None else (part.whole, 1)
-        matrices = part.of(part.own).unflatten(
-            0, (groups, -1)
-        )  # groups lie along the first dimension
+        # groups lie along the first dimension
+        matrices = part.of(part.own).unflatten(0, (groups, -1))
         dtype = torch.float64 if part.own.dtype == torch.float64 else torch.float32
         norms.append(
             torch.linalg.vector_norm(matrices, dim=tuple(range(1, matrices.ndim)), dtype=dtype)
@@ -393,9 +392,8 @@ def _parts_of(index: int, parameter: Tensor, own: Tensor, bound: Bound) -> Itera
         kept = free if shards is None else shards.own_of(free)
         whole = PlainMatrix(1, free.stop - free.start, own.shape[1:].numel())
         plain = PlainMatrix(1, len(own[kept]), whole.inputs)
-        yield part(
-            kept, plain, whole, None, None if bounds is None else bounds_within(bounds, free)
-        )
+        its_bounds = None if bounds is None else bounds_within(bounds, free)
+        yield part(kept, plain, whole, None, its_bounds)
     for share in shares:
         layer, view = share.layer, share.view
         factor = layer.stored[0] if layer.refreshes else None

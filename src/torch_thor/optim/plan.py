@@ -127,10 +127,13 @@ class Plan:
         }
         # parameters that are several projections in one, by id; only matrices are orthogonalised
         self.row_splits: dict[int, RowSplit] = {}
-        fused, self.unfit = fused_layers(model, self.declared)
-        if before is None and self.unfit:
-            raise ValueError(self.unfit[0])
+        fused, unfit = fused_layers(model, self.declared)
+        if before is None and unfit:
+            raise ValueError(unfit[0])
+        # why declarations of layers that came later do not hold
+        self.unfit: list[str] = []
         if "G" not in sides:
+            self.unfit = unfit
             self._take_projections(fused, owners, is_new=before is None)
 
     def _take_projections(
@@ -155,7 +158,7 @@ class Plan:
         self.row_splits = row_splits_of(fused, modules, matrices)
         self._taken = take(
             {
-                module: split.sizes if (split := self.row_splits.get(key)) else (kind.outputs,)
+                module: self.row_splits.get(key, RowSplit((kind.outputs,)))
                 for key, kind in matrices.items()
                 for module in modules[key]
             }
