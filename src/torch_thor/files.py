@@ -34,7 +34,8 @@ _told: set[str] = set()
 
 def remedy_for(error: BaseException) -> str:
     """Return what to do about a file that cannot be written."""
-    is_full = getattr(error, "errno", None) in _FULL
+    # safetensors tells it in an error of its own
+    is_full = getattr(error, "errno", None) in _FULL or os.strerror(errno.ENOSPC) in str(error)
     first = "free some disk space" if is_full else "check the path, its permissions and its disk"
     return f"{first}, then continue with --resume"
 
