@@ -108,7 +108,8 @@ def test_torchrun_starts_again_and_the_run_continues(tmp_path, whole):
     assert "torchrun has started the processes again: the run in run continues" in out
     assert_same(outcome(tmp_path / "run"), whole[2])
     # a job that is refused does not take the run of another one when it is started again
-    (tmp_path / "run/.lock").unlink()
+    for name in (".lock", ".owner"):
+        (tmp_path / "run" / name).unlink()
     before = contents(tmp_path / "run")
     code, out, err = torchrun(tmp_path, NOTHING, "run")
     assert code != 0
@@ -118,5 +119,6 @@ def test_torchrun_starts_again_and_the_run_continues(tmp_path, whole):
             f"torch-thor, start {number}: run contains a run already: continue it with --resume"
             in err
         )
-    (tmp_path / "run/.lock").unlink()
+    for name in (".lock", ".owner"):
+        (tmp_path / "run" / name).unlink()
     assert contents(tmp_path / "run") == before
