@@ -200,6 +200,7 @@ def test_groups_and_checkpoints_hold_dicts(name):
         assert isinstance(held, dict)
         assert held == PLAIN[name]
         assert held == SCHEDULES[name]
+        assert not held != SCHEDULES[name]  # noqa: SIM202  # an operator of its own
         assert [held(step) for step in range(12)] == [SCHEDULES[name](s) for s in range(12)]
         assert held is not optimizer.defaults["update_interval"]
         saved = optimizer.state_dict()["param_groups"][0]["update_interval"]

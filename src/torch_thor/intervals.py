@@ -250,6 +250,9 @@ class Interval(dict[str, Any]):
     def __eq__(self, other: object) -> bool:
         return super().__eq__(as_interval(other))
 
+    def __ne__(self, other: object) -> bool:  # that of dict would not ask __eq__
+        return not self == other
+
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (list(self.items()),)
 

@@ -45,6 +45,14 @@ def groups_of(optimizer):
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
+def assert_train_alike(*pairs, stream=STREAM[3:]):
+    """Models with their optimizers have the same weights after the same batches."""
+    for pair in pairs:
+        train(*pair, stream)
+    for other, _ in pairs[1:]:
+        assert_same(weights(pairs[0][0]), weights(other))
+
+
 def as_numpy(value):
     if isinstance(value, bool | int | float):
         return np.asarray(value)[()]
@@ -81,9 +89,7 @@ def test_numbers_of_numpy_and_tensors_are_numbers(make, convert):
         given.pop("lr")
     twin, other = trained(make, **given)
     other.param_groups[0].update(given)
-    for one, which in ((model, optimizer), (twin, other)):
-        train(one, which, STREAM[3:])
-    assert_same(weights(model), weights(twin))
+    assert_train_alike((model, optimizer), (twin, other))
 
 
 @every_optimizer
@@ -99,9 +105,7 @@ def test_numbers_that_a_format_has_converted_are_loaded_as_they_were(make, conve
         entries.update({k: exactly(value) for k, value in entries.items()})
     optimizer.load_state_dict(saved)
     assert_same(optimizer.state_dict(), other.state_dict())
-    for one, which in ((model, optimizer), (twin, other)):
-        train(one, which, STREAM[3:])
-    assert_same(weights(model), weights(twin))
+    assert_train_alike((model, optimizer), (twin, other))
 
 
 @every_optimizer
@@ -229,6 +233,16 @@ def test_an_option_that_is_missing_gets_its_default_and_is_told(make):
 
 
 @every_optimizer
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_number_in_a_tensor_is_judged_as_any_other(make, value):
+    _, optimizer = trained(make)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["weight_decay"] = torch.tensor(value)
+    with pytest.raises(ValueError, match=r"weight_decay=.*: weight_decay must be a finite number"):
+        optimizer.load_state_dict(saved)
+
+
+@every_optimizer
 def test_a_later_form_is_refused(make):
     _, optimizer = trained(make)
     saved = optimizer.state_dict()
@@ -258,9 +272,7 @@ def test_a_step_is_a_float32_tensor_on_the_cpu_whatever_was_saved(make, convert)
         if "step" in entries:
             assert (entries["step"].dtype, entries["step"].shape) == (torch.float32, ())
             assert entries["step"].device.type == "cpu"
-    for one, which in ((model, optimizer), (twin, other)):
-        train(one, which, STREAM[3:])
-    assert_same(weights(model), weights(twin))
+    assert_train_alike((model, optimizer), (twin, other))
 
 
 @every_optimizer

@@ -203,6 +203,16 @@ def test_output_that_fails_ends_nothing_and_is_told_once(monkeypatch, number):
     assert sys.stdout is out
 
 
+def test_a_text_that_cannot_be_encoded_is_no_end_of_the_output(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    with printing.lasting_output():
+        with pytest.raises(UnicodeEncodeError):
+            print("λ", flush=True)
+        print("more", flush=True)
+    assert out.buffer.getvalue() == b"more\n"
+
+
 def test_nothing_is_told_where_stderr_fails_too(monkeypatch):
     monkeypatch.setattr("sys.stdout", Broken(0, errno.EIO))
     monkeypatch.setattr("sys.stderr", Broken(0, errno.EIO))

@@ -112,8 +112,10 @@ def _numbers(value: Any) -> Any:
         return type(value)(map(_numbers, value))
     if not isinstance(value, Tensor) or value.numel() != 1:
         return value
-    digits = (float(f"{value.item():.{n}g}") for n in range(1, 18))  # 0.9 in float32 is 0.89999998
-    return next(x for x in digits if torch.tensor(x, dtype=value.dtype) == value.cpu())
+    exact = value.item()
+    digits = (float(f"{exact:.{n}g}") for n in range(1, 18))  # 0.9 in float32 is 0.89999998
+    # NaN equals no number, and is refused by the rule of its option
+    return next((x for x in digits if torch.tensor(x, dtype=value.dtype).item() == exact), exact)
 
 
 def _entry(key: str, value: Any, parameter: str) -> Any:

@@ -76,6 +76,8 @@ class _Lasting:
     def _dropping(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeError:  # a fault of the text, and not of the stream
+            raise
         except (OSError, ValueError) as error:  # ValueError: it was closed
             # what is kept in the stream goes nowhere too, also when Python ends
             with suppress(OSError, ValueError):
