@@ -47,7 +47,7 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 def listening() -> Iterator[list[int]]:
     """Note the signals in `SIGNALS` in a list while the block runs.
 
-    A second one has its usual effect, and one that is ignored (SIGHUP under nohup) has none.
+    A second one has its usual effect, and SIGHUP has none where it is ignored, as under nohup.
 
     Yields:
         The list.
@@ -59,7 +59,8 @@ def listening() -> Iterator[list[int]]:
     before: dict[int, Any] = {
         number: handler
         for number in numbers
-        if (handler := signal.getsignal(number)) != signal.SIG_IGN
+        # a shell lets the jobs that it starts in the background ignore SIGINT, without being asked
+        if (handler := signal.getsignal(number)) != signal.SIG_IGN or number.name != "SIGHUP"
     }
 
     def handle(number: int, frame: FrameType | None) -> None:
