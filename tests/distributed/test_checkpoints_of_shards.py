@@ -98,7 +98,7 @@ DIVIDED, WHOLE = (
 )
 CASES = [
     ("ddp-1", "before", "fsdp-2", "plainly", {}),
-    ("ddp-2", "after", "hsdp", "plainly", {}),
+    pytest.param("ddp-2", "after", "hsdp", "plainly", {}, marks=pytest.mark.slow),
     ("fsdp-2", "at", "ddp-1", "plainly", {}),
     ("fsdp-4", "at", "fsdp-2", "plainly", {}),
     ("hsdp", "at", "hsdp", "plainly", {}),
@@ -107,7 +107,7 @@ CASES = [
     ("ddp-2", "after", "ddp-2", "flattened", {}),
     ("fsdp-2", "after", "fsdp-2", "flattened", {}),
     ("fsdp-2", "after", "ddp-1", "whole", {}),
-    ("fsdp-2", "after", "hsdp", "whole", {}),
+    pytest.param("fsdp-2", "after", "hsdp", "whole", {}, marks=pytest.mark.slow),
     ("ddp-2", "after", "fsdp-4", "plainly", DIVIDED),
     ("fsdp-2", "after", "ddp-4", "plainly", {**DIVIDED, "then": WHOLE}),
     ("ddp-2", "after", "ddp-4", "plainly", {**WHOLE, "then": DIVIDED}),

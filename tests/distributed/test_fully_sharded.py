@@ -277,7 +277,20 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
 }
 
 
-@pytest.mark.parametrize("name", SENT)
+# Combinations of what others tell apart.
+SLOW = (
+    "trained before, divided",
+    "split rows, divided",
+    "split rows, whole matrices, shards without rows",
+    "split rows, whole matrices, divided",
+    "split rows, whole matrices, bounded",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SENT],
+)
 def test_equals_one_process_and_sends_only_what_it_must(run, name):
     meshes, options, collectives = SENT[name]
     for mesh in meshes:

@@ -276,6 +276,10 @@ RUNS = {
 }
 
 
+# All kinds of layers at once take more than a second; the perceptron tells these options too.
+SLOW = [f"every kind, {name}" for name in OPTIONS if name not in ("defaults", "muon")]
+
+
 def keys_of(optimizer):
     return {index: sorted(state) for index, state in optimizer.state_dict()["state"].items()}
 
@@ -291,7 +295,10 @@ def strides(optimizer):
     return {place: tensor.stride() for place, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RUNS],
+)
 def test_resume_is_never_having_stopped(name):
     """And the state has the same keys at any time: checkpoints of ranks with other data must have
     one structure.

@@ -249,7 +249,9 @@ def given(form, model, lr=None):
     return {}, Own
 
 
-@pytest.mark.parametrize("form", ["optimizer", "class", "own"])
+@pytest.mark.parametrize(
+    "form", ["optimizer", "class", pytest.param("own", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("asked", "lr", "expected", "automatic"),
     [

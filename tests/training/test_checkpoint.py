@@ -59,8 +59,12 @@ def _go(rank, world, folder, given, name, options):
 
 
 SHARDED = ("fsdp", "hsdp")
-CASES = [  # shards take seconds to start, so one optimizer stands for the others
-    pytest.param(way, name, marks=[pytest.mark.slow] * (way in SHARDED and name != "thor-muon"))
+CASES = [  # shards take seconds to start, so one way and one optimizer stand for the others
+    pytest.param(
+        way,
+        name,
+        marks=[pytest.mark.slow] * (way in SHARDED and (way, name) != ("fsdp", "thor-muon")),
+    )
     for way in WAYS
     for name in noisy.OPTIMIZERS
     if (way, name) != ("hsdp", "sgd")

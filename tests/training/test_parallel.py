@@ -25,7 +25,12 @@ def train(rank, world, folder, given, name):
     )
 
 
-WAYS = [(2, {}), (4, {}), (2, {"parallel": "fsdp"}), (4, {"parallel": "hsdp", "shards": 2})]
+WAYS = [
+    (2, {}),
+    pytest.param(4, {}, marks=pytest.mark.slow),
+    (2, {"parallel": "fsdp"}),
+    pytest.param(4, {"parallel": "hsdp", "shards": 2}, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("world", "way"), WAYS)

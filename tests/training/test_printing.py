@@ -5,7 +5,6 @@ read-only disks, Ctrl-C.
 import errno
 import io
 import os
-import subprocess
 import sys
 
 import pytest
@@ -223,14 +222,11 @@ def test_nothing_is_told_where_stderr_fails_too(monkeypatch):
 
 @pytest.mark.slow
 def test_a_reader_that_leaves_ends_no_training(tmp_path):
-    command = [sys.executable, "-m", "torch_thor", *QUICK, "epochs=20", "log_interval=1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(
-        [*command, "--out", "run"], cwd=tmp_path, stdout=-1, stderr=-1, env=environment
-    )
+    words = [word for word in QUICK if word != "epochs=1"]
+    run = start(tmp_path, *words, "epochs=30", "log_interval=1", "--out", "run", cold=True)
     run.stdout.readline()
     run.stdout.close()
-    err = run.stderr.read().decode()
+    err = run.stderr.read()
     assert run.wait() == 0, err
     assert "nothing more can be printed (Broken pipe)" in err
     assert (tmp_path / "run/summary.json").exists()

@@ -72,8 +72,15 @@ def test_killed_at_any_moment_equals_never_stopped(tmp_path, whole):
     assert not list((tmp_path / "run").rglob(".writing-*"))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("SIGTERM", None),
+        ("SIGINT", None),
+        ("SIGTERM", 2),
+        pytest.param("SIGINT", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_saves_and_stops(tmp_path, whole, name, ranks):
     """Of two processes, one of which gets it, both stop after the same step."""
     code, out, err = go(tmp_path, f"{1 if ranks else 0}:step:7:{name}", "run", ranks=ranks)

@@ -67,6 +67,7 @@ def test_measured_once_and_gone_on_with_after_a_kill(run, tmp_path):
     assert store.read_text().splitlines() == lines
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_is_named_and_the_others_are_kept(figures, tmp_path):
     words = (
         "batch-sizes",

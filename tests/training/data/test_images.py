@@ -300,6 +300,7 @@ def test_training_crops_have_the_stated_areas_ratios_and_flips(cropped):
     assert abs((run < 0).double().mean() - 0.5) < 4 * math.sqrt(0.25 / 300)
 
 
+@pytest.mark.slow
 def test_padded_crops(cropped):
     image = torch.randint(1, 256, (3, 32, 32), dtype=torch.uint8)
     images, _ = cropped(Transform(size=32, resize=32, padding=4, flip=0.0), image)
