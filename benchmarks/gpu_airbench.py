@@ -51,9 +51,8 @@ WEIGHT_SEED = 1000  # plus the seed of a training
 class Nothing:
     """The second of two optimizers where the first trains everything."""
 
-    param_groups: tuple[()] = ()
-
-    def __init__(self, *parameters: Any, **options: Any) -> None: ...
+    def __init__(self, *parameters: Any, **options: Any) -> None:
+        self.param_groups: list[dict[str, Any]] = []
 
     def step(self) -> None:
         """Do nothing."""
@@ -67,9 +66,12 @@ class FloatAdamW(torch.optim.AdamW):
         copies = [nn.Parameter(p.detach().float()) for p in self.targets]
         super().__init__(copies, lr=lr, weight_decay=0.0, fused=True)
 
+    @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Take the step of the copies, and round them."""
         copies = self.param_groups[0]["params"]
+        if not self.state:  # the weights are drawn after the optimizer is made
+            torch._foreach_copy_(copies, self.targets)
         for copy, target in zip(copies, self.targets, strict=True):
             copy.grad = None if target.grad is None else target.grad.float()
         super().step()
@@ -80,7 +82,15 @@ def thor_muon_of_all(model: nn.Module, groups: list[dict[str, Any]], **_: Any) -
     """Return ThorMuon of all parameters: the whitening bias, which has its own schedule, first."""
     bias = groups[0]["params"]
     rest = [p for p in model.parameters() if p.requires_grad and p is not bias[0]]
-    return ThorMuon([{"params": bias}, {"params": rest}], model=model)
+    made = ThorMuon([{"params": bias}, {"params": rest}], model=model)
+    made.register_step_pre_hook(no_negative_rates)
+    return made
+
+
+def no_negative_rates(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Replace the whitening bias's rates after its last epoch, which SGD makes no use of."""
+    for group in optimizer.param_groups:
+        group["lr"] = max(0.0, group["lr"])
 
 
 def optimizers(name: str, model: nn.Module, module: ModuleType) -> dict[str, Any]:
@@ -301,7 +311,7 @@ def main() -> None:
         return
     with (
         mock.patch.object(torch.cuda, "Event", Event),
-        mock.patch.object(torch.cuda, "synchronize", lambda: None),
+        mock.patch.object(torch.cuda, "synchronize"),
         torch.compiler.set_stance("force_eager"),
     ):
         run(options)

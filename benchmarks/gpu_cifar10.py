@@ -20,9 +20,8 @@ from torch import Tensor
 
 PACKED = "cifar10-jpeg.tar.xz"
 ORIGINAL = "cifar-10-batches-py"  # as torchvision unpacks it
-CLASSES = (
-    "airplane automobile bird cat deer dog frog horse ship truck".split()  # in CIFAR-10's order
-)
+# in CIFAR-10's order
+CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 Split = tuple[Tensor, Tensor]  # images (count, 32, 32, 3) in uint8, and labels
 
 

@@ -174,8 +174,8 @@ class Study:
             if (step + 1) % config["eval_interval"] == 0 or step + 1 == last:
                 self.wait()
                 seconds = before + time.perf_counter() - start
-                if not math.isfinite(float(loss)):
-                    raise ArithmeticError(f"the loss of step {step} is {float(loss)}")
+                if not math.isfinite(value := float(loss.detach())):
+                    raise ArithmeticError(f"the loss of step {step} is {value}")
         return {"curve": curve}
 
     def wait(self) -> None:
