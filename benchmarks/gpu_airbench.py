@@ -120,7 +120,7 @@ def read(code: Path, changes: dict[str, str]) -> ModuleType:
         if old not in text:
             raise ValueError(f"{old!r} is not in {code}: take airbench94_muon.py of 2025 or later")
         text = text.replace(old, new)
-    module = ModuleType("airbench94_muon")
+    module = sys.modules["airbench94_muon"] = ModuleType("airbench94_muon")
     module.__file__ = str(code)
     # the file reads itself by the name of the command
     with mock.patch.object(sys, "argv", [str(code)]):

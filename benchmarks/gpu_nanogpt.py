@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import math
 import runpy
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -48,7 +49,7 @@ def module_of(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"nanogpt_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
