@@ -48,6 +48,10 @@ PIXELS, LENGTH, VOCABULARY = 224, 128, 30522  # of ImageNet and of BERT, where n
 OF_DATA = {"digits": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}  # classes
 # minutes by devices (Ascend 910) for about 40 epochs of ResNet-50 on ImageNet (Chen et al. 2021)
 PAPER_MODEL, PAPER = "resnet50", {8: 66.7, 128: 4.1, 256: 2.7}
+PAPER_WORDS = (
+    "\nChen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the devices "
+    "too"
+)
 TITLE = "MB that a device keeps and sends; the most work of one over the mean"
 COLUMNS = (
     "in all: weights, gradients, moments, factors and inverses (and sums, on refreshes alone) of "
@@ -155,13 +159,8 @@ def plan(
         _print(console, "Predicted times", TIMES, cells)
         say(
             f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and {latency:g} "
-            "µs; nothing overlaps"
+            f"µs; nothing overlaps{PAPER_WORDS if paper else ''}"
         )
-        if paper:
-            say(
-                "Chen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the "
-                "devices too"
-            )
     if out is not None:
         content: dict[str, Any] = {"model": subject, "optimizer": name, "torch_thor": __version__}
         content["network"] = {"bandwidth": bandwidth, "latency": latency, "shards": shards}
