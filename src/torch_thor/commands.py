@@ -6,12 +6,13 @@ Each imports what it needs when it runs, so that --help is fast.
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
+from typer.core import TyperCommand, TyperGroup
 
 from torch_thor import __version__
 from torch_thor.training.cores import allowed_cores
@@ -19,8 +20,29 @@ from torch_thor.training.errors import StoppedError, require
 from torch_thor.training.printing import cell, is_first_rank, print_message, printer
 
 FIRST_RECIPE = "characters"  # of `torch-thor train` without a name
+
+
+def _without_type(params: list[Any]) -> list[Any]:
+    """Show no type of the flags among the parameters of a command in its help."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_type(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_type(super().get_params(ctx))
+
+
 app = typer.Typer(
     name="torch-thor",
+    cls=_Group,
     help="Train networks with ThorMuon and THOR, and compare them with other optimizers.",
     no_args_is_help=True,
     add_completion=False,
@@ -40,13 +62,15 @@ Overwrite = Annotated[bool, Option("--overwrite", help="Replace the results that
 @app.callback(invoke_without_command=True)
 def _options(
     version: Annotated[bool, Option("--version", help="Print the version.")] = False,
+    list_recipes: Annotated[bool, Option("--list", hidden=True)] = False,
 ) -> None:
+    require(not list_recipes, "--list belongs to a command: `torch-thor train --list`")
     if version:
         typer.echo(f"torch-thor {__version__}")
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=_Command)
 def train(
     words: Annotated[
         list[str] | None,
@@ -77,7 +101,7 @@ def train(
 
     - `torch-thor train` compares three optimizers on a small transformer, in about a minute
 
-    - `torch-thor train digits optimizer=thor,adamw epochs=3 schedule.kind=linear --out runs/mine`
+    - `torch-thor train digits optimizer=thor-muon,adamw epochs=3 --out runs/mine`
     """  # noqa: DOC501  # it is the help
     from torch_thor.training.recipes import load_recipe, recipe_list
 
@@ -94,6 +118,7 @@ def train(
     from torch_thor.training.folder import RunFolder
     from torch_thor.training.origin import read_origin
     from torch_thor.training.run import run_recipe
+    from torch_thor.training.tasks.opening import task_class
 
     names = [word for word in words or [] if "=" not in word]
     require(
@@ -119,12 +144,12 @@ def train(
         raise StoppedError(stop.step, shlex.join(command)) from stop
     if not names and is_first_rank():
         printer(console)(
-            "next: your own images: torch-thor train resnet18-cifar10 data.name=image-folder "
-            "data.root=DIR"
+            "next: optimizer = torch_thor.ThorMuon(model) in your own loop; "
+            + task_class(recipe.task).own_data
         )
 
 
-@app.command("eval")
+@app.command("eval", cls=_Command)
 def evaluate(
     path: Annotated[
         Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or a checkpoint in it.")
@@ -169,7 +194,7 @@ def evaluate(
     Console().print(table)
 
 
-@app.command("prepare")
+@app.command("prepare", cls=_Command)
 def prepare_text(
     sources: Annotated[
         list[str], Argument(metavar="SOURCE...", help="Wikipedia dumps, text, folders, python.")
@@ -215,7 +240,7 @@ def prepare_text(
     )  # fmt: skip
 
 
-@app.command("export")
+@app.command("export", cls=_Command)
 def export_network(
     path: Annotated[
         Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A checkpoint, or RUN/OPTIMIZER.")
@@ -231,7 +256,7 @@ def export_network(
     A network of `task: masked-lm` becomes a folder for `from_pretrained` of transformers, with its
     tokenizer.
 
-    - `torch-thor export runs/bert-tiny/thor --out bert-tiny`, then
+    - `torch-thor export runs/bert-tiny/thor-muon --out bert-tiny`, then
       `AutoModel.from_pretrained("bert-tiny")`
     """
     from torch_thor.training.run import export
@@ -239,7 +264,7 @@ def export_network(
     export(path, out, form, print_message, averaged=averaged)
 
 
-@app.command("split-dim")
+@app.command("split-dim", cls=_Command)
 def choose_split_dim(
     model: Annotated[
         str, Argument(metavar="MODEL", help="A torchvision or timm name, or FILE.py:FUNCTION.")
@@ -276,7 +301,7 @@ def choose_split_dim(
     split_dim(given.pop("model"), folder, Console(), **given)
 
 
-@app.command("plan")
+@app.command("plan", cls=_Command)
 def make_plan(
     subject: Annotated[
         str, Argument(help="A recipe, a name of torchvision, timm or BERT, or FILE.py:FUNCTION.")
@@ -308,7 +333,7 @@ def make_plan(
     The bytes are exact. With `--batch`, a step is measured on this device, and the times of all
     others follow from it and from the links.
 
-    - `torch-thor plan bert-large --split-dim 64 --batch 8 --devices 64,256 --bandwidth 25`
+    - `torch-thor plan bert-large --batch 8 --devices 64,256 --bandwidth 25`
     """
     given = locals()  # the options by name
     from torch_thor.tools.plan import plan
@@ -317,7 +342,7 @@ def make_plan(
     plan(given.pop("subject"), Console(), **given)
 
 
-@app.command()
+@app.command(cls=_Command)
 def figures(
     name: Annotated[
         str | None, Argument(metavar="NAME", help="The name of a figure, or all.")
@@ -370,10 +395,10 @@ def figures(
     make_figures(str(name), out, Console(), given, device=device, redraw=redraw)
 
 
-@app.command("keys")
+@app.command("keys", cls=_Command)
 def list_keys(
     part: Annotated[
-        str | None, Argument(metavar="[PART]", help="Such as training, data or thor.")
+        str | None, Argument(metavar="[PART]", help="Such as training, data or thor-muon.")
     ] = None,
 ) -> None:
     """List the keys of recipes."""

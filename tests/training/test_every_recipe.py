@@ -14,7 +14,7 @@ from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipes import load_recipe, override, recipe_names
 from torch_thor.training.run import build
-from torch_thor.training.tasks import open_task
+from torch_thor.training.tasks.opening import open_task
 
 KINDS = {
     "thor": THOR, "thor-muon": ThorMuon, "lamb": LAMB, "agc-sgd": AGCSGD,

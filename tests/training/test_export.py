@@ -12,7 +12,7 @@ from torch_thor.training.errors import UserError
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import export, run_recipe
-from torch_thor.training.tasks import open_task
+from torch_thor.training.tasks.opening import open_task
 from torch_thor.training.weights import find_checkpoints
 
 WORDS = [

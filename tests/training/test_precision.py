@@ -16,7 +16,7 @@ from torch_thor.training.loop import Observer, train
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
-from torch_thor.training.tasks import open_task
+from torch_thor.training.tasks.opening import open_task
 
 
 class Spoiled(noisy.Noisy):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         to_yaml,
     )
     from torch_thor.training.run import SavedScore, build, evaluate_saved, export, run_recipe
-    from torch_thor.training.tasks import open_task
+    from torch_thor.training.tasks.opening import open_task
     from torch_thor.training.tasks.task import Batch, Loss, Metric, Task, Terms, primary
 
 __all__ = [
@@ -95,7 +95,7 @@ _MODULES = {
         "export",
         "run_recipe",
     ),
-    "torch_thor.training.tasks": ("open_task",),
+    "torch_thor.training.tasks.opening": ("open_task",),
     "torch_thor.training.tasks.task": (
         "Batch",
         "Loss",

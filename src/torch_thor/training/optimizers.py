@@ -118,8 +118,8 @@ KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of t
 _SGD = {"lr": 0.1, "momentum": 0.9}  # torch's lr=0.001 without momentum trains no image classifier
 # the class, and where a recipe has other defaults
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Mapping[str, Any]]] = {
-    "thor": (THOR, {}),
     "thor-muon": (ThorMuon, {}),
+    "thor": (THOR, {}),
     "sgd": (torch.optim.SGD, _SGD),
     "momentum": (torch.optim.SGD, _SGD),
     "nesterov": (torch.optim.SGD, {**_SGD, "nesterov": True}),

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.keys import Count, Keys, NotNegative, Number, Positive, Share, Whole
 from torch_thor.training.optimizers import OPTIMIZERS, Settings
+from torch_thor.training.tasks import TASKS
 
 IN_MEMORY = {"digits": (1, 8, 8), "fashion-mnist": (1, 28, 28)}  # shapes of their images
 FOLDER, CIFAR_SETS, TEXTS = "image-folder", ("cifar10", "cifar100"), ("python-text", "corpus")
@@ -377,7 +378,7 @@ class Recipe(Training):
     name: str = Field("unnamed", description="by default that of the file")
     about: str = Field("", description="what it trains, in one line")
     reaches: str = Field("", description="what it should reach, and who says so")
-    task: Literal["image-classification", "autoencoder", "char-lm", "masked-lm"] = Field(
+    task: Literal[tuple(TASKS)] = Field(  # type: ignore[valid-type]
         "image-classification", description="what is learned"
     )
     data: Data = Field(Data(), description="the data set")

@@ -21,7 +21,7 @@ from torch_thor.training.recipe import (
     Transform,
     Workers,
 )
-from torch_thor.training.tasks import check_task
+from torch_thor.training.tasks.opening import check_task
 from torch_thor.training.yaml12 import read_yaml, write_yaml
 
 _ABSENT = object()  # stands for the value of a key that is not there

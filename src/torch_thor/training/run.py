@@ -30,8 +30,7 @@ from torch_thor.training.recipe import Recipe, absolute
 from torch_thor.training.recipes import override
 from torch_thor.training.saving import Saver, listening, settle
 from torch_thor.training.summary import report
-from torch_thor.training.tasks import open_task
-from torch_thor.training.tasks.images import as_trained
+from torch_thor.training.tasks.opening import open_task, task_class
 from torch_thor.training.tasks.task import Metric, Task
 
 # in an evaluation; the other keys shaped the weights
@@ -274,11 +273,9 @@ def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
         )
     trained = saved.recipe
     recipe = override(trained, words)
-    if trained.task != "image-classification" or any(
-        word.startswith("data.transform") for word in words
-    ):
+    if any(word.startswith("data.transform") for word in words):
         return recipe
-    return as_trained(recipe, trained)
+    return task_class(trained.task).recipe_of_evaluation(recipe, trained)
 
 
 def export(
@@ -297,7 +294,7 @@ def export(
     saved = weights.the_checkpoint(path, str(path), say)
     recipe = saved.recipe
     require(
-        recipe.task == "masked-lm",
+        task_class(recipe.task).is_exported,
         f"{path} is of task={recipe.task}, which transformers has no form for: networks of "
         "masked-lm are exported",
     )

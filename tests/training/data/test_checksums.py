@@ -15,7 +15,7 @@ from torch_thor.training.data.checksums import values_checksum
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import run_recipe
-from torch_thor.training.tasks import open_task
+from torch_thor.training.tasks.opening import open_task
 
 FILES = (
     "data.name=image-folder", "data.transform={size: 28, resize: 28}", "data.workers.count=0",

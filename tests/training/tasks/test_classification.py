@@ -18,8 +18,8 @@ from torch_thor.training.loop import split
 from torch_thor.training.models.small import CLASSIFIERS
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe import Recipe
-from torch_thor.training.tasks import check_task, open_task
-from torch_thor.training.tasks.images import as_trained
+from torch_thor.training.tasks.images import ImageClassification
+from torch_thor.training.tasks.opening import check_task, open_task
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 
@@ -256,8 +256,13 @@ def test_other_images_are_evaluated_with_the_crops_of_the_training():
         return Recipe.model_validate({"data": {"name": name, "transform": transform or None}})
 
     trained = recipe("image-folder", size=32, resize=40, mean=(0.1, 0.2, 0.3))
-    assert as_trained(recipe("cifar10"), trained).data.crops == trained.data.crops
-    assert as_trained(recipe("digits"), recipe("digits")) == recipe("digits")
+    assert (
+        ImageClassification.recipe_of_evaluation(recipe("cifar10"), trained).data.crops
+        == trained.data.crops
+    )
+    assert ImageClassification.recipe_of_evaluation(recipe("digits"), recipe("digits")) == recipe(
+        "digits"
+    )
     for others, own in (
         ("cifar10", "digits"),
         ("digits", "image-folder"),
@@ -267,7 +272,7 @@ def test_other_images_are_evaluated_with_the_crops_of_the_training():
             UserError,
             match=rf"data.name={others} has images of .* trained on .*: choose data of that",
         ):
-            as_trained(recipe(others), recipe(own))
+            ImageClassification.recipe_of_evaluation(recipe(others), recipe(own))
 
 
 def test_settings_that_the_tasks_cannot_use():

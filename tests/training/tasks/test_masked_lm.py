@@ -22,7 +22,7 @@ from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
-from torch_thor.training.tasks import open_task
+from torch_thor.training.tasks.opening import open_task
 from torch_thor.training.text.pairs import PairMaker
 from word_corpus import PIECES, write_corpus, write_texts
 

@@ -22,16 +22,19 @@ from torch_thor.training.data.checksums import values_checksum
 from torch_thor.training.data.small import load_images
 from torch_thor.training.models.small import deep_autoencoder
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Recipe
-from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
+from torch_thor.training.recipe import IN_MEMORY, Recipe
+from torch_thor.training.tasks.task import OWN_IMAGES, Batch, Loss, Metric, Task, Terms
 
 MOST_HELD_OUT = 2000  # images of the test set that are used for evaluations
 EVALUATION_BATCH = 1000
 
 
-class Autoencoder:
+class Autoencoder(Task):
     """The task of reconstructing images."""
 
+    models = ("deep-autoencoder",)
+    data_sets = (*IN_MEMORY,)
+    own_data = OWN_IMAGES
     unit = "images"
     metrics: Sequence[Metric] = (
         Metric("loss", "cross-entropy", "test loss", higher_is_better=False),

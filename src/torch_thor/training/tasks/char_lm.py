@@ -19,15 +19,17 @@ from torch_thor.training.data.small import SYMBOLS, load_characters
 from torch_thor.training.models.small import CharTransformer
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe import Recipe
-from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
+from torch_thor.training.tasks.task import OWN_TEXT, Batch, Loss, Metric, Task, Terms
 
 CONTEXT = 64  # characters per window
 EVALUATION_BATCH = 64  # windows per batch
 
 
-class CharLM:
+class CharLM(Task):
     """The task of predicting the next character."""
 
+    models = ("char-transformer",)
+    own_data = OWN_TEXT
     unit = "characters"
     metrics: Sequence[Metric] = (
         Metric("loss", "loss", "held-out loss", higher_is_better=False, primary=True),

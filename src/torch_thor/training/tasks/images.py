@@ -32,35 +32,20 @@ from torch_thor.training.data.small import load_images
 from torch_thor.training.errors import require
 from torch_thor.training.models.library import build_model, check_fits, check_name
 from torch_thor.training.parallel import Ranks, world_size
-from torch_thor.training.recipe import IN_MEMORY, Recipe
-from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
+from torch_thor.training.recipe import CIFAR_SETS, FOLDER, IN_MEMORY, Recipe
+from torch_thor.training.tasks.task import OWN_IMAGES, Batch, Loss, Metric, Task, Terms
 
 EVALUATION_BATCH = 1000  # images in memory
 # in an evaluation batch, because the batch size of a recipe may be that of many devices
 MOST_FROM_FILES = 256
 
 
-def as_trained(recipe: Recipe, trained: Recipe) -> Recipe:
-    """Return a recipe to evaluate a network on other images, cropped and normalised as in training.
-
-    Raises:
-        UserError: If the images have another size.
-    """
-    if not {recipe.data.name, trained.data.name} & IN_MEMORY.keys():
-        data = recipe.data.model_copy(update={"transform": trained.data.crops})
-        recipe = recipe.model_copy(update={"data": data})
-    sizes = [" x ".join(map(str, one.data.image_shape)) for one in (recipe, trained)]
-    require(
-        sizes[0] == sizes[1],
-        f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on "
-        f"{sizes[1]}: choose data of that size, or set data.transform.size",
-    )
-    return recipe
-
-
-class ImageClassification:
+class ImageClassification(Task):
     """The task of classifying images."""
 
+    data_sets = (*IN_MEMORY, *CIFAR_SETS, FOLDER)
+    keys = frozenset({"classes", "label_smoothing"})
+    own_data = OWN_IMAGES
     unit = "images"
     metrics: Sequence[Metric] = (
         Metric("loss", "loss", "test loss", higher_is_better=False),
@@ -132,6 +117,20 @@ class ImageClassification:
             for part, images in (("training data", self.train), ("evaluation data", self.test))
             if images is not None
         }
+
+    @classmethod
+    def recipe_of_evaluation(cls, recipe: Recipe, trained: Recipe) -> Recipe:
+        """Crop and normalise other images as in training; those of another size are refused."""
+        if not {recipe.data.name, trained.data.name} & IN_MEMORY.keys():
+            data = recipe.data.model_copy(update={"transform": trained.data.crops})
+            recipe = recipe.model_copy(update={"data": data})
+        sizes = [" x ".join(map(str, one.data.image_shape)) for one in (recipe, trained)]
+        require(
+            sizes[0] == sizes[1],
+            f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on "
+            f"{sizes[1]}: choose data of that size, or set data.transform.size",
+        )
+        return recipe
 
     def model(self) -> nn.Module:
         """Build the network, in channels_last, which makes convolutions faster on CPUs too."""

@@ -30,8 +30,8 @@ from torch_thor.training.data.batches import (
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Recipe
-from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
+from torch_thor.training.recipe import TEXTS, Recipe
+from torch_thor.training.tasks.task import OWN_TEXT, Batch, Loss, Metric, Task, Terms
 from torch_thor.training.text.corpus import HELD_OUT, TOKENIZER, TRAIN, Corpus, sha256
 from torch_thor.training.text.pairs import PairMaker
 
@@ -41,12 +41,17 @@ _MASKED, _FOLLOWING = "masked", "next-sentence accuracy"
 _CPU = torch.device("cpu")
 
 
-class MaskedLM:
+class MaskedLM(Task):
     """The task of predicting masked tokens.
 
     A corpus that is missing, damaged, or has no examples of a required length is refused.
     """
 
+    models = (*bert.BERTS, bert.CONFIGURATION)
+    data_sets = TEXTS
+    keys = frozenset({"phases", "activation_checkpointing"})
+    is_exported = True
+    own_data = OWN_TEXT
     unit = "masked tokens"
     metrics: Sequence[Metric] = (
         Metric("loss", "masked-token loss", "held-out loss", False),

@@ -9,14 +9,24 @@ differently; the means of micro-batches and of processes are weighted by their t
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe import Recipe
 
 Batch = Any  # a tree of tensors
+# what a user types next (`Task.own_data`)
+OWN_IMAGES = (
+    "your own images: torch-thor train resnet18-cifar10 data.name=image-folder data.root=FOLDER"
+)
+OWN_TEXT = (
+    "your own text: torch-thor prepare FOLDER --out corpus, then torch-thor train bert-mini "
+    "data.root=corpus"
+)
 
 
 @dataclass(frozen=True)
@@ -92,12 +102,32 @@ class Metric:
 
 
 class Task(Protocol):
-    """A task. `torch_thor.training.tasks.open_task` makes the one that a recipe names."""
+    """A task. `torch_thor.training.tasks.opening.open_task` makes the one that a recipe names."""
 
+    models: ClassVar[tuple[str, ...]] = ()  # its networks or their suffix; none: any classifier
+    data_sets: ClassVar[tuple[str, ...]] = ()  # none: it has one of its own
+    keys: ClassVar[frozenset[str]] = frozenset()  # those of the recipe that some tasks alone have
+    is_exported: ClassVar[bool] = False  # whether transformers has a form for its networks
+    own_data: ClassVar[str]  # what a user types to train on data of his own
     unit: str  # the name of a loss term in the plural, such as images or characters
     metrics: Sequence[Metric]  # one has the name "loss"
     steps_per_epoch: int
     samples: int  # of the training set; a run continues with the same number only
+
+    def __init__(
+        self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool
+    ) -> None: ...
+
+    @classmethod
+    def recipe_of_evaluation(cls, recipe: Recipe, trained: Recipe) -> Recipe:
+        """Return the recipe to evaluate a network with, where other data may be named.
+
+        Args:
+            recipe: What the evaluation names, on top of the recipe of the training.
+            trained: That of the training.
+        """
+        del trained
+        return recipe
 
     def model(self) -> nn.Module:
         """Build the network on the CPU, in training mode.
