@@ -2,8 +2,8 @@
 
 The networks are a SIREN, a DQN, PPO and a GAN; one learning rate serves all depths and widths.
 
-    python -m torch_thor.bench defaults          # runs what is missing (about a quarter of an hour
-    of one core) python -m torch_thor.bench defaults --table
+    python -m benchmarks defaults          # runs what is missing: a quarter of an hour of a core
+    python -m benchmarks defaults --table
 
 Cases: each is trained with AdamW(1e-3), ``ThorMuon(model)``, and the same with a tighter bound of
 the step (``max_update_ratio=0.05``) and without one (``None``), from the same weights. None of
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from suite_tasks import images, next_characters, windows
+from benchmarks.runner import markdown
+from benchmarks.runner.stores import key_of
+from benchmarks.suite_problems import images, next_characters, windows
 from torch_thor import ThorMuon
-from torch_thor.bench import markdown
-from torch_thor.bench.stores import key_of
 from torch_thor.training.data.small import SYMBOLS
 from torch_thor.training.models.small import BasicBlock
 

@@ -39,8 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 ROOT = Path(__file__).parents[1]
-# a plain checkout is enough
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path.append(str(ROOT / "tests"))  # where the reference lies
 TASKS = ("resnet1024", "autoencoder", "vit", "unet", "characters", "resnet128")
 OURS = {"THOR": ("THOR", {"damping": 0.3, "split_dim": 16}), "ThorMuon": ("ThorMuon", {})}
 
@@ -237,7 +236,7 @@ def times(
     report: Report, device: torch.device, networks: Iterable[tuple[str, int, int]], rounds: int
 ) -> Any:
     """Time the steps of the networks."""
-    study = importlib.import_module("step_time")
+    study = importlib.import_module("benchmarks.step_time")
     rows = {}
     for name, batch, side in networks:
         rows[name] = {
@@ -261,7 +260,7 @@ def profiles(
     report: Report, device: torch.device, subject: tuple[str, int, int], rounds: int
 ) -> dict[str, dict[str, Any]]:
     """Profile all optimizers on a network."""
-    study = importlib.import_module("gpu_profile")
+    study = importlib.import_module("benchmarks.gpu_profile")
     name, batch, side = subject
     rows: dict[str, dict[str, Any]] = study.measure(name, device, batch, side, rounds)
     if device.type == "cuda":
@@ -277,19 +276,20 @@ def train(
     report: Report, device: torch.device, names: Iterable[str], data: Path | None, steps: int | None
 ) -> Any:
     """Train tasks of the suite."""
-    suite, tasks = importlib.import_module("suite"), importlib.import_module("suite_tasks")
+    suite = importlib.import_module("benchmarks.suite")
+    tasks = importlib.import_module("benchmarks.suite_problems")
     if data is not None:
         load = tasks.load_images
         tasks.load_images = lambda words: load(words.model_copy(update={"root": str(data)}))
     rows = (
-        importlib.import_module("torch_thor.bench.stores")
+        importlib.import_module("benchmarks.runner.stores")
         .Lines(ROOT / "benchmarks/results/suite.jsonl")
         .rows
     )
     chosen, found = suite.chosen(rows), []
     report.heads("task", "figure", "optimizer", "lr", "result", "ms a step")
     for name in names:
-        task = on(tasks.TASKS[name], device, steps)
+        task = on(tasks.PROBLEMS[name], device, steps)
         for optimizer in ("thor-muon", *suite.PEERS):
             if time.monotonic() > report.end:
                 report.row(name, task.metric, optimizer, "", "out of time", "")
@@ -352,7 +352,7 @@ def main() -> None:
         )
     device, report = torch.device(options.device), Report(options.out, options.seconds)
     machine = report.found["machine"] = importlib.import_module(
-        "torch_thor.bench.machine"
+        "benchmarks.runner.machine"
     ).provenance()
     report.say(f"# {machine['device']}, torch {torch.__version__}, commit {machine['commit'][:8]}")
     report.part("Checks", lambda own: check(own, device))

@@ -30,10 +30,10 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import step_time
+from benchmarks import step_time
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.timing import take_turns
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench.markdown import table as markdown
-from torch_thor.bench.timing import take_turns
 from torch_thor.training.muon import MuonAdamW
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

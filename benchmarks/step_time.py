@@ -1,6 +1,6 @@
 """The time of a step over SGD's, and each optimizer's state, on networks of usual size.
 
-    python -m torch_thor.bench step_time           # ten minutes on two quiet cores
+    python -m benchmarks step_time           # ten minutes on two quiet cores
 
 A step is forward pass, backward pass and optimizer, of 8 images of 224 pixels or 8 texts of 128
 tokens, in float32. All optimizers take turns step by step, in an order that is drawn anew, so a
@@ -18,9 +18,9 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.timing import median_ratio, state_bytes, take_turns, training_step
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench.markdown import table as markdown
-from torch_thor.bench.timing import median_ratio, state_bytes, take_turns, training_step
 from torch_thor.training.muon import MuonAdamW
 
 NEVER, SMALL = 10**9, 1e-6

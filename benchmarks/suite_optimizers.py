@@ -94,7 +94,7 @@ OURS = {
 }
 CLASSES = {"thor-muon": "ThorMuon", "thor": "THOR", "thor-paper": "THOR"}  # of ours
 CONTENDERS = {**PEERS, **OURS}
-ONE = {"optimizer": "thor-muon", "lr": 0.08}  # ThorMuon's setting for all tasks
+ONE = {"optimizer": "thor-muon", "lr": 0.08}  # ThorMuon's setting for all problems
 
 
 def make(model: nn.Module, job: dict[str, Any]) -> torch.optim.Optimizer:

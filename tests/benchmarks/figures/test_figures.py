@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from torch_thor.bench.figures import (
+from benchmarks.figures import (
     FIGURES,
     batch_sizes,
     bert,

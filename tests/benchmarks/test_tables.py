@@ -7,9 +7,9 @@ import math
 import pytest
 from matplotlib.figure import Figure
 
-from torch_thor.bench.drawing import draw_band, save
-from torch_thor.bench.markdown import each, middle, number, reached, summary, table
-from torch_thor.bench.numbers import running_mean, steps_to
+from benchmarks.runner.drawing import draw_band, save
+from benchmarks.runner.markdown import each, middle, number, reached, summary, table
+from benchmarks.runner.numbers import running_mean, steps_to
 
 RISING = [(10, 0.5), (20, 0.7), (30, 0.6), (40, 0.9)]
 FALLING = [(10, 8.0), (20, 4.0), (30, 4.0)]

@@ -5,8 +5,8 @@ These are LAMB, AdamW, THOR, THOR without a bound, and ThorMuon.
 
 from collections.abc import Sequence
 
-from torch_thor.bench.figures import curves
-from torch_thor.bench.figures.training import Options, Row, jobs_of, measured, words_of
+from benchmarks.figures import curves
+from benchmarks.figures.training import Options, Row, jobs_of, measured, words_of
 
 ABOUT = (
     "accuracy on masked tokens of a small BERT against epochs and seconds: LAMB, AdamW, THOR, "

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_thor.bench.stores import key_of
-from torch_thor.bench.study import Lines, load
+from benchmarks.runner.stores import key_of
+from benchmarks.runner.study import Lines, load
 from torch_thor.training.data.small import DEBIAN_FASHION_MNIST
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from torch_thor.bench import markdown
-from torch_thor.bench.figures.training import Options, Row
+from benchmarks.figures.training import Options, Row
+from benchmarks.runner import markdown
 from torch_thor.split.choice import SplitChoice
 from torch_thor.tools.split_dim import draw_choice, measure_split_dim, verdict
 from torch_thor.training import device_of

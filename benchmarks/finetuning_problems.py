@@ -1,4 +1,4 @@
-"""The tasks of the study of fine-tuning: networks that are already trained, and data to adapt to.
+"""The problems of the study of fine-tuning: networks that are already trained, and data to adapt to.
 
 The data lie in ``corpora/fine-tuning`` (docs/measurements/fine-tuning.md says where they come
 from). What is held out is cut in two halves: settings are chosen by the figure on the first, and
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from suite_tasks import TASKS as SUITE
-from suite_tasks import Batch, Task, classify, halves, images, is_right, shuffled
+from benchmarks.suite_problems import PROBLEMS as SUITE
+from benchmarks.suite_problems import Batch, Problem, classify, halves, images, is_right, shuffled
 from torch_thor import ThorMuon, split_rows
 
 DATA = Path("corpora/fine-tuning")
@@ -102,8 +102,8 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens[:, :longest], attention_mask=mask[:, :longest]).logits
 
 
-def _minilm(name: str, lora: bool, title: str, steps: int) -> Task:
-    return Task(
+def _minilm(name: str, lora: bool, title: str, steps: int) -> Problem:
+    return Problem(
         f"MiniLM on {title}{', LoRA' if lora else ''}", "held-out accuracy", True, steps, 32,
         partial(minilm, CLASSES[name], lora),
         partial(shuffled, partial(sentences, name, True)),
@@ -240,8 +240,8 @@ def pretrained(network: str, optimizer: str) -> nn.Module:
     return with_new_head(model) if network == "resnet" else model
 
 
-def _gpt(optimizer: str) -> Task:
-    return Task(
+def _gpt(optimizer: str) -> Problem:
+    return Problem(
         f"GPT-2 (4 blocks of 256), trained on English by {optimizer}, on German", "held-out loss",
         False, 120, 32, partial(pretrained, "gpt", optimizer),
         partial(shuffled, partial(windows, "de", True)),
@@ -250,8 +250,8 @@ def _gpt(optimizer: str) -> Task:
     )  # fmt: skip
 
 
-def _resnet(optimizer: str) -> Task:
-    return Task(
+def _resnet(optimizer: str) -> Problem:
+    return Problem(
         f"ResNet (4 blocks), trained on CIFAR-10 by {optimizer}, on 2,000 images of Fashion-MNIST",
         "held-out accuracy", True, 100, 64, partial(pretrained, "resnet", optimizer),
         partial(shuffled, partial(clothes, True)), partial(halves, partial(clothes, False)),
@@ -259,7 +259,7 @@ def _resnet(optimizer: str) -> Task:
     )  # fmt: skip
 
 
-TASKS = {
+PROBLEMS = {
     "minilm-sst2": _minilm("sst2", False, "6,920 sentences of SST-2, half an epoch", 108),
     "minilm-trec": _minilm("trec", False, "2,000 questions of TREC, two epochs", 124),
     "minilm-sst2-lora": _minilm("sst2", True, "6,920 sentences of SST-2, half an epoch", 108),

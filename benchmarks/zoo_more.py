@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import VOCABULARY, Batch, Subject, _images, _language, _masked, digits, text
+
+from benchmarks.zoo import VOCABULARY, Batch, Subject, _images, _language, _masked, digits, text
 
 
 class Recurrent(nn.Module):

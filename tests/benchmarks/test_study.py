@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_thor.bench import golden, study
-from torch_thor.bench.stores import Lines, key_of
+from benchmarks.runner import golden, study
+from benchmarks.runner.stores import Lines, key_of
 from torch_thor.training import UserError
 
 STUDY = """
@@ -53,7 +53,7 @@ def tolerance(rows, job):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capfd):
-    """`python -m torch_thor.bench toy WORDS`: what it prints."""
+    """`python -m benchmarks toy WORDS`: what it prints."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "toy.py").write_text(STUDY)
@@ -85,7 +85,7 @@ def test_results_lead_to_jobs_until_none_is_missing(call, tmp_path):
         assert re.fullmatch(r"[0-9a-f]{40}|unknown", row["commit"])
         thor = golden.present_numbers()["THOR"]
         assert row["numbers"] == ({"THOR": thor} if row["job"]["lr"] == 2 else {})
-        assert row["command"] == "python -m torch_thor.bench toy"
+        assert row["command"] == "python -m benchmarks toy"
         assert {"dirty", "processor", "instructions", "blas", "threads", "torch"} <= set(row)
     assert "stale" not in call("--table")
     assert len(ran()) == 5

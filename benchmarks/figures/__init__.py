@@ -1,12 +1,14 @@
-"""`torch-thor figures`: the paper's figures on small data.
+"""The paper's figures on small data, each by its name, or all.
 
-Each is a study, whose results are stored in NAME.jsonl.
+Trains on one thread, and writes NAME.jsonl (a result in each line), NAME.png and NAME.md into
+the folder. A result that is there is not measured again, so the same command continues an
+interrupted measurement; other options add results. To measure anew, delete NAME.jsonl.
 
-A figure is a module with `ABOUT`, `TAKES` (its options), `jobs(options, device)`, `run(job)`,
-`optimizers(job)`, `table(rows)` and `draw(rows, path)`. All that changes a result is in its job, so
-other options are other jobs of the same file.
+    python -m benchmarks figures                  # lists them
+    python -m benchmarks figures curves --data digits --seeds 0,1,2
 """
 
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -16,18 +18,20 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import is_torchelastic_launched
 
-from torch_thor.bench.figures import batch_sizes, bert, curves, fisher_norm, split_dim
-from torch_thor.bench.figures.training import Options, Row
-from torch_thor.bench.golden import is_stale
-from torch_thor.bench.stores import Lines, key_of, write_whole
-from torch_thor.bench.study import complete
+from benchmarks.figures import batch_sizes, bert, curves, fisher_norm, split_dim
+from benchmarks.figures.training import Options, Row
+from benchmarks.runner.golden import is_stale
+from benchmarks.runner.options import Parser, whole_numbers
+from benchmarks.runner.stores import Lines, key_of, write_whole
+from benchmarks.runner.study import complete
 from torch_thor.files import check_place, writing
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.keys import nearest
 from torch_thor.training.printing import printer
 
-__all__ = ["FIGURES", "figure_table", "make_figures"]
-
+# A figure is a module with `ABOUT`, `TAKES` (its options), `jobs(options, device)`, `run(job)`,
+# `optimizers(job)`, `table(rows)` and `draw(rows, path)`. All that changes a result is in its job,
+# so other options are other jobs of the same file.
 FIGURES: dict[str, ModuleType] = {
     "curves": curves, "fisher-norm": fisher_norm, "split-dim": split_dim,
     "batch-sizes": batch_sizes, "bert": bert,
@@ -42,11 +46,39 @@ class Results(Lines):
 
     def keep(self, key: str, result: Mapping[str, Any]) -> None:
         """Add a result."""
-        super().keep(key, {**result, "command": f"torch-thor figures {self.path.stem}"})
+        super().keep(key, {**result, "command": f"python -m benchmarks figures {self.path.stem}"})
 
 
-def figure_table() -> Table:
-    """List the figures."""
+def main() -> None:
+    """Make the figures that the words of the command name, or list all."""
+    options = vars(_options())
+    name, out = options.pop("name"), options.pop("out")
+    device, redraw = options.pop("device"), options.pop("redraw")
+    if name is None:
+        Console().print(_list())
+        return
+    given = {key: value for key, value in options.items() if value is not None}
+    make_figures(name, out, Console(), given, device=device, redraw=redraw)
+
+
+def _options() -> Namespace:
+    made = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    add = made.add_argument
+    add("name", nargs="?", help="the name of a figure, or all (default: list them)")
+    add("--data", help="a recipe: fashion-mnist (the default), digits, or a file")
+    add("--epochs", type=int, help="passes over the training set")
+    add("--eval-interval", type=int, help="steps between evaluations, at the recipe's batch")
+    add("--seeds", type=whole_numbers(0), help="seeds, one training each, such as 0,1,2")
+    add("--batch-sizes", type=whole_numbers(1), help="batch sizes, such as 64,128,256")
+    add("--model", help="the model of split-dim: a name, or FILE.py:FUNCTION")
+    add("--pixels", type=int, help="height and width of the images of split-dim")
+    add("--device", default="auto", help="cpu, cuda, ... (default: the fastest there is)")
+    add("--out", type=Path, default=Path("runs/figures"), help="default: %(default)s")
+    add("--redraw", action="store_true", help="tables and pictures alone, of results there are")
+    return made.parse_args()
+
+
+def _list() -> Table:
     table = Table("figure", "shows", "options")
     for name, figure in FIGURES.items():
         table.add_row(name, figure.ABOUT, " ".join(map(_word, figure.TAKES)))

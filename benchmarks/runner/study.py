@@ -15,9 +15,8 @@ Results are stored as they come, and a study that was cut off goes on.
 import importlib
 import multiprocessing
 import os
-import sys
 import threading
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing.connection import wait
@@ -25,23 +24,37 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch_thor.bench.golden import is_stale, numbers_of
-from torch_thor.bench.machine import provenance
-from torch_thor.bench.stores import Lines, key_of
+from benchmarks.runner.golden import is_stale, numbers_of
+from benchmarks.runner.machine import provenance
+from benchmarks.runner.options import Parser
+from benchmarks.runner.stores import Lines, key_of
 from torch_thor.training.cores import allowed_cores
 from torch_thor.training.errors import first_line, require
 
-FOLDER = Path("benchmarks")
+RESULTS = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]
 Job = Mapping[str, Any]
 
 
-def main() -> None:
+def main(study: ModuleType) -> None:
     """Run what is missing of a study, then print its tables and draw its pictures."""
-    made = ArgumentParser(
-        description=__doc__, formatter_class=RawDescriptionHelpFormatter, prog="torch_thor.bench"
-    )
-    made.add_argument("study", help=f"a study of {FOLDER}/: {', '.join(studies())}")
+    options, name = _options(study), study.__name__
+    store = Lines(RESULTS / f"{_short(name)}.jsonl")
+    if options.verify:
+        raise SystemExit(verify(name, store, options.workers))
+    if not options.table:
+        complete(name, study.jobs, store, workers=options.workers, only=options.only)
+    print(study.table(store.rows))
+    if hasattr(study, "draw"):
+        study.draw(store.rows)
+    stale = sum(map(is_stale, store.rows.values()))
+    if stale:
+        what = "whose optimizers take other steps by now"
+        print(f"\nstale: {stale} of {len(store.rows)} rows are of earlier numbers, {what}")
+
+
+def _options(study: ModuleType) -> Namespace:
+    made = Parser(description=study.__doc__, formatter_class=RawDescriptionHelpFormatter)
     made.add_argument(
         "--table", action="store_true", help="tables and pictures alone, from the raw data"
     )
@@ -59,24 +72,12 @@ def main() -> None:
     )
     options = made.parse_args()
     require(options.workers > 0, f"--workers {options.workers}: give a whole number of 1 or more")
-    require(
-        options.study in studies(),
-        f"{options.study}: there is no such study in {FOLDER}/; give one of "
-        f"{', '.join(studies())}, from the root of the repository",
-    )
-    name = str(FOLDER / f"{options.study}.py")
-    study, store = load(name), Lines(FOLDER / "results" / f"{options.study}.jsonl")
-    if options.verify:
-        raise SystemExit(verify(name, store, options.workers))
-    if not options.table:
-        complete(name, study.jobs, store, workers=options.workers, only=options.only)
-    print(study.table(store.rows))
-    if hasattr(study, "draw"):
-        study.draw(store.rows)
-    stale = sum(map(is_stale, store.rows.values()))
-    if stale:
-        what = "whose optimizers take other steps by now"
-        print(f"\nstale: {stale} of {len(store.rows)} rows are of earlier numbers, {what}")
+    return options
+
+
+def _short(name: str) -> str:
+    """Return the last part of a module's name."""
+    return name.rpartition(".")[2]
 
 
 def complete(
@@ -102,7 +103,7 @@ def complete(
 def verify(name: str, store: Lines, workers: int) -> int:
     """Run the headlines again, and print each value beside the recorded one."""
     # The new results are kept in a store of their own.
-    study = load(name)
+    study = importlib.import_module(name)
     again, jobs = Lines(store.path.with_suffix(".verify")), study.headlines(store.rows)
     again.rows.clear()
     measure(name, again, jobs, workers)
@@ -150,13 +151,13 @@ def measure(
 
 def result_of(name: str, job: Job) -> Row:
     """Run a job, and return the result with what it was measured on."""
-    study = load(name)
+    study = importlib.import_module(name)
     return {
         "job": dict(job),
         **study.run(dict(job)),
         "numbers": numbers_of(study.optimizers(job)),
         **provenance(),
-        "command": f"python -m torch_thor.bench {Path(name).stem}",
+        "command": f"python -m benchmarks {_short(name)}",
     }
 
 
@@ -171,20 +172,3 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=end, daemon=True).start()
-
-
-def studies() -> list[str]:
-    """List the studies of the folder."""
-    files = sorted(FOLDER.glob("*.py"))
-    return [file.stem for file in files if "\ndef jobs(" in file.read_text(encoding="utf-8")]
-
-
-def load(name: str) -> ModuleType:
-    """Import a study, which is a module by its dotted name or a file."""
-    # A file's own modules are found in its folder.
-    file = Path(name)
-    if file.suffix != ".py":
-        return importlib.import_module(name)
-    if file.stem not in sys.modules:
-        sys.path.insert(0, str(file.parent.absolute()))
-    return importlib.import_module(file.stem)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.figures.fisher_norm import Norms, factors_of, inner_product, relative_distance
 from torch_thor import THOR
-from torch_thor.bench.figures.fisher_norm import Norms, factors_of, inner_product, relative_distance
 from torch_thor.curvature import Decision, RefreshEvent
 from torch_thor.training import UserError
 

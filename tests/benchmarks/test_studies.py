@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.figures import FIGURES
+from benchmarks.runner.golden import present_numbers
+from benchmarks.runner.stores import key_of
+from benchmarks.runner.study import Lines, load
 from golden.runs import RUNS_OF
-from torch_thor.bench.figures import FIGURES
-from torch_thor.bench.golden import present_numbers
-from torch_thor.bench.stores import key_of
-from torch_thor.bench.study import Lines, load
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ("defaults", "finetuning", "many_devices", "models", "step_time", "untrained")

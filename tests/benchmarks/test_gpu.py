@@ -12,7 +12,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from torch_thor.bench.study import load
+from benchmarks.runner.study import load
 
 ROOT = Path(__file__).parents[2]
 OPTIMIZERS = [

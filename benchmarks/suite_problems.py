@@ -1,4 +1,4 @@
-"""The tasks of the suite, each of which trains in seconds on one core.
+"""The problems of the suite, each of which trains in seconds on one core.
 
 Their data need no download beyond Debian's.
 
@@ -32,7 +32,7 @@ HELD_OUT_BATCH = 500
 
 
 @dataclass(frozen=True)
-class Task:
+class Problem:
     """A network, its data and its figure.
 
     Args:
@@ -357,8 +357,8 @@ def masked_tokens(model: nn.Module, batch: Batch) -> Tensor:
     return (task.measure(model, batch)["loss"].double() / count).expand(count)
 
 
-def _bert(size: int, steps: int) -> Task:
-    return Task(
+def _bert(size: int, steps: int) -> Problem:
+    return Problem(
         f"BERT (2 layers of 64) on English text, batch {size}", "held-out loss on masked tokens",
         False, steps, size,
         lambda: bert(32, 0).model(), lambda size, seed: bert(size, seed).batches(Ranks(), 0),
@@ -378,30 +378,30 @@ def _of(data: Callable[[bool], tuple[Tensor, ...]], *parts: Any, **more: Any) ->
 IMAGES = _of(images, loss=classify, score=is_right)
 LARGE_IMAGES = _of(images, 28, loss=classify, score=is_right)
 TEXT = _of(windows, loss=next_characters, score=per_window)
-RESNET = Task(
+RESNET = Problem(
     "ResNet (8, 16, 32 wide) on Fashion-MNIST, 14 x 14, batch 128", "test accuracy", True, 312, 128,
     lambda: SmallResNet(1, 10, widths=(8, 16, 32)), **IMAGES,
 )  # fmt: skip
-AUTOENCODER = Task(
+AUTOENCODER = Problem(
     "autoencoder (8 layers) on Fashion-MNIST, batch 128", "held-out squared error", False, 400, 128,
     lambda: deep_autoencoder(784, (128, 64, 32, 12, 32, 64, 128)),
     **_of(pixels, loss=reconstruct, score=reconstruction_error),
 )  # fmt: skip
-CHARACTERS = Task(
+CHARACTERS = Problem(
     "transformer (2 blocks of 64) on characters, batch 16", "held-out loss", False, 300, 16,
     lambda: CharTransformer(SYMBOLS, CONTEXT), **TEXT,
 )  # fmt: skip
 
 
-def _resnet(size: int, steps: int) -> Task:
+def _resnet(size: int, steps: int) -> Problem:
     return replace(RESNET, title=RESNET.title.replace("128", str(size)), batch=size, steps=steps)
 
 
-def _longer(task: Task) -> Task:
-    return replace(task, title=f"{task.title}, twice as long", steps=2 * task.steps)
+def _longer(problem: Problem) -> Problem:
+    return replace(problem, title=f"{problem.title}, twice as long", steps=2 * problem.steps)
 
 
-TASKS = {
+PROBLEMS = {
     "resnet128": RESNET,
     "resnet512": _resnet(512, 156),
     "resnet1024": _resnet(1024, 116),
@@ -413,16 +413,16 @@ TASKS = {
     "characters-long": _longer(CHARACTERS),
     "bert32": _bert(32, 400),
     "bert512": _bert(512, 60),
-    "vit": Task(
+    "vit": Problem(
         "ViT (3 blocks of 64) on Fashion-MNIST, batch 128", "test accuracy", True, 250, 128,
         vision_transformer, **LARGE_IMAGES,
     ),
-    "unet": Task(
+    "unet": Problem(
         "U-Net (8, 16, 32 wide) that denoises Fashion-MNIST, batch 32", "held-out squared error",
         False, 200, 32,
         UNet, **_of(noisy, loss=denoise, score=noise_left),
     ),
-    "pinn": Task(
+    "pinn": Problem(
         "physics-informed network (3 hidden layers of 64), Poisson equation, batch 256",
         "held-out squared error",
         False, 400, 256,
@@ -432,15 +432,15 @@ TASKS = {
         ),
         **_of(places, loss=residual, score=pde_error),
     ),
-    "lstm": Task("LSTM (2 layers of 96) on characters, batch 16", "held-out loss", False, 300, 16,
+    "lstm": Problem("LSTM (2 layers of 96) on characters, batch 16", "held-out loss", False, 300, 16,
     LSTM, **TEXT),
-    "nf-resnet": Task(
+    "nf-resnet": Problem(
         "normaliser-free ResNet with adaptive clipping on Fashion-MNIST, 14 x 14, batch 128",
         "test accuracy", True,
         200, 128, normalizer_free, **IMAGES,
         prepare=lambda model: adaptive_clip_grad_(model.parameters(), 0.02),
     ),
-    "fine-tuning": Task(
+    "fine-tuning": Problem(
         "ViT pretrained on five classes, fine-tuned on 2,000 images of five others, batch 64",
         "test accuracy", True,
         100, 64, pretrained, **_of(some_classes, False, loss=classify, score=is_right),

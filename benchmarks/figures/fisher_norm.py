@@ -17,10 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_thor.bench import markdown
-from torch_thor.bench.drawing import draw_band, save
-from torch_thor.bench.figures import training
-from torch_thor.bench.figures.training import (
+from benchmarks.figures import training
+from benchmarks.figures.training import (
     FASHION,
     Options,
     Row,
@@ -29,6 +27,8 @@ from torch_thor.bench.figures.training import (
     short,
     words_of,
 )
+from benchmarks.runner import markdown
+from benchmarks.runner.drawing import draw_band, save
 from torch_thor.curvature import Decision
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.base import CurvatureOptimizer

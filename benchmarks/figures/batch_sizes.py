@@ -10,10 +10,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_thor.bench import markdown
-from torch_thor.bench.drawing import draw_band, save
-from torch_thor.bench.figures import training
-from torch_thor.bench.figures.training import (
+from benchmarks.figures import training
+from benchmarks.figures.training import (
     Options,
     Row,
     clock_of,
@@ -23,6 +21,8 @@ from torch_thor.bench.figures.training import (
     reach,
     to_target,
 )
+from benchmarks.runner import markdown
+from benchmarks.runner.drawing import draw_band, save
 from torch_thor.training import load_recipe
 from torch_thor.training.errors import require
 from torch_thor.training.optimizers import settings_of

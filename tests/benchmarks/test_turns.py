@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torch_thor.bench.timing import median_ratio, state_bytes, take_turns, training_step
+from benchmarks.runner.timing import median_ratio, state_bytes, take_turns, training_step
 
 
 class Clock:

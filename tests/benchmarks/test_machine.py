@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_thor
-from torch_thor.bench.machine import commit, provenance
+from benchmarks.runner.machine import commit, provenance
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks.runner.markdown import reached, summary
+from benchmarks.runner.numbers import running_mean
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, training
-from torch_thor.bench.markdown import reached, summary
-from torch_thor.bench.numbers import running_mean
 from torch_thor.training import Observer, Point, Run
 from torch_thor.training.optimizers import OPTIMIZERS, settings_of
 from torch_thor.training.recipes import parse

@@ -12,11 +12,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch_thor import THOR
-from torch_thor.bench import markdown
-from torch_thor.bench.drawing import draw_band, save
-from torch_thor.bench.figures import training
-from torch_thor.bench.figures.training import (
+from benchmarks.figures import training
+from benchmarks.figures.training import (
     Options,
     Row,
     clock_of,
@@ -25,6 +22,9 @@ from torch_thor.bench.figures.training import (
     measured,
     to_target,
 )
+from benchmarks.runner import markdown
+from benchmarks.runner.drawing import draw_band, save
+from torch_thor import THOR
 
 ABOUT = (
     "loss and accuracy against epochs and seconds: momentum, THOR, THOR_stop, THOR_NT, unbounded, "
