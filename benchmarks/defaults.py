@@ -103,7 +103,9 @@ def siren(make: Make, steps: int, decay: bool) -> Result:
     target = functional.interpolate(photograph[None, None], size=(48, 48), mode="area").view(-1, 1)
     places = torch.cartesian_prod(*[torch.linspace(-1, 1, 48)] * 2)
     model = nn.Sequential(Sine(2, 64, True), Sine(64, 64), Sine(64, 64), nn.Linear(64, 1))
-    nn.init.uniform_(model[-1].weight, -math.sqrt(6 / 64) / 30, math.sqrt(6 / 64) / 30)
+    nn.init.uniform_(
+        model[-1].get_parameter("weight"), -math.sqrt(6 / 64) / 30, math.sqrt(6 / 64) / 30
+    )
     losses = descend(model, make, lambda: functional.mse_loss(model(places), target), steps, decay)
     return {"first": losses[0], "value": statistics.fmean(losses[-3:])}
 
@@ -125,7 +127,8 @@ class CartPole:
     def __init__(self) -> None:
         import gymnasium
 
-        self.game, self.ended, self.count, self.length = gymnasium.make("CartPole-v1"), [], 0, 0
+        self.game, self.count, self.length = gymnasium.make("CartPole-v1"), 0, 0
+        self.ended: list[tuple[int, int]] = []
         self.now = torch.from_numpy(self.game.reset(seed=torch.initial_seed())[0])
 
     def step(self, action: int) -> tuple[Tensor, bool, bool]:
@@ -309,7 +312,8 @@ def lora(make: Make) -> Result:
     characters(OPTIMIZERS["AdamW(3e-3)"], model)
     model.requires_grad_(False)
     for block in model.blocks:
-        block.linear1, block.linear2 = Adapted(block.linear1), Adapted(block.linear2)
+        for name in ("linear1", "linear2"):
+            setattr(block, name, Adapted(getattr(block, name)))
     return characters(make, model, reverse=True)
 
 

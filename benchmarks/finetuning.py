@@ -3,11 +3,11 @@
     python -m benchmarks finetuning           # runs what is missing, then the tables
     python -m benchmarks finetuning --table
 
-The problems are those of finetuning_problems.py, the ways those of finetuning_ways.py. The learning rate
-grows over the first 5 % of the steps, then falls linearly to 0. A seed that serves nothing else and
-one half of the held-out data choose the learning rate of AdamW and among the ways; then three other
-seeds run, and the other half of the held-out data gives the figures. Everything is trained on one
-thread.
+The problems are those of finetuning_problems.py, the ways those of finetuning_ways.py. The learning
+rate grows over the first 5 % of the steps, then falls linearly to 0. A seed that serves nothing
+else and one half of the held-out data choose the learning rate of AdamW and among the ways; then
+three other seeds run, and the other half of the held-out data gives the figures. Everything is
+trained on one thread.
 """
 
 import math
@@ -126,9 +126,10 @@ def jobs(rows: Rows) -> list[Job]:
         job = {"optimizer": "thor", "lr": lr, "max_update_ratio": ratio}
         found += [{**job, "task": problem, "seed": CHOOSING[0]} for problem in ("minilm-sst2",)]
     for problem in reversed(PROBLEMS | UNSEEN):
-        best = {chosen_rate(rows, problem, within) for within in (ADAMW["lora" in problem], None)}
-        if None not in best:
-            adamw = [{"optimizer": "adamw", "lr": lr} for lr in sorted(best)]
+        chosen = [chosen_rate(rows, problem, within) for within in (ADAMW["lora" in problem], None)]
+        best = {lr for lr in chosen if lr is not None}
+        if None not in chosen:
+            adamw: list[Job] = [{"optimizer": "adamw", "lr": lr} for lr in sorted(best)]
             for job in (*adamw, {**OURS, "lr": RATE}, *FINALISTS):
                 found += [{**job, "task": problem, "seed": seed} for seed in SEEDS]
     return found

@@ -1,4 +1,4 @@
-"""The problems of the study of fine-tuning: networks that are already trained, and data to adapt to.
+"""The problems of the study of fine-tuning: networks that are trained, and data to adapt to.
 
 The data lie in ``corpora/fine-tuning`` (docs/measurements/fine-tuning.md says where they come
 from). What is held out is cut in two halves: settings are chosen by the figure on the first, and
@@ -135,11 +135,17 @@ def gpt() -> nn.Module:
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    size = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": CONTEXT, "vocab_size": 256}
-    rest = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    size: dict[str, Any] = {
+        "n_layer": 4,
+        "n_embd": 256,
+        "n_head": 4,
+        "n_positions": CONTEXT,
+        "vocab_size": 256,
+    }
+    rest: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = GPT2LMHeadModel(GPT2Config(**size, **rest))
     for block in model.transformer.h:
-        split_rows(block.attn.c_attn, 1)
+        split_rows(block.get_submodule("attn.c_attn"), 1)
     return model
 
 
@@ -190,7 +196,8 @@ def clothes(train: bool) -> tuple[Tensor, Tensor]:
 
 def with_new_head(model: nn.Module) -> nn.Module:
     """Give the network a new head."""
-    model.fc = nn.Linear(model.fc.in_features, model.fc.out_features)
+    outputs, inputs = model.get_parameter("fc.weight").shape
+    model.fc = nn.Linear(inputs, outputs)
     return model
 
 

@@ -53,7 +53,8 @@ class Report:
     """
 
     def __init__(self, out: Path, seconds: float) -> None:
-        self.out, self.end, self.lines, self.found = out, time.monotonic() + seconds, [""], {}
+        self.out, self.end, self.lines = out, time.monotonic() + seconds, [""]
+        self.found: dict[str, Any] = {}
         self.failures: list[str] = []
 
     def say(self, line: str = "") -> None:
@@ -120,7 +121,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """Make one of ours, with a refresh in every second step."""
     kind, options = OURS[name]
     made = getattr(importlib.import_module("torch_thor"), kind)
-    return made(model, lr=0.02, update_interval=2, **options)  # type: ignore[no-any-return]
+    return made(model, lr=0.02, update_interval=2, **options)
 
 
 def trained(
@@ -213,13 +214,14 @@ def errors(device: torch.device) -> Iterator[tuple[str, float, float]]:
 def sharded(model: nn.Module) -> nn.Module:
     """Shard a model over the processes that there are."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def check(report: Report, device: torch.device) -> list[dict[str, Any]]:
     """Make all checks."""
     report.heads("check", "relative error", "limit")
-    found = []
+    found: list[dict[str, Any]] = []
     for name, off, limit in errors(device):
         report.row(name, f"{off:.1e}", f"{limit:.0e}")
         found.append({"check": name, "error": off, "limit": limit})
@@ -277,7 +279,7 @@ def train(
 ) -> Any:
     """Train tasks of the suite."""
     suite = importlib.import_module("benchmarks.suite")
-    tasks = importlib.import_module("benchmarks.suite_problems")
+    tasks: Any = importlib.import_module("benchmarks.suite_problems")
     if data is not None:
         load = tasks.load_images
         tasks.load_images = lambda words: load(words.model_copy(update={"root": str(data)}))

@@ -170,13 +170,15 @@ def session(rank: int, world: int) -> dict[str, list[float]]:
     Those of THOR's refreshes are under their own name.
     """
     warnings.simplefilter("ignore")
-    steps, seconds = {}, {}
+    steps: dict[str, tuple[Subject, nn.Module, torch.optim.Optimizer]] = {}
+    seconds: dict[str, list[float]] = {}
     for name in FORMS:
         sample = subject("bert-mini", 8, 0, 64)
         model = parallel(sample.model, world, sharded=name.endswith("fsdp"))
         if name.startswith("thor"):
-            every_second = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
-            optimizer: torch.optim.Optimizer = THOR(sample.model, lr=1e-6, **every_second)
+            optimizer: torch.optim.Optimizer = THOR(
+                sample.model, lr=1e-6, update_interval=2, trace_thresholds=(0.0, 0.0)
+            )
         else:
             kind = torch.optim.SGD if name.startswith("sgd") else torch.optim.AdamW
             optimizer = kind(sample.model.parameters(), lr=1e-6)
@@ -256,7 +258,7 @@ def in_bfloat16(
     torch.manual_seed(seed)
     model = PROBLEMS["characters"].model()
     optimizer = OURS[form](
-        model, distributed=Distributed(communication_dtype=dtype and getattr(torch, dtype))
+        model, distributed=Distributed(communication_dtype=getattr(torch, dtype) if dtype else None)
     )
     weights = [layer.weight for layer in optimizer.curvature.values()]
     start = torch.cat([weight.detach().flatten() for weight in weights])

@@ -91,7 +91,7 @@ def losses(name: str, *, fresh: bool) -> dict[str, list[list[float]]]:
 
 def ratios(name: str) -> dict[str, float]:
     """Time whole steps, in turns, over those of SGD."""
-    steps, optimizers = {}, {}
+    steps, optimizers = {}, dict[str, torch.optim.Optimizer]()
     for key in ("sgd", *(f"{ours} {length}" for length in LENGTHS for ours in OURS)):
         subject = zoo.build(name)
         if key == "sgd":

@@ -84,7 +84,7 @@ def measure(name: str, device: torch.device, batch: int, side: int, rounds: int)
     """
     steps, optimizers, elements = {}, {}, 0
     for optimizer, make in OPTIMIZERS.items():
-        model = build(name).to(device, memory_format=torch.channels_last)
+        model = build(name).to(device).to(memory_format=torch.channels_last)
         optimizers[optimizer] = make(model)
         step = training_step(loss_of(name, model, device, batch, side), optimizers[optimizer])
         elements = sum(parameter.numel() for parameter in model.parameters())
@@ -112,7 +112,7 @@ def build(name: str) -> nn.Module:
     if name.startswith("bert"):
         from transformers import BertConfig, BertForMaskedLM
 
-        tiny = {
+        tiny: dict[str, Any] = {
             "hidden_size": 32,
             "num_hidden_layers": 1,
             "num_attention_heads": 2,

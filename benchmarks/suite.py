@@ -12,10 +12,11 @@ one half of the held-out data: six learning rates a factor of two apart, chosen 
 far, more while the best is at an end; then another momentum with the best learning rate and with
 twice that, and for Muon two learning rates of its AdamW. The best setting runs with three other
 seeds, and the other half of the held-out data gives its figures. ThorMuon has its default setting
-with a weight decay of 0.01 for all problems; it is also tuned, to see what that is worth. A job with
-the entry ``half`` is judged by that half: where defaults are chosen with several seeds, by half 0.
-Optimizers' names with `one:` have the learning rate that serves all problems best on the whole, chosen
-with the tuning seed. Everything is trained on one thread.
+with a weight decay of 0.01 for all problems; it is also tuned, to see what that is worth. A job
+with the entry ``half`` is judged by that half: where defaults are chosen with several seeds, by
+half 0. Optimizers' names with `one:` have the learning rate that serves all problems best on the
+whole, chosen with the tuning seed. Everything is trained on one thread. Raw data say `task` for a
+problem.
 
 The time of a step is measured apart, by the optimizers with their chosen settings in turns (jobs
 named `alone`).
@@ -32,7 +33,7 @@ import torch
 from benchmarks.runner.stores import key_of
 from benchmarks.runner.timing import state_bytes, take_turns
 from benchmarks.suite_optimizers import CLASSES, CONTENDERS, FEWEST_RATES, ONE, PEERS, make
-from benchmarks.suite_problems import PROBLEMS, Problem
+from benchmarks.suite_problems import PROBLEMS, Batch, Problem
 from benchmarks.suite_report import README, Contest, contests, picture, tables
 
 TUNING_SEED, SEEDS, MORE_SEEDS = 10, (0, 1, 2), tuple(range(3, 10))
@@ -131,7 +132,8 @@ def time_steps(problem: Problem, job: Job) -> dict[str, Any]:
 
     The result has the milliseconds of a step, and the bytes of state for each parameter.
     """
-    batches, now, steps, optimizers, weights = problem.batches(problem.batch, 0), [], {}, {}, 0
+    batches, steps, optimizers, weights = problem.batches(problem.batch, 0), {}, {}, 0
+    now: list[Batch] = []
     for name, setting in job["settings"].items():
         torch.manual_seed(0)
         model = problem.model().train()
@@ -272,7 +274,8 @@ def tuning(rows: Rows, problem: str, name: str) -> Iterator[Job]:
 
     The last ones are the first without which the next are not known.
     """
-    own, lr = [], CONTENDERS[name].lr
+    own: list[Job] = []
+    lr = CONTENDERS[name].lr
     rates = [lr / 2, lr, 2 * lr]
     while True:
         new = [
@@ -335,7 +338,7 @@ def one_rates(rows: Rows) -> dict[str, float]:
 
 
 def one_rate(rows: Rows, name: str) -> float | None:
-    """Return the learning rate with the smallest mean logarithm of errors over the problems.
+    """Return the learning rate with the smallest mean logarithm of errors over problems.
 
     The result is None where runs are missing.
 

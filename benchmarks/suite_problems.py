@@ -198,11 +198,11 @@ def vision_transformer(classes: int = 10) -> nn.Module:
     """Build timm's vision transformer, 3 blocks of 64, on patches of 7 x 7."""
     from timm.models.vision_transformer import VisionTransformer
 
-    sizes = {"embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 3}
+    sizes: dict[str, Any] = {"embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 3}
     model = VisionTransformer(img_size=28, patch_size=7, in_chans=1, num_classes=classes, **sizes)
     # the rows of the suite were measured with query, key and value in one matrix
     for block in model.blocks:
-        split_rows(block.attn.qkv, 1)
+        split_rows(block.get_submodule("attn.qkv"), 1)
     return model
 
 
@@ -211,7 +211,7 @@ def normalizer_free() -> nn.Module:
     from timm.models.nfnet import NfCfg
     from timm.models.nfnet import NormFreeNet as Net
 
-    shape = {
+    shape: dict[str, Any] = {
         "depths": (1, 1, 1, 1),
         "channels": (32, 64, 96, 128),
         "stem_type": "3x3",
@@ -230,7 +230,7 @@ def pretrained() -> nn.Module:
     state = _pretrain()
     torch.set_rng_state(initial)
     model.load_state_dict(state)
-    nn.init.trunc_normal_(model.head.weight, std=0.02)
+    nn.init.trunc_normal_(model.get_parameter("head.weight"), std=0.02)
     return model
 
 
@@ -432,8 +432,10 @@ PROBLEMS = {
         ),
         **_of(places, loss=residual, score=pde_error),
     ),
-    "lstm": Problem("LSTM (2 layers of 96) on characters, batch 16", "held-out loss", False, 300, 16,
-    LSTM, **TEXT),
+    "lstm": Problem(
+        "LSTM (2 layers of 96) on characters, batch 16", "held-out loss", False, 300, 16,
+        LSTM, **TEXT,
+    ),
     "nf-resnet": Problem(
         "normaliser-free ResNet with adaptive clipping on Fashion-MNIST, 14 x 14, batch 128",
         "test accuracy", True,

@@ -52,10 +52,10 @@ def network(job: Job) -> nn.Module:
     if source == "timm":
         import timm
 
-        return timm.create_model(name)  # type: ignore[no-any-return]
+        return timm.create_model(name)
     if source == "transformers":
         config = getattr(transformers, f"{name}Config")(**SIZES[name])
-        return getattr(transformers, f"{name}Model")(config)  # type: ignore[no-any-return]
+        return getattr(transformers, f"{name}Model")(config)
     if source == "initializers":
         layers = [nn.Linear(64, 64) for _ in range(4)]
         for layer in layers:
@@ -91,7 +91,8 @@ def jobs(rows: Rows) -> list[Job]:
     # BERT's need a prepared corpus, and are those of transformers
     problems = [name for name in SUITE if name != "fine-tuning" and "bert" not in name]
     sources = {
-        "trained": [name for name in TRAINED if "trec" not in name], "suite": problems, "timm": TIMM,
+        "trained": [name for name in TRAINED if "trec" not in name], "suite": problems,
+        "timm": TIMM,
         "transformers": SIZES, "initializers": INITIALIZERS,
         "fine-tuning, untrained": ("gpt", "resnet"),
     }  # fmt: skip

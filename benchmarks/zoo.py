@@ -9,6 +9,7 @@ import pydoc_data.topics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,9 @@ class Subject:
 
 @cache
 def digits(count: int, pixels: int, channels: int, mean: float, deviation: float) -> list[Batch]:
-    """Return scikit-learn's digits, normalised, and their labels: batches of ``count`` images,
-    whole ones only.
+    """Return scikit-learn's digits, normalised, and their labels, in batches of ``count`` images.
+
+    Those that do not fill a batch are left out.
     """
     from sklearn.datasets import load_digits
 
@@ -69,8 +71,9 @@ def text(count: int, length: int) -> list[Batch]:
 
 
 class MNISTNet(nn.Module):
-    """The network of pytorch/examples' ``mnist``: two convolutions, two linear layers, dropout
-    between them.
+    """The network of pytorch/examples' ``mnist``.
+
+    Two convolutions and two linear layers, with dropout between them.
     """
 
     def __init__(self) -> None:
@@ -83,6 +86,7 @@ class MNISTNet(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the logarithms of the probabilities."""
         x = F.relu(self.conv2(F.relu(self.conv1(x))))
         x = torch.flatten(self.dropout1(F.max_pool2d(x, 2)), 1)
         return F.log_softmax(self.fc2(self.dropout2(F.relu(self.fc1(x)))), dim=1)
@@ -100,6 +104,7 @@ class VAE(nn.Module):
         self.fc4 = nn.Linear(400, 784)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the reconstruction, and mean and log variance of the code."""
         h = F.relu(self.fc1(x.view(-1, 784)))
         mean, log_variance = self.fc21(h), self.fc22(h)
         z = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
@@ -144,7 +149,7 @@ def _mobilenet_v3() -> Subject:
     return _images(mobilenet_v3_small(num_classes=10))
 
 
-def _timm(name: str, **options: object) -> Subject:
+def _timm(name: str, **options: Any) -> Subject:
     import timm
 
     return _images(timm.create_model(name, num_classes=10, **options))
@@ -195,12 +200,17 @@ def _masked(model: nn.Module) -> Subject:
     )
 
 
-_SMALL = {
+_SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+
+
+def _config_of(kind: type, **options: Any) -> Any:
+    """Make a configuration with options that its signature lacks, but takes."""
+    return kind(**options)
 
 
 def _bert() -> Subject:
@@ -214,10 +224,10 @@ def _bert() -> Subject:
 def _gpt2() -> Subject:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    special = {"bos_token_id": 1, "eos_token_id": 1}
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=64, **special
-    )
+        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=64,
+        bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
     return _language(GPT2LMHeadModel(config))
 
 
@@ -241,15 +251,8 @@ def _llama() -> Subject:
 def _t5() -> Subject:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=64,
-        d_kv=16,
-        d_ff=128,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-    )
+    size = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    config = _config_of(T5Config, vocab_size=VOCABULARY, **size, decoder_start_token_id=0)
     return _language(T5ForConditionalGeneration(config))
 
 
@@ -263,8 +266,8 @@ def _mamba() -> Subject:
 def _deberta_v2() -> Subject:
     from transformers import DebertaV2Config, DebertaV2ForMaskedLM
 
-    config = DebertaV2Config(
-        **_SMALL, intermediate_size=128, max_position_embeddings=64,
+    config = _config_of(
+        DebertaV2Config, **_SMALL, intermediate_size=128, max_position_embeddings=64,
         relative_attention=True, position_buckets=16, norm_rel_ebd="layer_norm", share_att_key=True,
         pos_att_type=["p2c", "c2p"], position_biased_input=False,
     )  # fmt: skip

@@ -1,8 +1,7 @@
-"""Twenty-six further models of other projects, for benchmarks/models.py: the extras bench and
-trainers install them.
-"""
+"""Twenty-six further models of other projects, which the extras bench and trainers install."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +13,17 @@ from benchmarks.zoo import VOCABULARY, Batch, Subject, _images, _language, _mask
 class Recurrent(nn.Module):
     """A character model with a recurrent layer."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(64, VOCABULARY)
         self.layers = kind(32, 64, num_layers=2, batch_first=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next characters."""
         return self.head(self.layers(self.embedding(tokens))[0])
 
 
-def _recurrent(kind: type[nn.RNNBase]) -> Subject:
+def _recurrent(kind: type[nn.LSTM] | type[nn.GRU]) -> Subject:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
 
@@ -127,9 +127,9 @@ TIMM = (
     "tinynet_e", "dla46_c",
 )  # fmt: skip
 MORE: dict[str, Callable[[], Subject]] = {
-    **{name: lambda name=name: _timm(name) for name in TIMM},
-    **{name: lambda name=name: _transformer(name) for name in (*CAUSAL, *MASKED)},
-    **{name: lambda name=name: _graph(name) for name in ("GCN", "GAT", "GraphSAGE")},
+    **{name: partial(_timm, name) for name in TIMM},
+    **{name: partial(_transformer, name) for name in (*CAUSAL, *MASKED)},
+    **{name: partial(_graph, name) for name in ("GCN", "GAT", "GraphSAGE")},
     "lstm": lambda: _recurrent(nn.LSTM),
     "gru": lambda: _recurrent(nn.GRU),
     "ssdlite": _detection,
