@@ -330,7 +330,7 @@ def at_rates(problem: str, name: str) -> list[Job]:
 
 
 def one_rates(rows: Rows) -> dict[str, float]:
-    """Return the one learning rate of each peer for all problems; nothing while runs are missing."""
+    """Return each peer's one learning rate for all problems; nothing while runs are missing."""
     found = {name: one_rate(rows, name) for name in PEERS}
     return (
         {} if None in found.values() else {name: lr for name, lr in found.items() if lr is not None}

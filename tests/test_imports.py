@@ -35,7 +35,7 @@ COMMAND_LINE = "torch_thor.cli:main"
 LAYERS = (
     "lazy", "torch_internals", "training.errors", "training.printing", "files", "plain",
     "intervals", "schedules", "curvature", "capture", "distributed", "optim", "split", "trainers",
-    "training", "tools", "bench", "commands", "cli",
+    "training", "tools", "commands", "cli",
 )  # fmt: skip
 # The package that each public name is from.
 HOMES = {
@@ -81,7 +81,10 @@ EXCEPTIONS = {
     ),
     "tools/test_bytes.py": ("training.parallel", "divides a network as a training does"),
     "tools/test_split_dim.py": ("training.recipe", "needs the crops of a recipe"),
-    "bench/test_suite.py": ("training.data.small", "knows whether Debian's images are installed"),
+    "benchmarks/test_suite.py": (
+        "training.data.small",
+        "knows where Debian's images lie",
+    ),
     "warm.py": ("cli commands training.run", "imports in advance what the command line imports"),
     "word_corpus.py": ("training.text.prepare", "prepares a corpus without the command line"),
     "training/test_observers.py": (

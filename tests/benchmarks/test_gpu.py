@@ -4,7 +4,6 @@ go on.
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +11,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from benchmarks.runner.study import load
+from benchmarks import gpu, gpu_profile
 
-ROOT = Path(__file__).parents[2]
 OPTIMIZERS = [
     "THOR",
     "THOR, refresh",
@@ -27,8 +25,7 @@ OPTIMIZERS = [
 
 @pytest.fixture
 def call(tmp_path, monkeypatch):
-    """`python gpu.py --device cpu --tiny`: what it wrote."""
-    gpu = load(str(ROOT / "benchmarks" / "gpu.py"))
+    """`python -m benchmarks gpu --device cpu --tiny`: what it wrote."""
     monkeypatch.setattr(
         sys, "argv", ["gpu.py", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     )
@@ -41,13 +38,13 @@ def call(tmp_path, monkeypatch):
             gpu.main()
         return json.loads((tmp_path / "gpu.json").read_text()), (tmp_path / "gpu.md").read_text()
 
-    return gpu, called
+    return called
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_a_miniature_of_everything(call):
-    found, text = call[1]()
+    found, text = call()
     checks = found["Checks"]
     assert len(checks) == 11
     assert all(one["error"] < one["limit"] for one in checks)
@@ -88,14 +85,13 @@ def assert_is_a_profile(rows):
 
 
 def test_what_is_wrong_is_told_and_the_other_parts_go_on(call, monkeypatch):
-    gpu, called = call
     monkeypatch.setattr(
         gpu, "errors", lambda device: iter([("good", 0.1, 0.2), ("bad", float("nan"), 0.2)])
     )
     monkeypatch.setattr(gpu, "times", lambda *words: 1 / 0)
     monkeypatch.setattr(gpu, "profiles", lambda report, **words: words["subject"][1])
     monkeypatch.setattr(gpu, "train", lambda *words: [str(torch.device("cpu"))])
-    found, text = called(failing=("bad",))
+    found, text = call(failing=("bad",))
     assert found["failures"] == [
         "bad: nan is not below 2e-01",
         "Step times: ZeroDivisionError: division by zero",
@@ -107,7 +103,7 @@ def test_what_is_wrong_is_told_and_the_other_parts_go_on(call, monkeypatch):
 
 @pytest.fixture(scope="module")
 def study():
-    return load(str(ROOT / "benchmarks" / "gpu_profile.py"))
+    return gpu_profile
 
 
 def call_of_host(name, start=2.0, end=3.0):

@@ -2,6 +2,7 @@
 it.
 """
 
+import importlib
 import math
 from pathlib import Path
 
@@ -11,8 +12,7 @@ from torch import nn
 
 from benchmarks.figures import FIGURES
 from benchmarks.runner.golden import present_numbers
-from benchmarks.runner.stores import key_of
-from benchmarks.runner.study import Lines, load
+from benchmarks.runner.stores import Lines, key_of
 from golden.runs import RUNS_OF
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ STUDIES = ("defaults", "finetuning", "many_devices", "models", "step_time", "unt
 
 
 def study(name):
-    return load(str(ROOT / "benchmarks" / f"{name}.py"))
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 def test_rows_have_the_numbers_of_the_optimizers_that_made_them():

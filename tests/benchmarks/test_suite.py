@@ -6,21 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.runner.stores import key_of
-from benchmarks.runner.study import Lines, load
+from benchmarks import suite, suite_report
+from benchmarks.runner.stores import Lines, key_of
 from torch_thor.training.data.small import DEBIAN_FASHION_MNIST
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def suite():
-    return load(str(ROOT / "benchmarks" / "suite.py"))
-
-
-def filled(suite, best):
+def filled(best):
     """Rows of all jobs, as if the error of an optimizer grew with the distance of its rate from
-    `best` of the task.
+    `best` of the problem.
     """
     rows, todo = {}, [None]
     while todo:
@@ -37,38 +32,38 @@ def filled(suite, best):
                 error = (
                     0.1 + 0.01 * off + 0.001 * (job.get("momentum", 0.5) - 0.5) + 1e-5 * job["seed"]
                 )
-                value = 1 - error if suite.TASKS[job["task"]].higher else error
-                curve = [[1, value / 2], [suite.TASKS[job["task"]].steps, value]]
+                value = 1 - error if suite.PROBLEMS[job["task"]].higher else error
+                curve = [[1, value / 2], [suite.PROBLEMS[job["task"]].steps, value]]
                 own = {"value": value, "curve": curve, "refreshes": 0}
             rows[key_of(job)] = {"job": job, **own}
     return rows
 
 
-def test_each_is_tuned_alike_and_reported_with_other_seeds(suite):
+def test_each_is_tuned_alike_and_reported_with_other_seeds():
     """The best rate is never an end of those that were tried, unless there are ten; then the best
     has three seeds.
     """
     far = {"vit": 3.0, "unet": -2.0, "pinn": 40.0}
-    rows = filled(suite, lambda job: far.get(job["task"], 0.0))
-    for task in suite.TASKS:
-        for name in suite.contenders(task):
-            tried = list(suite.tuning(rows, task, name))
+    rows = filled(lambda job: far.get(job["task"], 0.0))
+    for problem in suite.PROBLEMS:
+        for name in suite.contenders(problem):
+            tried = list(suite.tuning(rows, problem, name))
             assert {job["seed"] for job in tried} == {10}
             rates = [job for job in tried if set(job) == {"task", "optimizer", "lr", "seed"}]
-            assert len(rates) == (10 if task == "pinn" else 6), (task, name)
+            assert len(rates) == (10 if problem == "pinn" else 6), (problem, name)
             off = math.log2(suite.best_job(rows, rates)["lr"] / suite.CONTENDERS[name].lr)
-            assert off == pytest.approx({"pinn": 8}.get(task, far.get(task, 0)), abs=0.01)
+            assert off == pytest.approx({"pinn": 8}.get(problem, far.get(problem, 0)), abs=0.01)
             best = suite.best(rows, tried)
             assert all(key_of(job) in rows for job in suite.confirm(best))
     rates = suite.one_rates(rows)
     # what most tasks want
     assert rates == {name: suite.CONTENDERS[name].lr for name in suite.PEERS}
     found = suite.contests(rows, suite.chosen(rows), rates)
-    assert [one.task for one in found] == list(suite.TASKS)
+    assert [one.problem for one in found] == list(suite.PROBLEMS)
     assert "| ThorMuon, one setting |" in suite.table(rows)
 
 
-def test_steps_and_seconds_to_the_rivals_end_by_hand(suite):
+def test_steps_and_seconds_to_the_rivals_end_by_hand():
     """The rival ends at 0.5 after 400 steps of 2 ms; ThorMuon passes 0.5 between steps 100 and 200,
     of 3 ms.
     """
@@ -83,8 +78,7 @@ def test_steps_and_seconds_to_the_rivals_end_by_hand(suite):
     job = {"task": "autoencoder", "settings": {}, "alone": True}
     times = {"muon": 2.0, "thor-muon": 2.9, "thor-muon refresh": 3.9}
     rows[key_of(job)] = {"job": job, "milliseconds": times, "state_bytes": {}}
-    report = load("suite_report")
-    one = report.Contest(
+    one = suite_report.Contest(
         "autoencoder", rows, {"muon": {"task": "autoencoder", "optimizer": "muon", "lr": 0.02}}, {}
     )
     assert one.rival == "muon"
@@ -95,12 +89,13 @@ def test_steps_and_seconds_to_the_rivals_end_by_hand(suite):
 
 
 @pytest.mark.parametrize(
-    "task", ["characters", "pinn", "lstm", "vit", "unet", "nf-resnet", "resnet128", "autoencoder"]
+    "problem",
+    ["characters", "pinn", "lstm", "vit", "unet", "nf-resnet", "resnet128", "autoencoder"],
 )
-def test_a_task_is_the_same_for_the_same_seed_and_its_halves_differ(suite, task):
-    if task not in ("characters", "pinn", "lstm") and not DEBIAN_FASHION_MNIST.is_dir():
+def test_a_problem_is_the_same_for_the_same_seed_and_its_halves_differ(problem):
+    if problem not in ("characters", "pinn", "lstm") and not DEBIAN_FASHION_MNIST.is_dir():
         pytest.skip("Debian's dataset-fashion-mnist is not installed")
-    one = suite.TASKS[task]
+    one = suite.PROBLEMS[problem]
     losses = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -113,8 +108,8 @@ def test_a_task_is_the_same_for_the_same_seed_and_its_halves_differ(suite, task)
         assert one.score(model, tuple(part[:3] for part in reported)).shape == (3,)
 
 
-def test_readme_and_docs_show_the_raw_data(suite):
+def test_readme_and_docs_show_the_raw_data():
     rows = Lines(ROOT / "benchmarks" / "results" / "suite.jsonl").rows
     found = suite.contests(rows, suite.chosen(rows), suite.one_rates(rows))
-    assert load("suite_report").front(found) in (ROOT / "README.md").read_text()
+    assert suite_report.front(found) in (ROOT / "README.md").read_text()
     assert suite.table(rows) in (ROOT / "docs" / "measurements" / "suite.md").read_text()

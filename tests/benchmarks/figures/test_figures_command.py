@@ -1,5 +1,5 @@
-"""`torch-thor figures` as typed: measured once, gone on with after a kill, drawn again, refused in
-one line.
+"""`python -m benchmarks figures` as typed: measured once, gone on with after a kill, drawn again,
+refused in one line.
 """
 
 import functools
@@ -10,20 +10,21 @@ import pytest
 from command_line import assert_refused, descendants, end, finish, start, wait_for
 
 NAMES = ["momentum", "thor", "thor_stop", "thor_nt", "thor, unbounded", "thor_nt, growing interval"]
-WORDS = ("figures", "curves", "--data", "digits", "--epochs", "1", "--device", "cpu")
+WORDS = ("curves", "--data", "digits", "--epochs", "1", "--device", "cpu")
+refused = functools.partial(assert_refused, by="benchmarks")
 
 
 @pytest.fixture
-def figures(run):
-    """Call `torch-thor figures` in an empty folder; gives (exit code, stdout, stderr)."""
-    return functools.partial(run, "figures")
+def figures(bench):
+    """Call `python -m benchmarks figures` in an empty folder."""
+    return functools.partial(bench, "figures")
 
 
 @pytest.mark.slow
-def test_measured_once_and_gone_on_with_after_a_kill(run, tmp_path):
+def test_measured_once_and_gone_on_with_after_a_kill(figures, tmp_path):
     folder = tmp_path / "runs" / "figures"
     store = folder / "curves.jsonl"
-    killed = start(tmp_path, *WORDS)
+    killed = start(tmp_path, "figures", *WORDS, module="benchmarks")
     wait_for(killed, store.exists, "first result")
     for pid in (killed.pid, *descendants(killed.pid)):
         end(pid)
@@ -31,7 +32,7 @@ def test_measured_once_and_gone_on_with_after_a_kill(run, tmp_path):
     (folder / "curves.png").write_bytes(b"of other data")
     begun = store.read_text().splitlines()
     assert 1 <= len(begun) < len(NAMES)
-    code, out, err = run(*WORDS)
+    code, out, err = figures(*WORDS)
     assert (code, err) == (0, "")
     assert f"{len(NAMES) - len(begun)} of 6 results to measure" in out
     lines = store.read_text().splitlines()
@@ -40,7 +41,7 @@ def test_measured_once_and_gone_on_with_after_a_kill(run, tmp_path):
     assert [row["job"]["setting"] for row in rows] == NAMES
     for row in rows:
         assert (row["steps"], row["steps_per_epoch"], row["threads"]) == (22, 22, 1)
-        assert row["command"] == "torch-thor figures curves"
+        assert row["command"] == "python -m benchmarks figures curves"
         assert row["job"]["recipe"]["data"]["name"] == "digits"
         assert f"| {row['job']['setting']} | {row['value']:.4f} | " in out
     own = {row["job"]["setting"]: row for row in rows}
@@ -59,10 +60,10 @@ def test_measured_once_and_gone_on_with_after_a_kill(run, tmp_path):
     assert (folder / "curves.png").read_bytes() != b"of other data"
 
     (folder / "curves.png").unlink()
-    assert "0 of 6 results to measure" in run(*WORDS, "--redraw")[1]
+    assert "0 of 6 results to measure" in figures(*WORDS, "--redraw")[1]
     assert (folder / "curves.png").exists()
-    assert_refused(
-        run(*WORDS, "--redraw", "--seeds", "0,1"), "lacks 6 of 12 results for these options"
+    refused(
+        figures(*WORDS, "--redraw", "--seeds", "0,1"), "lacks 6 of 12 results for these options"
     )
     assert store.read_text().splitlines() == lines
 
@@ -84,7 +85,7 @@ def test_a_job_that_fails_is_named_and_the_others_are_kept(figures, tmp_path):
         "setting thor, batch_size 2048, seed 0: UserError: batch_size=2048 is larger than the "
         "training set"
     )
-    assert_refused(figures(*words), "2 jobs failed, which the same command runs again", said)
+    refused(figures(*words), "2 jobs failed, which the same command runs again", said)
     rows = [
         json.loads(line)
         for line in (tmp_path / "runs/figures/batch-sizes.jsonl").read_text().splitlines()
@@ -95,8 +96,8 @@ def test_a_job_that_fails_is_named_and_the_others_are_kept(figures, tmp_path):
     ]
 
 
-def test_list_names_the_figures(figures):
-    code, out, _ = figures("--list")
+def test_without_a_name_they_are_listed(figures):
+    code, out, _ = figures()
     assert code == 0
     for name in ("curves", "fisher-norm", "split-dim", "batch-sizes", "bert", "all"):
         assert name in out
@@ -105,12 +106,14 @@ def test_list_names_the_figures(figures):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "name a figure (curves, fisher-norm, split-dim, batch-sizes, bert) or all"),
         (("curve",), "there is no figure curve (did you mean curves?)"),
-        (("curves", "--seeds", "one"), "--seeds one: must be whole numbers of at least 0"),
+        (
+            ("curves", "--seeds", "one"),
+            "argument --seeds: one: must be whole numbers of at least 0",
+        ),
         (
             ("batch-sizes", "--batch-sizes", "0,8"),
-            "--batch-sizes 0,8: must be whole numbers of at least 1",
+            "argument --batch-sizes: 0,8: must be whole numbers of at least 1",
         ),
         (("curves", "--epochs", "0"), "epochs=0 should be greater than or equal to 1"),
         (("curves", "--data", "mnist"), "there is no recipe mnist"),
@@ -143,10 +146,10 @@ def test_bad_words_are_one_line(figures, tmp_path, words, said):
     (tmp_path / "taken").write_text("mine")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "curves.jsonl").write_text("no results\n")
-    assert_refused(figures(*words), said)
+    refused(figures(*words), said)
     assert {path.name for path in tmp_path.iterdir()} == {"growing.yaml", "taken", "broken"}
 
 
 def test_one_process_measures(figures, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
-    assert_refused(figures("curves"), "figures are measured by one process: leave out torchrun")
+    refused(figures("curves"), "figures are measured by one process: leave out torchrun")
