@@ -5,9 +5,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.runner import study
 from torch_thor.training.errors import INTERRUPTED, USER_ERROR, UserError, require
-from torch_thor.training.keys import nearest
 from torch_thor.training.printing import visible
 
 FOLDER = Path(__file__).parent
@@ -33,6 +31,9 @@ def run(words: list[str]) -> None:
         for name, about in known.items():
             print(f"{name:{max(map(len, known))}}  {about}")
         return
+    from benchmarks.runner import study  # may need what is not installed, which main() tells
+    from torch_thor.training.keys import nearest
+
     name, *rest = words
     require(
         name in known,

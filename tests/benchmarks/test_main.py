@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import __main__ as program
+from benchmarks.runner import study
 from command_line import assert_refused
 
 NAMES = [
@@ -31,7 +32,7 @@ def test_the_other_words_are_those_of_the_benchmark(bench, monkeypatch):
         SimpleNamespace(jobs=None),
     ):
         monkeypatch.setattr(program, "import_module", lambda name, module=module: module)
-        monkeypatch.setattr(program.study, "main", lambda one: got.append((one, sys.argv[1:])))
+        monkeypatch.setattr(study, "main", lambda one: got.append((one, sys.argv[1:])))
         assert bench("suite", "--table") == (0, "", "")
     assert got == [["--table"], (module, ["--table"])]
 
