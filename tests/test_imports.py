@@ -202,6 +202,19 @@ def test_no_module_uses_a_private_attribute_of_another():
     assert not [(m, name) for m, (own, used) in found.items() for name in used & ours - own]
 
 
+def test_the_package_imports_nothing_of_the_repository():
+    """Benchmarks and tests are in no wheel."""
+    found = {}
+    for module, path in (MODULES | PACKAGES).items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [getattr(node, "module", None) or alias.name for alias in node.names]
+                found |= {name.split(".")[0]: module for name in names}
+    assert {"torch", "torch_thor"} <= found.keys()
+    ours = {"benchmarks", "tests", *(path.stem for path in TESTS.iterdir())}
+    assert {name: found[name] for name in found.keys() & ours} == {}
+
+
 def test_no_module_imports_a_private_name_of_another():
     found = [
         (module, f"{t}.{name}")
