@@ -17,6 +17,7 @@ from benchmarks.runner.stores import key_of
 from benchmarks.suite_optimizers import ONE, PEERS
 from benchmarks.suite_problems import PROBLEMS
 from torch_thor.files import whole_file
+from torch_thor.training.curves import label_in_full, legend_below, marker
 
 PICTURES = Path("docs/images")
 NAMES = {
@@ -392,14 +393,7 @@ def picture(found: list[Contest]) -> None:
     )
     for one, panel in zip(problems, axes[0], strict=True):
         curves(panel, one)
-    handles = {
-        label: line
-        for panel in axes[0]
-        for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False
-    )
+    legend_below(figure, axes[0])
     with whole_file(PICTURES / "suite.png") as temporary:
         figure.savefig(temporary, dpi=110)
     pyplot.close(figure)
@@ -418,12 +412,14 @@ def curves(panel: Axes, one: Contest) -> None:
                 [step * cost / 1000 for step in steps],
                 values,
                 color=COLOURS[name],
+                marker=marker(steps),
                 label=label,
                 linewidth=wide,
             )
     panel.set_title(
         problem.title.split(" on ")[0].split(" that ")[0] + f", batch {problem.batch}", fontsize=10
     )
+    label_in_full(panel)
     panel.set_xlabel("seconds")
     panel.set_xlim(0, 1.3 * problem.steps * (one.milliseconds("thor-muon") or 0.0) / 1000)
     panel.set_ylabel(problem.metric)

@@ -24,6 +24,7 @@ from benchmarks.figures.training import (
 from benchmarks.runner import markdown
 from benchmarks.runner.drawing import draw_band, save
 from torch_thor.training import load_recipe
+from torch_thor.training.curves import label_in_full, legend_below
 from torch_thor.training.errors import require
 from torch_thor.training.optimizers import settings_of
 
@@ -121,12 +122,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         ]
         if ends:
             xs, values = zip(*ends, strict=True)
-            draw_band(axes, xs, [*zip(*values, strict=True)], label=setting, marker="o")
+            draw_band(axes, xs, [*zip(*values, strict=True)], label=setting)
     sizes = sorted({row["job"]["batch_size"] for row in rows})
     axes.set_xscale("log", base=2)
+    label_in_full(axes)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
-    axes.set(xlabel="batch size", ylabel=rows[0]["metric"])
+    axes.set(xlabel="batch size", ylabel=f"held-out {rows[0]['metric']}")
     axes.grid(alpha=0.3)
-    axes.legend()
+    legend_below(picture, [axes])
     save(picture, path)

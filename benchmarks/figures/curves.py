@@ -25,6 +25,7 @@ from benchmarks.figures.training import (
 from benchmarks.runner import markdown
 from benchmarks.runner.drawing import draw_band, save
 from torch_thor import THOR
+from torch_thor.training.curves import label_in_full, legend_below
 
 ABOUT = (
     "loss and accuracy against epochs and seconds: momentum, THOR, THOR_stop, THOR_NT, unbounded, "
@@ -126,9 +127,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                     side, xs, values, label=setting, style="--" if setting == "thor_stop" else "-"
                 )
     axes[0][0].set(yscale="log", ylabel=f"training loss, mean of {training.SMOOTHED + 1} steps")
-    axes[1][0].set(xlabel="epochs", ylabel=rows[0]["metric"])
+    axes[1][0].set(xlabel="epochs", ylabel=f"held-out {rows[0]['metric']}")
     axes[1][1].set(xlabel=f"{clock_of(rows)} of training steps")
     for one in axes.flat:
         one.grid(alpha=0.3)
-    axes[1][1].legend(fontsize=8)
+        label_in_full(one)
+    legend_below(picture, axes[1])
     save(picture, path)

@@ -33,6 +33,7 @@ from torch_thor.curvature import Decision
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training import Observer, Point, Run
+from torch_thor.training.curves import label_in_full, marker
 from torch_thor.training.errors import require
 
 ABOUT = (
@@ -183,12 +184,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             label=layer,
             colour=colormaps["viridis"](place / max(1, len(layers) - 1)),
         )
-    below.step(
-        steps[:-1], [after - before for before, after in itertools.pairwise(steps)], where="post"
-    )
+    between = [after - before for before, after in itertools.pairwise(steps)]
+    below.step(steps[:-1], between, where="post", marker=marker(between))
     above.set(yscale="log", ylabel="$\\|F\\|_F = T\\,\\|A\\|_F\\,\\|G\\|_F$, fresh factors")
     below.set(ylabel="steps to the\nnext refresh", xlabel="step", xscale="log")
     for axes in (above, below):
         axes.grid(alpha=0.3)
+        label_in_full(axes)
     above.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
     save(picture, path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_thor.files import whole_file
+from torch_thor.training.curves import marker
 
 if TYPE_CHECKING:  # slow to import
     from matplotlib.axes import Axes
@@ -19,7 +20,6 @@ def draw_band(
     *,
     label: str,
     colour: Any = None,
-    marker: str | None = None,
     style: str = "-",
 ) -> None:
     """Draw the mean of some series as a line, and their range behind it.
@@ -32,7 +32,7 @@ def draw_band(
         [statistics.fmean(column) for column in columns],
         label=label,
         color=colour,
-        marker=marker,
+        marker=marker(xs),
         ls=style,
     )
     if len(series) > 1:
