@@ -1,18 +1,22 @@
-"""The Python part of gpu.sh: checks, step times, profiles and the suite's tasks on a GPU.
+"""The Python part of gpu.sh: checks, step times, profiles and the suite's problems on a GPU.
 
-It checks THOR and ThorMuon, times and profiles their steps, and trains the tasks there.
+It checks THOR and ThorMuon, times and profiles their steps, and trains the problems there.
 
 Parts, in the order of importance, each as far as the time goes:
 
 1. checks: THOR against the float64 reference of the tests, ThorMuon against the CPU, the polar
    factors that a GPU computes by products in bfloat16, and one process with NCCL under DDP and
    FSDP2 against none;
-2. step times of ResNet-50 (224 pixels, batch 256) and BERT-base (128 tokens, batch 64) in bfloat16,
+2. CIFAR-10 with airbench94 (gpu_airbench.py), whose file is fetched to build/airbench, with the
+   data in build/cifar10;
+3. Shakespeare with nanoGPT (gpu_nanogpt.py), two files of which are fetched to build/nanogpt, with
+   the text in build/shakespeare;
+4. step times of ResNet-50 (224 pixels, batch 256) and BERT-base (128 tokens, batch 64) in bfloat16,
    as in step_time.py;
-3. profiles of the same networks and of GPT-2 (1024 tokens, batch 8): kernels and synchronisations,
+5. profiles of the same networks and of GPT-2 (1024 tokens, batch 8): kernels and synchronisations,
    memory and times, beside torch's fused AdamW and Muon (gpu_profile.py);
-4. tasks of the suite (suite.py), seed 0: ThorMuon with its one setting, the others with those that
-   results/suite.jsonl holds as their best, or else the middle of what they are tuned over.
+6. problems of the suite (suite.py), seed 0: ThorMuon with its one setting, the others with those
+   that results/suite.jsonl holds as their best, or else the middle of what they are tuned over.
 
 A part that fails is reported, and the others go on. `--device cpu --tiny` runs a miniature of
 everything.
@@ -21,6 +25,9 @@ everything.
 import argparse
 import importlib
 import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +37,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +48,8 @@ from torch.nn import functional
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests"))  # where the reference lies
-TASKS = ("resnet1024", "autoencoder", "vit", "unet", "characters", "resnet128")
+PROBLEMS = ("resnet1024", "autoencoder", "vit", "unet", "characters", "resnet128")
+AIRBENCH_SECONDS, NANOGPT_SECONDS = 200.0, 225.0  # at most
 OURS = {"THOR": ("THOR", {"damping": 0.3, "split_dim": 16}), "ThorMuon": ("ThorMuon", {})}
 
 
@@ -53,7 +62,8 @@ class Report:
     """
 
     def __init__(self, out: Path, seconds: float) -> None:
-        self.out, self.end, self.lines = out, time.monotonic() + seconds, [""]
+        self.start = time.monotonic()
+        self.out, self.end, self.lines = out, self.start + seconds, [""]
         self.found: dict[str, Any] = {}
         self.failures: list[str] = []
 
@@ -65,6 +75,7 @@ class Report:
     def part(self, name: str, run: Callable[["Report"], Any]) -> None:
         """Run a part; a failure is told, and counts at the end."""
         self.say(f"\n## {name}\n")
+        print(f"after {time.monotonic() - self.start:.0f} s", flush=True)
         try:
             self.found[name] = run(self)
         except Exception as error:
@@ -146,6 +157,11 @@ def trained(
     return torch.cat([p.detach().flatten() for p in weights]).cpu().double() - start
 
 
+def polars_in_own_precision(polar: Any, parts: list[Tensor]) -> list[Tensor]:
+    """Stand in for ``polar._polar``, with products in the precision of the matrices."""
+    return [polar._by_products(polar._with_largest_entry_1(part), part.dtype) for part in parts]
+
+
 def reference() -> Tensor:
     """Return what the reference adds to the weights in the same steps."""
     _, options = OURS["THOR"]
@@ -179,14 +195,20 @@ def errors(device: torch.device) -> Iterator[tuple[str, float, float]]:
         error(trained("THOR", device, single), wanted["THOR"]),
         0.02,
     )
-    # Six iterations are not exact. Bfloat16 also turns the directions of small singular values, of
-    # which these matrices have many: the same iterations on a CPU are 0.17 away.
-    for dtype, limit in ((double, 0.02), (single, 0.3)):
-        found = trained("ThorMuon", device, dtype, steps=1)
-        yield f"ThorMuon, {dtype}, a step against the CPU", error(found, wanted["ThorMuon"]), limit
-    orthogonalise = importlib.import_module("torch_thor.curvature.polar").orthogonalise
+    # Six iterations are not exact. In bfloat16 they also fill directions without a gradient, whose
+    # rounding errors they take for singular values: the columns of the last layer's gradient sum to
+    # 0. These errors have no right value, so the rest of the step is tested with products in the
+    # weights' own precision, and bfloat16 below, on matrices of full rank.
+    polar = importlib.import_module("torch_thor.curvature.polar")
+    with mock.patch.object(polar, "_polar", partial(polars_in_own_precision, polar)):
+        for dtype in (double, single):
+            off = error(trained("ThorMuon", device, dtype, steps=1), wanted["ThorMuon"])
+            yield f"ThorMuon, {dtype}, a step against the CPU", off, 0.02
     for rows, columns in ((128, 256), (128, 512), (128, 4608)):
-        (found,) = orthogonalise([torch.randn(4, rows, columns, device=device)])
+        matrices = torch.randn(4, rows, columns, device=device)
+        (found,), (exact,) = map(polar.orthogonalise, ([matrices], [matrices.double().cpu()]))
+        off = error(found.double().cpu(), exact)
+        yield f"polar factors, {rows} x {columns}, against the CPU", off, 0.02
         off = float((torch.linalg.svdvals(found.double()) - 1).abs().max())
         yield f"singular values of polar factors, {rows} x {columns}, from 1", off, 0.1
     torch.backends.cuda.matmul.fp32_precision = "ieee"
@@ -271,30 +293,96 @@ def profiles(
     return rows
 
 
+# ---- studies on fetched code ---------------------------------------------------------------------
+
+
+def study(report: Report, module: str, words: list[str], seconds: float) -> list[dict[str, Any]]:
+    """Run a study in a process of its own, which can't break the other parts or take their time.
+
+    Args:
+        report: Where its table goes.
+        module: Its name with its package.
+        words: Its arguments but for the file of rows and the time.
+        seconds: How long it may take; no training starts where one like it would not fit.
+    """
+    name = module.rpartition(".")[2]
+    out = report.out / f"{name}.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.unlink(missing_ok=True)
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    script = [sys.executable, "-u", "-m", module, *words]
+    process = subprocess.Popen(
+        [*script, "--out", str(out), "--seconds", str(seconds - 5)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(seconds + 10)
+    except subprocess.TimeoutExpired:
+        # workers of the compiler too
+        os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    report.say(importlib.import_module(module).table(rows))
+    for row in rows:
+        if "failure" in row:
+            report.fail(f"{name}, {row['job']}: {row['failure']}")
+    if code:
+        report.fail(f"{name}: ended with {code} after {len(rows)} trainings")
+    return rows
+
+
+def studies(report: Report, device: str, folder: Path, *, tiny: bool) -> None:
+    """Run the studies of which the folder has the code and the data."""
+    build = {name: folder / name for name in ("airbench", "cifar10", "nanogpt", "shakespeare")}
+    own = ["--device", device, *(["--tiny"] if tiny else [])]
+    parts = (
+        (
+            "CIFAR-10 with airbench94",
+            "benchmarks.gpu_airbench",
+            {"--code": build["airbench"] / "airbench94_muon.py", "--data": build["cifar10"]},
+            AIRBENCH_SECONDS,
+        ),
+        (
+            "Shakespeare with nanoGPT",
+            "benchmarks.gpu_nanogpt",
+            {"--code": build["nanogpt"], "--text": build["shakespeare"] / "input.txt"},
+            NANOGPT_SECONDS,
+        ),
+    )
+    for title, module, files, seconds in parts:
+        missing = [str(file) for file in files.values() if not file.exists()]
+        if missing:
+            report.say(f"\n## {title}\n\nskipped: there is no {' and no '.join(missing)}")
+            continue
+        words = [*own, *(word for key, file in files.items() for word in (key, str(file)))]
+        report.part(title, partial(study, module=module, words=words, seconds=seconds))
+
+
 # ---- trainings -----------------------------------------------------------------------------------
 
 
 def train(
     report: Report, device: torch.device, names: Iterable[str], data: Path | None, steps: int | None
 ) -> Any:
-    """Train tasks of the suite."""
+    """Train problems of the suite."""
     suite = importlib.import_module("benchmarks.suite")
-    tasks: Any = importlib.import_module("benchmarks.suite_problems")
+    problems: Any = importlib.import_module("benchmarks.suite_problems")
     if data is not None:
-        load = tasks.load_images
-        tasks.load_images = lambda words: load(words.model_copy(update={"root": str(data)}))
+        load = problems.load_images
+        problems.load_images = lambda words: load(words.model_copy(update={"root": str(data)}))
     rows = (
         importlib.import_module("benchmarks.runner.stores")
         .Lines(ROOT / "benchmarks/results/suite.jsonl")
         .rows
     )
     chosen, found = suite.chosen(rows), []
-    report.heads("task", "figure", "optimizer", "lr", "result", "ms a step")
+    report.heads("problem", "figure", "optimizer", "lr", "result", "ms a step")
     for name in names:
-        task = on(tasks.PROBLEMS[name], device, steps)
+        problem = on(problems.PROBLEMS[name], device, steps)
         for optimizer in ("thor-muon", *suite.PEERS):
             if time.monotonic() > report.end:
-                report.row(name, task.metric, optimizer, "", "out of time", "")
+                report.row(name, problem.metric, optimizer, "", "out of time", "")
                 continue
             job = {"lr": suite.CONTENDERS[optimizer].lr, **chosen.get((name, optimizer), {})}
             job |= {
@@ -304,28 +392,28 @@ def train(
                 **(suite.ONE if optimizer == "thor-muon" else {}),
             }
             try:
-                row = suite.train(task, job)
+                row = suite.train(problem, job)
             except ModuleNotFoundError as missing:
                 row = {"value": None, "failure": f"{missing.name} is missing"}
             found.append({"job": job, **row})
             value = row["failure"] if row["value"] is None else f"{row['value']:.4f}"
-            taken = f"{1000 * row['seconds'] / task.steps:.1f}" if "seconds" in row else ""
-            report.row(name, task.metric, optimizer, f"{job['lr']:g}", value, taken)
+            taken = f"{1000 * row['seconds'] / problem.steps:.1f}" if "seconds" in row else ""
+            report.row(name, problem.metric, optimizer, f"{job['lr']:g}", value, taken)
     return found
 
 
-def on(task: Any, device: torch.device, steps: int | None) -> Any:
-    """Return a task whose network and batches are on the device, perhaps with fewer steps."""
+def on(problem: Any, device: torch.device, steps: int | None) -> Any:
+    """Return a problem whose network and batches are on the device, perhaps with fewer steps."""
 
     def moved(many: Iterable[Any]) -> Iterator[Any]:
         return (tuple(part.to(device) for part in batch) for batch in many)
 
     return replace(
-        task,
-        steps=steps or task.steps,
-        model=lambda: task.model().to(device),
-        batches=lambda size, seed: moved(task.batches(size, seed)),
-        held_out=lambda half: moved(task.held_out(half)),
+        problem,
+        steps=steps or problem.steps,
+        model=lambda: problem.model().to(device),
+        batches=lambda size, seed: moved(problem.batches(size, seed)),
+        held_out=lambda half: moved(problem.held_out(half)),
     )
 
 
@@ -340,6 +428,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--data", type=Path, help="folder with the four files of Fashion-MNIST (.gz)"
+    )
+    parser.add_argument(
+        "--build", type=Path, default=ROOT / "build", help="folder of fetched code and data"
     )
     parser.add_argument(
         "--seconds", type=float, default=480, help="no training starts later (default: %(default)s)"
@@ -358,6 +449,7 @@ def main() -> None:
     ).provenance()
     report.say(f"# {machine['device']}, torch {torch.__version__}, commit {machine['commit'][:8]}")
     report.part("Checks", lambda own: check(own, device))
+    studies(report, options.device, options.build, tiny=options.tiny)
     networks = (
         (("resnet18", 2, 32), ("bert-tiny", 2, 16))
         if options.tiny
@@ -373,7 +465,7 @@ def main() -> None:
             f"Profile of {name}, batch {batch}",
             partial(profiles, device=device, subject=subject, rounds=1 if options.tiny else 10),
         )
-    names = ("characters",) if options.tiny else TASKS
+    names = ("characters",) if options.tiny else PROBLEMS
     report.part(
         "Trainings",
         lambda own: train(own, device, names, options.data, 2 if options.tiny else None),

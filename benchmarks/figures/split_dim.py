@@ -37,7 +37,7 @@ def jobs(options: Options, device: str) -> list[Row]:
 def run(job: Row) -> Row:
     """Measure spectral losses and inversion times on one thread, as `torch-thor split-dim` does."""
     torch.set_num_threads(1)
-    return measure_split_dim(job.pop("model"), Console(), data=None, **job)[1]
+    return measure_split_dim(job.pop("model"), Console(), optimizer="thor", data=None, **job)[1]
 
 
 def optimizers(job: Row) -> list[str]:

@@ -52,9 +52,24 @@ def _typer_error(error: Exception) -> tuple[int, str] | None:
     return USER_ERROR, f"{usage}: `{command} --help` says what is there"
 
 
+def _open_closed_streams() -> None:
+    """Let the standard streams that a caller has closed (`>&-`) lead nowhere.
+
+    Else the next files that are opened would take their numbers.
+    """
+    number = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    while number <= 2:
+        number = os.dup(number)
+    os.close(number)
+    # Python has None in their place
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  # for as long as the process lives
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def main() -> None:
     """Run a command."""
     # The exit code is 0, 2 (an error that the user can correct) or 130 (stopped by a signal).
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # for characters that the terminal cannot encode

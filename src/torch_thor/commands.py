@@ -119,7 +119,7 @@ def train(
         raise StoppedError(stop.step, shlex.join(command)) from stop
     if not names and is_first_rank():
         printer(console)(
-            "next: your own images: torch-thor train resnet18-cifar10-thor data.name=image-folder "
+            "next: your own images: torch-thor train resnet18-cifar10 data.name=image-folder "
             "data.root=DIR"
         )
 
@@ -244,6 +244,7 @@ def choose_split_dim(
     model: Annotated[
         str, Argument(metavar="MODEL", help="A torchvision or timm name, or FILE.py:FUNCTION.")
     ],
+    optimizer: Annotated[str, Option(help="thor-muon or thor.")] = "thor-muon",
     device: Device = "auto",
     batch: Annotated[int, Option(help="Number of sample images.")] = 32,
     pixels: Annotated[int, Option(help="Height and width of the sample images.")] = 224,
@@ -256,11 +257,11 @@ def choose_split_dim(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Choose THOR's split dimension for a model on this device.
+    """Choose the split dimension of an optimizer for a model on this device.
 
     Cuts every factor into blocks of 1, 16, 32, ... rows, measures the loss of spectral norm and the
-    time to invert the blocks, and chooses the block size where the two curves cross. Prints tables,
-    and writes `split_dim.png` and `split_dim.json`.
+    time to invert the blocks (and, for ThorMuon, to orthogonalise), and chooses the block size
+    where the two curves cross. Prints tables, and writes `split_dim.png` and `split_dim.json`.
 
     - `torch-thor split-dim timm:vit_tiny_patch16_224 --device cuda --data photographs/`
 
@@ -284,7 +285,7 @@ def make_plan(
     devices: Annotated[str, Option(help="Numbers of devices, separated by commas.")] = "1,8,64,256",
     shards: Annotated[int, Option(help="Devices that hold one copy of the weights with HSDP.")] = 8,
     optimizer: Annotated[
-        str | None, Option(help="thor or thor-muon (default: that of the recipe).")
+        str | None, Option(help="thor-muon or thor (default: that of the recipe, or thor-muon).")
     ] = None,
     split_dim: Annotated[
         int | None, Option(help="Block size of the factors (default: the recipe's).")
@@ -302,7 +303,7 @@ def make_plan(
     device: Device = "auto",
     out: Annotated[Path | None, Option(help="The folder of plan.json (default: none).")] = None,
 ) -> None:
-    """Compute what THOR keeps and sends on many devices, before renting them.
+    """Compute what ThorMuon or THOR keeps and sends on many devices, before renting them.
 
     The bytes are exact. With `--batch`, a step is measured on this device, and the times of all
     others follow from it and from the links.

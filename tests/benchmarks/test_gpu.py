@@ -27,7 +27,9 @@ OPTIMIZERS = [
 def call(tmp_path, monkeypatch):
     """`python -m benchmarks gpu --device cpu --tiny`: what it wrote."""
     monkeypatch.setattr(
-        sys, "argv", ["gpu.py", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+        sys,
+        "argv",
+        ["gpu.py", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--build", str(tmp_path)],
     )
 
     def called(failing=()):
@@ -46,7 +48,7 @@ def call(tmp_path, monkeypatch):
 def test_a_miniature_of_everything(call):
     found, text = call()
     checks = found["Checks"]
-    assert len(checks) == 11
+    assert len(checks) == 14
     assert all(one["error"] < one["limit"] for one in checks)
     exact = {one["check"]: one["error"] for one in checks}
     assert exact["THOR, float64, against the reference"] < 1e-12

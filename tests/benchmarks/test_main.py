@@ -11,8 +11,8 @@ from benchmarks.runner import study
 from command_line import assert_refused
 
 NAMES = [
-    "defaults", "figures", "finetuning", "gpu", "loop_time", "many_devices", "models", "step_time",
-    "suite", "untrained",
+    "defaults", "figures", "finetuning", "gpu", "gpu_airbench", "gpu_nanogpt", "loop_time",
+    "many_devices", "models", "step_time", "suite", "untrained",
 ]  # fmt: skip
 
 

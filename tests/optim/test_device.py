@@ -190,6 +190,18 @@ def test_an_ordinary_step_waits_for_nothing_and_a_refresh_twice(label, name, dty
     pretend.run(count_waits, label, name, dtype)
 
 
+def waits_with_projections():
+    training = Training(OPTIMIZERS["ThorMuon"], net=SplitNet)
+    training.waits()
+    return training.waits(INTERVAL)
+
+
+def test_projections_of_fused_weights_make_no_step_wait():
+    *ordinary, refresh = pretend.run(waits_with_projections)
+    assert ordinary == [[]] * (INTERVAL - 1)
+    assert 1 <= len(refresh) <= 2, refresh
+
+
 def other_ordinary_steps(label):
     training = Training(OPTIMIZERS[label], update_interval=50)
     training.step()

@@ -145,6 +145,28 @@ def test_losses_shares_and_choice_of_a_model(monkeypatch, asked):
     assert found.split_dim == 16
 
 
+def test_for_thor_muon_a_alone_counts_and_the_orthogonalisation_is_timed(monkeypatch, asked):
+    model = Net().double()
+    images, labels = sample()
+    both = choose_split_dim(model, (images, labels))
+    timed = []
+
+    def orthogonal(shapes, split_dims, **options):
+        timed.append((shapes, split_dims, options))
+        return (100.0,) * len(split_dims)
+
+    monkeypatch.setattr(choice_module, "orthogonal_seconds", orthogonal)
+    found = choose_split_dim(model, (images, labels), optimizer="thor-muon")
+    # the losses of A are those of THOR, whose A has the same rows
+    assert found.losses == {name: {"A": own["A"]} for name, own in both.losses.items()}
+    sizes, split_dims, options = asked[-1]
+    assert sizes == sorted([(1, 36), (2, 40), (1, 8), (1, 8)])
+    assert timed == [([(1, 20, 36), (2, 4, 40), (1, 8, 8), (1, 3, 8)], split_dims, options)]
+    assert found.seconds == tuple(100 + size for size in split_dims)
+    with pytest.raises(ValueError, match="optimizer='sgd' splits no factors; give thor-muon or"):
+        choose_split_dim(model, images, optimizer="sgd")
+
+
 def everything_of(model):
     kept = {f"state.{k}": v.clone() for k, v in model.state_dict().items()}
     kept |= {

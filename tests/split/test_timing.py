@@ -54,6 +54,22 @@ def test_slow_candidates_are_timed_three_times_and_quick_ones_more_often_in_turn
     assert order[:12] == [1, 4, 8] * 4
 
 
+def test_matrices_are_orthogonalised_laid_wide_in_blocks_of_each_candidate(monkeypatch):
+    calls, clock = [], [0.0]
+
+    def unit_polars(matrices, rows):
+        clock[0] += rows
+        calls.append(([tuple(matrix.shape) for matrix in matrices], rows))
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing, "unit_polars", unit_polars)
+    found = timing.orthogonal_seconds(
+        [(1, 10, 4), (2, 3, 5)], (1, 4), dtype=torch.float32, device=CPU
+    )
+    assert found == (1.0, 4.0)
+    assert calls[:2] == [([(1, 4, 10), (2, 3, 5)], 1), ([(1, 4, 10), (2, 3, 5)], 4)]
+
+
 def test_what_is_timed_is_the_inverse_on_a_named_device():
     for size in (1, 5, 64):
         blocks = torch.eye(size, dtype=torch.float64).add(1 / size).repeat(3, 1, 1)

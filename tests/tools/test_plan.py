@@ -13,6 +13,7 @@ from torch_thor import THOR
 from torch_thor.tools import plan as module
 from torch_thor.tools.plan import Measured, measure, plan, rows_of, subject_of
 from torch_thor.training import UserError, load_recipe
+from torch_thor.training.printing import quantity
 
 CPU = torch.device("cpu")
 MODEL = """
@@ -55,7 +56,14 @@ def console():
 
 def test_what_is_kept_and_sent(mine, console, tmp_path):
     """Blocks of 128, 128, 44 (A), 128, 2 (G), 128, 2 (A) and 10 (G)."""
-    rows = plan(mine("build"), console, devices=(1, 2, 5, 8), shards=2, out=tmp_path / "plan")
+    rows = plan(
+        mine("build"),
+        console,
+        devices=(1, 2, 5, 8),
+        shards=2,
+        out=tmp_path / "plan",
+        optimizer="thor",
+    )
     assert [(row.form, row.devices) for row in rows] == [
         ("ddp", 1), *((form, n) for form in ("ddp", "divided", "fsdp") for n in (2, 5, 8)),
         ("hsdp", 8)
@@ -70,7 +78,8 @@ def test_what_is_kept_and_sent(mine, console, tmp_path):
     assert found["measured"] is None
     assert [row["sent_more"] for row in found["rows"]] == [row.sent_more for row in rows]
     text = console.export_text()
-    assert "thor: 2 preconditioned layers" in text
+    assert "thor: 2 preconditioned layers, 40.4 K trained parameters" in text
+    assert module.COLUMNS in text.replace("\n", " ")
     assert re.search(rf"ddp │ +2 │ +{alone.memory.whole / 1e6:.1f} ", text)
 
 
@@ -88,7 +97,14 @@ def test_times_are_those_of_the_measured_step_and_a_ring(monkeypatch, mine, cons
     assert refresh == pytest.approx(rest + network + 18 * 0.5 + row.sent_more / 1e6)
     links = {"bandwidth": 1.0, "latency": 5.0}
     plan(
-        mine("timed"), console, devices=(2, 8), batch=4, samples=1600, out=tmp_path / "out", **links
+        mine("timed"),
+        console,
+        devices=(2, 8),
+        batch=4,
+        samples=1600,
+        out=tmp_path / "out",
+        optimizer="thor",
+        **links,
     )
     rows = json.loads((tmp_path / "out" / "plan.json").read_text())["rows"]
     seconds = rows[0]["seconds"]
@@ -122,7 +138,7 @@ def test_the_minutes_of_the_paper_stand_beside_resnet50(monkeypatch, console):
     ("name", "outputs"),
     [
         ("digits", 10),
-        ("resnet18-cifar10-thor", 10),
+        ("resnet18-cifar10", 10),
         ("bert-tiny", 30522),
         ("bert-large-thor", 30522),
     ],
@@ -173,9 +189,9 @@ def test_a_step_is_measured(monkeypatch, mine, subject, batch, name):
         (
             "resnet18",
             {"optimizer": "sgd"},
-            "--optimizer sgd: only thor and thor-muon have curvature",
+            "--optimizer sgd: only thor-muon and thor have curvature",
         ),
-        ("resnet50-imagenet-sgd", {}, "--optimizer none: only thor and thor-muon"),
+        ("resnet50-imagenet-sgd", {}, "--optimizer none: only thor-muon and thor"),
         ("resnet18", {"words": ["lr=1"]}, "resnet18 is no recipe: leave lr=1 out"),
         ("char-lm", {}, "task=char-lm: plans are for image-classification and masked-lm"),
         (
@@ -193,6 +209,21 @@ def test_bad_input(mine, console, subject, options, said):
     subject = mine(subject) if subject in ("build", "frozen", "nothing") else subject
     with pytest.raises(UserError, match=re.escape(said)):
         plan(subject, console, **options)
+
+
+def test_thor_muon_is_planned_for_first(mine, console):
+    (row,) = plan(mine("build"), console, devices=(1,))
+    assert "thor-muon: 2 preconditioned layers" in console.export_text()
+    # blocks of A alone, and their inverses
+    assert row.memory.curvature == 4 * 2 * (300 * 128 + 130 * 128)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(999, "999"), (38_282, "38.3 K"), (336_226_108, "336.2 M"), (7_241_732_096, "7.2 B")],
+)
+def test_numbers_of_parameters(number, text):
+    assert quantity(number) == text
 
 
 def test_models_without_numbers_are_planned_for_and_not_measured(mine, console):

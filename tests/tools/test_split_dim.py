@@ -12,6 +12,7 @@ from torch import nn
 
 from fake_times import fake_times
 from torch_thor import choose_split_dim
+from torch_thor.split import choice as choice_module
 from torch_thor.tools import split_dim as module
 from torch_thor.tools.split_dim import load_subject, sample_images, split_dim
 from torch_thor.training import UserError
@@ -52,12 +53,19 @@ def run(word, folder, **options):
     return choice, json.loads((folder / "split_dim.json").read_text()), console.export_text()
 
 
-def test_the_report_is_that_of_the_choice(mine, tmp_path):
-    choice, found, printed = run(mine("net"), tmp_path / "out", batch=3, pixels=12, seed=5)
+@pytest.mark.parametrize("given", [{}, {"optimizer": "thor"}], ids=str)
+def test_the_report_is_that_of_the_choice(mine, tmp_path, monkeypatch, given):
+    monkeypatch.setattr(
+        choice_module, "orthogonal_seconds", lambda _, split_dims, **__: [0.0] * len(split_dims)
+    )
+    choice, found, printed = run(mine("net"), tmp_path / "out", batch=3, pixels=12, seed=5, **given)
     with fake_times(lambda sizes, split_dims, **_: tuple(map(float, split_dims))):
         expected = choose_split_dim(
-            load_subject(mine("net"), 5).model, sample_images(3, 12, None, 5)[0]
+            load_subject(mine("net"), 5).model,
+            sample_images(3, 12, None, 5)[0],
+            **({"optimizer": "thor-muon"} | given),
         )
+    assert found["optimizer"] == given.get("optimizer", "thor-muon")
     assert choice == expected
     assert found | json.loads(json.dumps(expected.as_dict())) == found
     assert (found["batch"], found["pixels"], found["seed"]) == (3, 12, 5)

@@ -5,6 +5,7 @@ read-only disks, Ctrl-C.
 import errno
 import io
 import os
+import subprocess
 import sys
 
 import pytest
@@ -229,4 +230,12 @@ def test_a_reader_that_leaves_ends_no_training(tmp_path):
     err = run.stderr.read()
     assert run.wait() == 0, err
     assert "nothing more can be printed (Broken pipe)" in err
+    assert (tmp_path / "run/summary.json").exists()
+
+
+@pytest.mark.slow
+def test_closed_standard_streams_end_no_training(tmp_path):
+    words = [sys.executable, "-m", "torch_thor", *QUICK, "--out", "run"]
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words]
+    assert subprocess.run(closed, cwd=tmp_path, check=False).returncode == 0
     assert (tmp_path / "run/summary.json").exists()

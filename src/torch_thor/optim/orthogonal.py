@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from torch_thor.curvature.blocks import to_device
 from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.kinds import MatrixWeight
 from torch_thor.curvature.kinds.base import Kind
@@ -411,8 +412,10 @@ def _projections(part: Part, split: RowSplit, shards: RowShards | None) -> Itera
     held = slice(0, whole.outputs) if by_columns or shards is None else shards.own
     for size, rows in zip(split.sizes, split.rows(), strict=True):
         own = rows[(rows >= held.start) & (rows < held.stop)] - held.start
-        at: Any = own.to(part.own.device)
-        if split.turns == 1:  # a view
+        at: Any
+        if split.turns > 1:
+            at = to_device(own.tolist(), part.own.device, torch.int64)
+        else:  # a view
             at = slice(int(own[0]), int(own[-1]) + 1) if len(own) else slice(0, 0)
         bounds = part.bounds
         if bounds is not None and not by_columns:

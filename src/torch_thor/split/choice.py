@@ -1,7 +1,7 @@
 """The four steps that choose a split dimension, and their result."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from torch_thor.curvature.blocks import factor_dtype
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.split.observe import LARGEST, Losses, LossFn, Observer
-from torch_thor.split.timing import device_name, inverse_seconds
+from torch_thor.split.timing import device_name, inverse_seconds, orthogonal_seconds
 
 # a factor counts as preserved if it loses less than this share of its spectral norm
 MAX_LOSS = 0.01
+# the factors that an optimizer splits
+FACTORS: Mapping[str, tuple[str, ...]] = {"thor-muon": ("A",), "thor": SIDES}
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,10 @@ class SplitChoice:
         performance: for each candidate ``p_1 / p_s``, which decreases with s.
         information: for each candidate the share of factors that lose less than 1 % of their
             spectral norm, which increases with s.
-        seconds: for each candidate ``p_s``, the median time to invert all blocks of the model once.
-        losses: by layer name and by ``"A"`` or ``"G"``, the spectral loss ``1 - |Â|₂ / |A|₂`` for
-            each candidate.
+        seconds: for each candidate ``p_s``, the median time to invert all blocks of the model once,
+            and for ThorMuon to orthogonalise its matrices.
+        losses: by layer name and by ``"A"`` or ``"G"`` (of THOR alone), the spectral loss
+            ``1 - |Â|₂ / |A|₂`` for each candidate.
         device: the name of the device, with the number of threads of a CPU, on which the times were
             measured.
     """
@@ -57,8 +60,9 @@ def choose_split_dim(
     device: torch.device | str | None = None,
     *,
     loss_fn: LossFn | None = None,
+    optimizer: str = "thor",
 ) -> SplitChoice:
-    """Choose THOR's split dimension for a model on a device (Chen et al. 2021, section 3.3).
+    """Choose the split dimension for a model on a device (Chen et al. 2021, section 3.3).
 
     For each candidate ``SplitChoice`` has the share of factors that blocks of this size preserve,
     which increases with the size, and the performance, which decreases. The choice is the candidate
@@ -83,14 +87,19 @@ def choose_split_dim(
         loss_fn: ``loss_fn(output, targets)``, or ``loss_fn(output)`` if the inputs are given alone.
             None: the cross entropy of the output (or of its ``.logits``), without targets for
             labels drawn from the model's prediction.
+        optimizer: the optimizer to choose for, ``"thor"`` or ``"thor-muon"``. ThorMuon has the
+            factor A alone, and cuts the matrices that it orthogonalises into as many rows: the time
+            is that to invert all blocks and to orthogonalise once.
 
     Returns:
         The choice and the measurements from which it was made.
 
     Raises:
-        ValueError: the model has no layer that THOR preconditions, the batch gives none of them a
-            gradient, or a factor is not finite.
+        ValueError: the model has no layer that is preconditioned, the batch gives none of them a
+            gradient, a factor is not finite, or ``optimizer`` is neither of the two.
     """
+    if optimizer not in FACTORS:
+        raise ValueError(f"optimizer={optimizer!r} splits no factors; give {' or '.join(FACTORS)}")
     where = (
         torch.device(device)
         if device is not None
@@ -101,35 +110,47 @@ def choose_split_dim(
             f"{type(model).__name__} has no parameters, so there is nothing to split; give a model "
             "with layers"
         )
-    observer = Observer(model, where)
+    observer = Observer(model, where, FACTORS[optimizer])
     split_dims = candidates(observer.layers.values())
     return choose(
         observer.layers, observer.spectral_losses(sample_batch, loss_fn, split_dims), split_dims
     )
 
 
-def candidates(layers: Iterable[LayerCurvature]) -> tuple[int, ...]:
+def candidates(layers: Collection[LayerCurvature]) -> tuple[int, ...]:
     """Return the block sizes to try: 1, powers of two from 16, and the largest factor's size."""
     largest = min(max(rows for _, rows in _sizes(layers)), LARGEST)
     powers = [2**k for k in range(4, LARGEST.bit_length())]
     return tuple(dict.fromkeys([1, *(size for size in powers if size < largest), largest]))
 
 
-def _sizes(layers: Iterable[LayerCurvature]) -> list[tuple[int, int]]:
+def _sizes(layers: Collection[LayerCurvature]) -> list[tuple[int, int]]:
     """Return (groups, rows) of every factor that is not diagonal, as A of an embedding is."""
-    kinds = [layer.kind for layer in layers]
-    rows = [(kind.groups, kind.inputs) for kind in kinds if not kind.diagonal_input]
-    return rows + [(kind.groups, kind.outputs) for kind in kinds]
+    factors = [(layer.kind, side) for side in SIDES for layer in layers if side in layer.sides]
+    return [
+        (kind.groups, kind.inputs if side == "A" else kind.outputs)
+        for kind, side in factors
+        if not (side == "A" and kind.diagonal_input)
+    ]
+
+
+def _seconds(layers: Collection[LayerCurvature], split_dims: Sequence[int]) -> tuple[float, ...]:
+    """Measure the time of the work that depends on the split dimension, for each candidate."""
+    first = next(iter(layers))
+    dtype, device = factor_dtype(first.weight.dtype), first.weight.device
+    inverting = inverse_seconds(_sizes(layers), split_dims, dtype=dtype, device=device)
+    if "G" in first.sides:
+        return inverting
+    shapes = [(layer.kind.groups, layer.kind.outputs, layer.kind.inputs) for layer in layers]
+    orthogonal = orthogonal_seconds(shapes, split_dims, dtype=dtype, device=device)
+    return tuple(map(sum, zip(inverting, orthogonal, strict=True)))
 
 
 def choose(
     layers: Mapping[str, LayerCurvature], losses: Losses, split_dims: Sequence[int]
 ) -> SplitChoice:
     """Measure the times of inversion, and choose the candidate nearest to the crossing."""
-    weight, sizes = next(iter(layers.values())).weight, _sizes(layers.values())
-    seconds = inverse_seconds(
-        sizes, split_dims, dtype=factor_dtype(weight.dtype), device=weight.device
-    )
+    seconds = _seconds(layers.values(), split_dims)
     performance = tuple(seconds[0] / each for each in seconds)
     kept = [
         [loss < MAX_LOSS for loss in factor]
@@ -146,7 +167,7 @@ def choose(
         information=information,
         seconds=seconds,
         losses=losses,
-        device=device_name(weight.device),
+        device=device_name(next(iter(layers.values())).weight.device),
     )
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch_thor.capture.hooks import ModuleCalls, hooks_of
 from torch_thor.capture.inspection import Inspection
 from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.split.spectral import spectral_losses
 
 LARGEST = 8192  # the largest block that is tried, which limits a block of a large factor to 256 MB
@@ -29,20 +29,21 @@ Losses = dict[str, dict[str, tuple[float, ...]]]
 class Observer:
     """Runs a copy of a model, gathers its layers' statistics and measures their spectral losses."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, sides: tuple[str, ...] = SIDES
+    ) -> None:
         self._model = copy.deepcopy(model).to(device)
         self._device = device
-        found = Inspection(
-            self._model, [p for p in self._model.parameters() if p.requires_grad]
-        ).layers
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        found = Inspection(self._model, trained, matrices_alone="G" not in sides).layers
         if not found:
             raise ValueError(
-                f"{type(model).__name__} has no layer that THOR preconditions with Kronecker "
-                "factors and trains, so there is nothing to split; give a model with linear "
+                f"{type(model).__name__} has no layer that is preconditioned with Kronecker "
+                "factors and trained, so there is nothing to split; give a model with linear "
                 "layers or convolutions that require gradients"
             )
         self.layers = {
-            name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix)
+            name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix, sides)
             for name, one in found.items()
         }
         for layer in self.layers.values():
@@ -62,7 +63,7 @@ class Observer:
         self._waiting[layer.name] += 1
 
         def on_gradient(g: Tensor) -> None:
-            layer.statistics.gather(kind, x, g)
+            layer.statistics.gather(kind, x, g if "G" in layer.sides else g.shape)
             self._waiting[layer.name] -= 1
             if not self._waiting[layer.name]:
                 self._finish(layer)
@@ -86,8 +87,8 @@ class Observer:
             self._finish(layer)
         if not self._losses:
             raise ValueError(
-                "the loss of the sample batch has no gradient in any layer that THOR "
-                "preconditions; give sample_batch= and loss_fn= with a loss that depends on the "
+                "the loss of the sample batch has no gradient in any layer that is "
+                "preconditioned; give sample_batch= and loss_fn= with a loss that depends on the "
                 "output of the model"
             )
         return {name: self._losses[name] for name in self.layers if name in self._losses}

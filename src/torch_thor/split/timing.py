@@ -1,16 +1,21 @@
-"""The time of a refresh to invert all blocks of a model, by split dimension, on a named device."""
+"""The time to invert all blocks of a model, and to orthogonalise, by split dimension.
+
+It is that of a named device.
+"""
 
 import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Cut, ieee_float32
+from torch_thor.curvature.polar import unit_polars
 
 # Each candidate is timed for about this long, and at least and at most this many times.
 SECONDS_EACH = 2.0
@@ -25,16 +30,39 @@ def inverse_seconds(
     device: torch.device,
 ) -> tuple[float, ...]:
     """Time the inversion of a model's blocks as in a refresh: a batched Cholesky per block size."""
+    # sizes: (groups, rows) of each factor.
+    # The time of a Cholesky factorisation does not depend on the values, so well-conditioned blocks
+    # are used in the place of the factors.
+    return _medians(partial(_invert_once, sizes, dtype=dtype, device=device), split_dims)
+
+
+def orthogonal_seconds(
+    shapes: Sequence[tuple[int, int, int]],
+    split_dims: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[float, ...]:
+    """Time the orthogonalisation of a model's matrices as in a step of ThorMuon."""
+    # shapes: (groups, outputs, inputs) of each layer, whose matrices are laid wide.
+    matrices = [
+        torch.randn((groups, *sorted(sides)), dtype=dtype, device=device)
+        for groups, *sides in shapes
+    ]
+    return _medians(partial(_orthogonalise_once, matrices, device=device), split_dims)
+
+
+def _medians(once: Callable[[int], float], split_dims: Sequence[int]) -> tuple[float, ...]:
+    """Return the median of the seconds that ``once`` returns for each candidate."""
     # The candidates are measured in turns, so that changes in the speed of the machine affect all
-    # of them alike; the first round is a warm-up. The time of a Cholesky factorisation does not
-    # depend on the values, so well-conditioned blocks are used in the place of the factors.
+    # of them alike; the first round is a warm-up.
     seconds: list[list[float]] = [[] for _ in split_dims]
     rounds = [1] * len(split_dims)
     for turn in range(REPEATS[1] + 1):
         for i, split_dim in enumerate(split_dims):
             if turn > rounds[i]:
                 continue
-            elapsed = _invert_once(sizes, split_dim, dtype, device)
+            elapsed = once(split_dim)
             if turn:
                 seconds[i].append(elapsed)
             else:
@@ -43,7 +71,7 @@ def inverse_seconds(
 
 
 def _invert_once(
-    sizes: Sequence[tuple[int, int]], split_dim: int, dtype: torch.dtype, device: torch.device
+    sizes: Sequence[tuple[int, int]], split_dim: int, *, dtype: torch.dtype, device: torch.device
 ) -> float:
     counts: Counter[int] = Counter()
     for groups, rows in sizes:
@@ -59,6 +87,14 @@ def _invert_once(
     with ieee_float32(device.type):
         for batch in batches:
             invert(batch)
+    _synchronise(device)
+    return time.perf_counter() - started
+
+
+def _orthogonalise_once(matrices: list[Tensor], split_dim: int, *, device: torch.device) -> float:
+    _synchronise(device)
+    started = time.perf_counter()
+    unit_polars(matrices, split_dim)
     _synchronise(device)
     return time.perf_counter() - started
 

@@ -1,4 +1,6 @@
-"""`torch-thor plan`: what THOR keeps and sends, and a training takes, before renting many devices.
+"""`torch-thor plan`: what an optimizer keeps and sends, and how long a training takes.
+
+It tells so before many devices are rented.
 
 Bytes are exact. Times are those of a step that is measured on one device, plus the network: a
 collective of p devices is a ring, which takes rounds · latency + sent bytes / bandwidth, with p - 1
@@ -36,17 +38,26 @@ from torch_thor.training.models.library import build_model
 from torch_thor.training.optimizers import AUTO, build_optimizer
 from torch_thor.training.parallel import device_of
 from torch_thor.training.precision import Precision
-from torch_thor.training.printing import printer
+from torch_thor.training.printing import printer, quantity
 from torch_thor.training.recipe import Recipe
 from torch_thor.training.recipes import load_recipe, recipe_names
 
 FILE, ROUNDS = "plan.json", 5
-KINDS, FORMS = ("thor", "thor-muon"), ("ddp", "divided", "fsdp", "hsdp")
+KINDS, FORMS = ("thor-muon", "thor"), ("ddp", "divided", "fsdp", "hsdp")
 PIXELS, LENGTH, VOCABULARY = 224, 128, 30522  # of ImageNet and of BERT, where no recipe says others
 OF_DATA = {"digits": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}  # classes
 # minutes by devices (Ascend 910) for about 40 epochs of ResNet-50 on ImageNet (Chen et al. 2021)
 PAPER_MODEL, PAPER = "resnet50", {8: 66.7, 128: 4.1, 256: 2.7}
+PAPER_WORDS = (
+    "\nChen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the devices "
+    "too"
+)
 TITLE = "MB that a device keeps and sends; the most work of one over the mean"
+COLUMNS = (
+    "in all: weights, gradients, moments, factors and inverses (and sums, on refreshes alone) of "
+    "the device that keeps most; sent: by it in a step, and in addition on a refresh; work: how "
+    "much longer than the mean it inverts"
+)
 SIZES = ("in all", "factors", "sums", "sent, step", "+ refresh", "work")
 TIMES = ("batch", "step, ms", "network", "refresh", "all, min", "paper, min")
 
@@ -128,10 +139,11 @@ def plan(
     ]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(
-        f"{subject}, {name}: {len(thor.curvature)} preconditioned layers, {trained / 1e6:,.1f} M "
+        f"{subject}, {name}: {len(thor.curvature)} preconditioned layers, {quantity(trained)} "
         "trained parameters"
     )
     _print(console, TITLE, SIZES, {row: _sizes(row) for row in rows})
+    say(COLUMNS)
     measured, times = None, {row: dict[str, float]() for row in rows}
     if batch is not None:
         say(f"Measuring a step on {device_of(device)} ...")
@@ -147,13 +159,8 @@ def plan(
         _print(console, "Predicted times", TIMES, cells)
         say(
             f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and {latency:g} "
-            "µs; nothing overlaps"
+            f"µs; nothing overlaps{PAPER_WORDS if paper else ''}"
         )
-        if paper:
-            say(
-                "Chen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the "
-                "devices too"
-            )
     if out is not None:
         content: dict[str, Any] = {"model": subject, "optimizer": name, "torch_thor": __version__}
         content["network"] = {"bandwidth": bandwidth, "latency": latency, "shards": shards}

@@ -1,4 +1,4 @@
-"""`torch-thor split-dim`: choose a model's THOR split dimension on this device from real images."""
+"""`torch-thor split-dim`: choose a model's split dimension on this device from real images."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_thor import __version__
 from torch_thor.files import check_place, whole_file, write_text, writing
-from torch_thor.split.choice import SplitChoice, choose_split_dim
+from torch_thor.split.choice import FACTORS, SplitChoice, choose_split_dim
 from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.models.library import build_library_model, build_model
 from torch_thor.training.models.small import CLASSIFIERS
@@ -33,6 +33,7 @@ def split_dim(
     folder: Path,
     console: Console,
     *,
+    optimizer: str = "thor-muon",
     device: str = "auto",
     batch: int = 32,
     pixels: int = 224,
@@ -40,7 +41,7 @@ def split_dim(
     seed: int = 0,
     overwrite: bool = False,
 ) -> SplitChoice:
-    """Choose the split dimension of a model, and print a table."""
+    """Choose the split dimension of an optimizer for a model, and print a table."""
     # It also writes `split_dim.png` and `split_dim.json`.
     figure, numbers, say = folder / FIGURE_FILE, folder / NUMBERS_FILE, printer(console)
     for file in (figure, numbers):
@@ -49,8 +50,19 @@ def split_dim(
             f"{file} exists already: give another --out, or --overwrite",
         )
     check_place(folder)
+    require(
+        optimizer in FACTORS,
+        f"--optimizer {optimizer}: only {' and '.join(FACTORS)} split factors; give one",
+    )
     choice, found = measure_split_dim(
-        model, console, device=device, batch=batch, pixels=pixels, data=data, seed=seed
+        model,
+        console,
+        optimizer=optimizer,
+        device=device,
+        batch=batch,
+        pixels=pixels,
+        data=data,
+        seed=seed,
     )
     console.print(table(choice))
     say(verdict(choice))
@@ -67,6 +79,7 @@ def measure_split_dim(
     model: str,
     console: Console,
     *,
+    optimizer: str,
     device: str,
     batch: int,
     pixels: int,
@@ -81,15 +94,24 @@ def measure_split_dim(
     )
     where, subject = device_of(device), load_subject(model, seed)
     sample, source = subject.batch, f"the batch that {model} returned"
-    settings: dict[str, Any] = {"model": model, "sample": source, "batch": None, "pixels": None}
+    settings: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "sample": source,
+        "batch": None,
+        "pixels": None,
+    }
     if sample is None:
         sample, source = sample_images(batch, pixels, data, seed, printer(console))
         settings |= {"sample": source, "batch": batch, "pixels": pixels}
     printer(console)(
-        f"{model} on {where}; sample: {settings['sample']}. Inverting large blocks takes long ..."
+        f"{model}, {optimizer} on {where}; sample: {settings['sample']}. Inverting large blocks "
+        "takes long ..."
     )
     try:
-        choice = choose_split_dim(subject.model, sample, where, loss_fn=subject.loss_fn)
+        choice = choose_split_dim(
+            subject.model, sample, where, loss_fn=subject.loss_fn, optimizer=optimizer
+        )
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{model} could not be measured: {first_line(error)} (try other --pixels or --batch, "
@@ -210,7 +232,7 @@ def table(choice: SplitChoice) -> Table:
         "block size s",
         "factors that lose < 1 %",
         "p_1 / p_s",
-        "p_s: all inverses once",
+        "p_s: one refresh",
         "",
     ):
         found.add_column(heading, justify="right")

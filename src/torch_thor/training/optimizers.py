@@ -243,11 +243,13 @@ class _Itself(nn.Module):
         return self.model
 
 
-def measured_split_dim(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
-    """Choose a block size by `choose_split_dim`."""
+def measured_split_dim(
+    model: nn.Module, loss: Callable[[nn.Module], Tensor], name: str = "thor"
+) -> int:
+    """Choose a block size for an optimizer by `choose_split_dim`."""
     # The loss is that of a network on the first batch of the training.
     try:
-        return choose_split_dim(_Itself(model), (), loss_fn=loss).split_dim
+        return choose_split_dim(_Itself(model), (), loss_fn=loss, optimizer=name).split_dim
     except (ValueError, RuntimeError) as error:  # nothing to split, or memory was too small
         raise UserError(
             f"split_dim=auto: {first_line(error)}; give a number, such as 128"

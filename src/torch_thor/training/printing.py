@@ -40,6 +40,14 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
 
 
+def quantity(number: int) -> str:
+    """Format a number in thousands, millions or billions, such as `124.4 M`."""
+    for letter, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.1f} {letter}"
+    return str(number)
+
+
 def is_first_rank() -> bool:
     """Return whether this is the only process, or the first of those that `torchrun` started."""
     return os.environ.get("RANK", "0") == "0"

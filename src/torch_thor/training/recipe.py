@@ -401,7 +401,7 @@ class Recipe(Training):
         None, description="outputs of a classifier; null: the classes of the data"
     )
     optimizer: tuple[str, ...] = Field(
-        ("thor", "sgd"), description="optimizers to train with, one after the other"
+        ("thor-muon",), description="optimizers to train with, one after the other"
     )
     optimizers: dict[str, dict[str, Any]] = Field(
         {}, description="settings of those in use, where given"

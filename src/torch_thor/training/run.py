@@ -67,7 +67,7 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
         with agreed(ranks), torch.random.fork_rng([]):
             batch = split(next(task.batches(ranks, 0)), recipe.accumulation_at(0))[0]
             number = (
-                measured_split_dim(model, lambda net: task.loss(net, batch).mean)
+                measured_split_dim(model, lambda net: task.loss(net, batch).mean, name)
                 if ranks.first
                 else 0
             )
