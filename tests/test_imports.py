@@ -80,7 +80,11 @@ EXCEPTIONS = {
         "compares what a plan counts with what is sent",
     ),
     "tools/test_bytes.py": ("training.parallel", "divides a network as a training does"),
-    "tools/test_split_dim.py": ("training.recipe", "needs the crops of a recipe"),
+    "tools/test_plan.py": ("training.printing", "tests how a plan writes its numbers"),
+    "tools/test_split_dim.py": (
+        "training.recipe split.choice",
+        "needs the crops of a recipe, and replaces a measurement of time",
+    ),
     "benchmarks/test_suite.py": (
         "training.data.small",
         "knows where Debian's images lie",
