@@ -2,8 +2,8 @@
 
 The networks are a SIREN, a DQN, PPO and a GAN; one learning rate serves all depths and widths.
 
-    python -m torch_thor.bench defaults          # runs what is missing (about a quarter of an hour
-    of one core) python -m torch_thor.bench defaults --table
+    python -m benchmarks defaults          # runs what is missing: a quarter of an hour of a core
+    python -m benchmarks defaults --table
 
 Cases: each is trained with AdamW(1e-3), ``ThorMuon(model)``, and the same with a tighter bound of
 the step (``max_update_ratio=0.05``) and without one (``None``), from the same weights. None of
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from suite_tasks import images, next_characters, windows
+from benchmarks.runner import markdown
+from benchmarks.runner.stores import key_of
+from benchmarks.suite_problems import images, next_characters, windows
 from torch_thor import ThorMuon
-from torch_thor.bench import markdown
-from torch_thor.bench.stores import key_of
 from torch_thor.training.data.small import SYMBOLS
 from torch_thor.training.models.small import BasicBlock
 
@@ -103,7 +103,9 @@ def siren(make: Make, steps: int, decay: bool) -> Result:
     target = functional.interpolate(photograph[None, None], size=(48, 48), mode="area").view(-1, 1)
     places = torch.cartesian_prod(*[torch.linspace(-1, 1, 48)] * 2)
     model = nn.Sequential(Sine(2, 64, True), Sine(64, 64), Sine(64, 64), nn.Linear(64, 1))
-    nn.init.uniform_(model[-1].weight, -math.sqrt(6 / 64) / 30, math.sqrt(6 / 64) / 30)
+    nn.init.uniform_(
+        model[-1].get_parameter("weight"), -math.sqrt(6 / 64) / 30, math.sqrt(6 / 64) / 30
+    )
     losses = descend(model, make, lambda: functional.mse_loss(model(places), target), steps, decay)
     return {"first": losses[0], "value": statistics.fmean(losses[-3:])}
 
@@ -125,7 +127,8 @@ class CartPole:
     def __init__(self) -> None:
         import gymnasium
 
-        self.game, self.ended, self.count, self.length = gymnasium.make("CartPole-v1"), [], 0, 0
+        self.game, self.count, self.length = gymnasium.make("CartPole-v1"), 0, 0
+        self.ended: list[tuple[int, int]] = []
         self.now = torch.from_numpy(self.game.reset(seed=torch.initial_seed())[0])
 
     def step(self, action: int) -> tuple[Tensor, bool, bool]:
@@ -309,7 +312,8 @@ def lora(make: Make) -> Result:
     characters(OPTIMIZERS["AdamW(3e-3)"], model)
     model.requires_grad_(False)
     for block in model.blocks:
-        block.linear1, block.linear2 = Adapted(block.linear1), Adapted(block.linear2)
+        for name in ("linear1", "linear2"):
+            setattr(block, name, Adapted(getattr(block, name)))
     return characters(make, model, reverse=True)
 
 

@@ -1,13 +1,13 @@
 """ThorMuon without a learning rate against AdamW, where a trained network adapts to other data.
 
-    python -m torch_thor.bench finetuning           # runs what is missing, then the tables
-    python -m torch_thor.bench finetuning --table
+    python -m benchmarks finetuning           # runs what is missing, then the tables
+    python -m benchmarks finetuning --table
 
-The tasks are those of finetuning_tasks.py, the ways those of finetuning_ways.py. The learning rate
-grows over the first 5 % of the steps, then falls linearly to 0. A seed that serves nothing else and
-one half of the held-out data choose the learning rate of AdamW and among the ways; then three other
-seeds run, and the other half of the held-out data gives the figures. Everything is trained on one
-thread.
+The problems are those of finetuning_problems.py, the ways those of finetuning_ways.py. The learning
+rate grows over the first 5 % of the steps, then falls linearly to 0. A seed that serves nothing
+else and one half of the held-out data choose the learning rate of AdamW and among the ways; then
+three other seeds run, and the other half of the held-out data gives the figures. Everything is
+trained on one thread.
 """
 
 import math
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetuning_tasks import TASKS, UNSEEN
-from finetuning_ways import WAYS, same
-from suite_tasks import Batch, Task
+from benchmarks.finetuning_problems import PROBLEMS, UNSEEN
+from benchmarks.finetuning_ways import WAYS, same
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.stores import key_of
+from benchmarks.suite_problems import Batch, Problem
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench.markdown import table as markdown
-from torch_thor.bench.stores import key_of
 from torch_thor.optim import learned
 
 CHOOSING, SEEDS = (10, 11, 12), (0, 1, 2)
@@ -42,29 +42,29 @@ def run(job: Job) -> dict[str, Any]:
     """Train once."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    task, tuning = (TASKS | UNSEEN)[job["task"]], chooses(job)
+    problem, tuning = (PROBLEMS | UNSEEN)[job["task"]], chooses(job)
     torch.manual_seed(job["seed"])
-    model = task.model().to(DEVICE).train()
+    model = problem.model().to(DEVICE).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p]} for p in trained]
     optimizer, rate = make(model, groups, job)
     way = WAYS.get(job.get("way", "same"), same)(model, {"rate": rate, **job})
-    batches, losses = task.batches(task.batch, job["seed"]), []
-    for step in range(task.steps):
-        loss = task.loss(model, on_device(next(batches)))
+    batches, losses = problem.batches(problem.batch, job["seed"]), []
+    for step in range(problem.steps):
+        loss = problem.loss(model, on_device(next(batches)))
         optimizer.zero_grad()
         loss.backward()
-        factors, share = way(step), share_of_lr(step, task.steps)
+        factors, share = way(step), share_of_lr(step, problem.steps)
         for group, parameter in zip(optimizer.param_groups, trained, strict=True):
             group["lr"] = rate * share * factors[parameter]
         optimizer.step()
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             return {"value": None, "failure": f"loss {losses[-1]} in step {step}"}
-    found = {"loss": statistics.fmean(losses[-max(1, task.steps // 10) :])}
+    found = {"loss": statistics.fmean(losses[-max(1, problem.steps // 10) :])}
     halves = (0,) if tuning else (0, 1)
     return found | {
-        "value" if half == halves[-1] else "chosen": figure(task, model, half) for half in halves
+        "value" if half == halves[-1] else "chosen": figure(problem, model, half) for half in halves
     }
 
 
@@ -96,10 +96,10 @@ def share_of_lr(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def figure(task: Task, model: nn.Module, half: int) -> float:
-    """Return the task's figure on half of the held-out data."""
+def figure(problem: Problem, model: nn.Module, half: int) -> float:
+    """Return the problem's figure on half of the held-out data."""
     model.eval()
-    found = [task.score(model, on_device(batch)) for batch in task.held_out(half)]
+    found = [problem.score(model, on_device(batch)) for batch in problem.held_out(half)]
     model.train()
     return torch.cat(found).mean().item()
 
@@ -114,35 +114,36 @@ def optimizers(job: Job) -> list[str]:
 def jobs(rows: Rows) -> list[Job]:
     """List the jobs that are known."""
     found: list[Job] = []
-    for task in reversed(TASKS):
-        minilm = task.startswith("minilm")
+    for problem in reversed(PROBLEMS):
+        minilm = problem.startswith("minilm")
         for seed in CHOOSING if minilm else CHOOSING[:1]:
-            found += [{**job, "task": task, "seed": seed} for job in rates(task)]
-            found += [{**job, "task": task, "seed": seed} for job in knowns(task)]
-        found += [{**job, "task": task, "seed": CHOOSING[0]} for job in others()]
-    for task in UNSEEN:
-        found += [{**job, "task": task, "seed": CHOOSING[0]} for job in rates(task)]
+            found += [{**job, "task": problem, "seed": seed} for job in rates(problem)]
+            found += [{**job, "task": problem, "seed": seed} for job in knowns(problem)]
+        found += [{**job, "task": problem, "seed": CHOOSING[0]} for job in others()]
+    for problem in UNSEEN:
+        found += [{**job, "task": problem, "seed": CHOOSING[0]} for job in rates(problem)]
     for lr, ratio in ((0.05, 0.01), (0.005, 0.01), (5e-4, 0.01), (0.05, 1e-3), (0.005, 1e-3)):
         job = {"optimizer": "thor", "lr": lr, "max_update_ratio": ratio}
-        found += [{**job, "task": task, "seed": CHOOSING[0]} for task in ("minilm-sst2",)]
-    for task in reversed(TASKS | UNSEEN):
-        best = {chosen_rate(rows, task, within) for within in (ADAMW["lora" in task], None)}
-        if None not in best:
-            adamw = [{"optimizer": "adamw", "lr": lr} for lr in sorted(best)]
+        found += [{**job, "task": problem, "seed": CHOOSING[0]} for problem in ("minilm-sst2",)]
+    for problem in reversed(PROBLEMS | UNSEEN):
+        chosen = [chosen_rate(rows, problem, within) for within in (ADAMW["lora" in problem], None)]
+        best = {lr for lr in chosen if lr is not None}
+        if None not in chosen:
+            adamw: list[Job] = [{"optimizer": "adamw", "lr": lr} for lr in sorted(best)]
             for job in (*adamw, {**OURS, "lr": RATE}, *FINALISTS):
-                found += [{**job, "task": task, "seed": seed} for seed in SEEDS]
+                found += [{**job, "task": problem, "seed": seed} for seed in SEEDS]
     return found
 
 
-def rates(task: str) -> list[Job]:
+def rates(problem: str) -> list[Job]:
     """List AdamW with each of its learning rates."""
-    lrs = ADAMW["lora" in task] + (() if task.startswith("minilm") else BEYOND)
+    lrs = ADAMW["lora" in problem] + (() if problem.startswith("minilm") else BEYOND)
     return [{"optimizer": "adamw", "lr": lr} for lr in lrs]
 
 
-def knowns(task: str) -> list[Job]:
+def knowns(problem: str) -> list[Job]:
     """List what is known of the weights, with several factors."""
-    if "lora" in task:
+    if "lora" in problem:
         return [known(0.125, zero, 0.0125) for zero in (0.125, 0.25, 0.5, 1.0)]
     rests = (0.0125, 0.025, 0.05)
     return [known(trained, 0.25, rest) for trained in (0.125, 0.25) for rest in rests]
@@ -161,17 +162,17 @@ def others() -> list[Job]:
     return [*found, {**OURS, "way": "small"}, known(1.0, 1.0, 0.0125)]
 
 
-def chosen_rate(rows: Rows, task: str, within: Sequence[float] | None) -> float | None:
+def chosen_rate(rows: Rows, problem: str, within: Sequence[float] | None) -> float | None:
     """Return AdamW's best learning rate on the seeds that choose, once all have run."""
-    wanted = [job["lr"] for job in rates(task) if within is None or job["lr"] in within]
-    own = [row for row in rows.values() if row["job"]["task"] == task and chooses(row["job"])]
+    wanted = [job["lr"] for job in rates(problem) if within is None or job["lr"] in within]
+    own = [row for row in rows.values() if row["job"]["task"] == problem and chooses(row["job"])]
     found = {
         lr: [row["value"] for row in own if row["job"].get("lr") == lr and is_adamw(row["job"])]
         for lr in wanted
     }
     if not all(found.values()):
         return None
-    sign = 1 if (TASKS | UNSEEN)[task].higher else -1
+    sign = 1 if (PROBLEMS | UNSEEN)[problem].higher else -1
     return max(wanted, key=lambda lr: sign * statistics.fmean(found[lr]))
 
 
@@ -190,19 +191,24 @@ FINALISTS = (known(0.125, 0.25, 0.0125), known(0.25, 0.25, 0.0125), known(0.25, 
 
 def table(rows: Rows) -> str:
     """Return the figures of the finalists, and those of all ways by which they were chosen."""
-    every = TASKS | UNSEEN
+    every = PROBLEMS | UNSEEN
     finals = [{**OURS, "lr": RATE}, *FINALISTS]
-    heads = ["task", "AdamW, usual rates", "AdamW, any rate", *map(name_of, finals)]
+    heads = ["problem", "AdamW, usual rates", "AdamW, any rate", *map(name_of, finals)]
     lines = []
-    for task in every:
-        wide = [chosen_rate(rows, task, within) for within in (ADAMW["lora" in task], None)]
+    for problem in every:
+        wide = [chosen_rate(rows, problem, within) for within in (ADAMW["lora" in problem], None)]
         adamw = [{"optimizer": "adamw", "lr": lr} for lr in wide]
-        cells = [cell(rows, task, job, SEEDS) for job in (*adamw, *finals)]
+        cells = [cell(rows, problem, job, SEEDS) for job in (*adamw, *finals)]
         cells[:2] = [f"{one} ({lr:g})" for one, lr in zip(cells[:2], wide, strict=True)]
-        lines.append([every[task].title, *cells])
-    ways = {name_of(job): job for task in TASKS for job in (*rates(task), *knowns(task), *others())}
+        lines.append([every[problem].title, *cells])
+    ways = {
+        name_of(job): job
+        for problem in PROBLEMS
+        for job in (*rates(problem), *knowns(problem), *others())
+    }
     chosen = [
-        [name, *(cell(rows, task, job, CHOOSING) for task in TASKS)] for name, job in ways.items()
+        [name, *(cell(rows, problem, job, CHOOSING) for problem in PROBLEMS)]
+        for name, job in ways.items()
     ]
     thor = [
         [f"{row['job']['lr']:g}", f"{row['job']['max_update_ratio']:g}", f"{row['value']:.4f}"]
@@ -211,7 +217,7 @@ def table(rows: Rows) -> str:
     ]
     tables = (
         markdown(heads, lines),
-        markdown(["way", *TASKS], chosen),
+        markdown(["way", *PROBLEMS], chosen),
         markdown(["lr", "max_update_ratio", "held-out accuracy"], thor),
     )
     return "\n\n".join(tables)
@@ -231,9 +237,9 @@ def name_of(job: Job) -> str:
     return " ".join([way, *(f"{k} {v:g}" for k, v in own.items())])
 
 
-def cell(rows: Rows, task: str, job: Job, seeds: Sequence[int]) -> str:
+def cell(rows: Rows, problem: str, job: Job, seeds: Sequence[int]) -> str:
     """Return the mean of a job over seeds, with its standard error where there are several."""
-    found = [rows.get(key_of({**job, "task": task, "seed": seed})) for seed in seeds]
+    found = [rows.get(key_of({**job, "task": problem, "seed": seed})) for seed in seeds]
     values = [row["value"] for row in found if row is not None and row["value"] is not None]
     if not values:
         return "–"

@@ -33,13 +33,14 @@ def matrices(model: nn.Module) -> Iterator[Tensor]:
 def same(model: nn.Module, job: Job) -> Way:
     """Scale nothing."""
     del job
-    return lambda step: dict.fromkeys(model.parameters(), 1.0)
+    factors: Factors = dict.fromkeys(model.parameters(), 1.0)
+    return lambda step: factors
 
 
 def small(model: nn.Module, job: Job) -> Way:
     """Take small steps with matrices whose first weights are small against a step at rate 1."""
     del job
-    factors = dict.fromkeys(model.parameters(), 1.0)
+    factors: Factors = dict.fromkeys(model.parameters(), 1.0)
     for p in matrices(model):
         norm = step_norm(len(p), p[0].numel())
         factors[p] = min(1.0, math.sqrt(math.sqrt(3) * float(p.detach().norm()) / norm))
@@ -57,7 +58,8 @@ def noise(model: nn.Module, job: Job) -> Way:
     of_noise = (1 - AVERAGE) / (1 + AVERAGE)
 
     def factors(step: int) -> Factors:
-        found, unbiased = {}, 1 - AVERAGE ** (step + 1)
+        found: Factors = {}
+        unbiased = 1 - AVERAGE ** (step + 1)
         for p in model.parameters():
             gradient = torch.zeros_like(p) if p.grad is None else p.grad
             means[p] = means.get(p, torch.zeros_like(p)).lerp(gradient, 1 - AVERAGE)
@@ -80,10 +82,10 @@ def distance(model: nn.Module, job: Job) -> Way:
     of 0.2 in the largest entry), whose dual norm is the sum of the singular values (of the
     entries). The job gives the first factor; 1 is the greatest.
     """
-    start = {p: p.detach().clone() for p in model.parameters()}
+    start: dict[Tensor, Tensor] = {p: p.detach().clone() for p in model.parameters()}
     sums = {p: torch.zeros_like(p) for p in start}
     whole = set(matrices(model))
-    proven, best = 0.0, job["first"]
+    proven, best = 0.0, float(job["first"])
 
     def dual_norm() -> float:
         wide = [p for p in whole if p.requires_grad]

@@ -1,6 +1,6 @@
-"""The Python part of gpu.sh: checks, step times, profiles and the suite's tasks on a GPU.
+"""The Python part of gpu.sh: checks, step times, profiles and the suite's problems on a GPU.
 
-It checks THOR and ThorMuon, times and profiles their steps, and trains the tasks there.
+It checks THOR and ThorMuon, times and profiles their steps, and trains the problems there.
 
 Parts, in the order of importance, each as far as the time goes:
 
@@ -15,8 +15,8 @@ Parts, in the order of importance, each as far as the time goes:
    as in step_time.py;
 5. profiles of the same networks and of GPT-2 (1024 tokens, batch 8): kernels and synchronisations,
    memory and times, beside torch's fused AdamW and Muon (gpu_profile.py);
-6. tasks of the suite (suite.py), seed 0: ThorMuon with its one setting, the others with those that
-   results/suite.jsonl holds as their best, or else the middle of what they are tuned over.
+6. problems of the suite (suite.py), seed 0: ThorMuon with its one setting, the others with those
+   that results/suite.jsonl holds as their best, or else the middle of what they are tuned over.
 
 A part that fails is reported, and the others go on. `--device cpu --tiny` runs a miniature of
 everything.
@@ -47,9 +47,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 ROOT = Path(__file__).parents[1]
-# a plain checkout is enough
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
-TASKS = ("resnet1024", "autoencoder", "vit", "unet", "characters", "resnet128")
+sys.path.append(str(ROOT / "tests"))  # where the reference lies
+PROBLEMS = ("resnet1024", "autoencoder", "vit", "unet", "characters", "resnet128")
 AIRBENCH_SECONDS, NANOGPT_SECONDS = 200.0, 225.0  # at most
 OURS = {"THOR": ("THOR", {"damping": 0.3, "split_dim": 16}), "ThorMuon": ("ThorMuon", {})}
 
@@ -64,7 +63,8 @@ class Report:
 
     def __init__(self, out: Path, seconds: float) -> None:
         self.start = time.monotonic()
-        self.out, self.end, self.lines, self.found = out, time.monotonic() + seconds, [""], {}
+        self.out, self.end, self.lines = out, self.start + seconds, [""]
+        self.found: dict[str, Any] = {}
         self.failures: list[str] = []
 
     def say(self, line: str = "") -> None:
@@ -132,7 +132,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """Make one of ours, with a refresh in every second step."""
     kind, options = OURS[name]
     made = getattr(importlib.import_module("torch_thor"), kind)
-    return made(model, lr=0.02, update_interval=2, **options)  # type: ignore[no-any-return]
+    return made(model, lr=0.02, update_interval=2, **options)
 
 
 def trained(
@@ -236,13 +236,14 @@ def errors(device: torch.device) -> Iterator[tuple[str, float, float]]:
 def sharded(model: nn.Module) -> nn.Module:
     """Shard a model over the processes that there are."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def check(report: Report, device: torch.device) -> list[dict[str, Any]]:
     """Make all checks."""
     report.heads("check", "relative error", "limit")
-    found = []
+    found: list[dict[str, Any]] = []
     for name, off, limit in errors(device):
         report.row(name, f"{off:.1e}", f"{limit:.0e}")
         found.append({"check": name, "error": off, "limit": limit})
@@ -259,7 +260,7 @@ def times(
     report: Report, device: torch.device, networks: Iterable[tuple[str, int, int]], rounds: int
 ) -> Any:
     """Time the steps of the networks."""
-    study = importlib.import_module("step_time")
+    study = importlib.import_module("benchmarks.step_time")
     rows = {}
     for name, batch, side in networks:
         rows[name] = {
@@ -283,7 +284,7 @@ def profiles(
     report: Report, device: torch.device, subject: tuple[str, int, int], rounds: int
 ) -> dict[str, dict[str, Any]]:
     """Profile all optimizers on a network."""
-    study = importlib.import_module("gpu_profile")
+    study = importlib.import_module("benchmarks.gpu_profile")
     name, batch, side = subject
     rows: dict[str, dict[str, Any]] = study.measure(name, device, batch, side, rounds)
     if device.type == "cuda":
@@ -295,20 +296,21 @@ def profiles(
 # ---- studies on fetched code ---------------------------------------------------------------------
 
 
-def study(report: Report, name: str, words: list[str], seconds: float) -> list[dict[str, Any]]:
+def study(report: Report, module: str, words: list[str], seconds: float) -> list[dict[str, Any]]:
     """Run a study in a process of its own, which can't break the other parts or take their time.
 
     Args:
         report: Where its table goes.
-        name: Its script.
+        module: Its name with its package.
         words: Its arguments but for the file of rows and the time.
         seconds: How long it may take; no training starts where one like it would not fit.
     """
+    name = module.rpartition(".")[2]
     out = report.out / f"{name}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    script = [sys.executable, "-u", str(ROOT / "benchmarks" / f"{name}.py"), *words]
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    script = [sys.executable, "-u", "-m", module, *words]
     process = subprocess.Popen(
         [*script, "--out", str(out), "--seconds", str(seconds - 5)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
@@ -321,7 +323,7 @@ def study(report: Report, name: str, words: list[str], seconds: float) -> list[d
         os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    report.say(importlib.import_module(name).table(rows))
+    report.say(importlib.import_module(module).table(rows))
     for row in rows:
         if "failure" in row:
             report.fail(f"{name}, {row['job']}: {row['failure']}")
@@ -337,24 +339,24 @@ def studies(report: Report, device: str, folder: Path, *, tiny: bool) -> None:
     parts = (
         (
             "CIFAR-10 with airbench94",
-            "gpu_airbench",
+            "benchmarks.gpu_airbench",
             {"--code": build["airbench"] / "airbench94_muon.py", "--data": build["cifar10"]},
             AIRBENCH_SECONDS,
         ),
         (
             "Shakespeare with nanoGPT",
-            "gpu_nanogpt",
+            "benchmarks.gpu_nanogpt",
             {"--code": build["nanogpt"], "--text": build["shakespeare"] / "input.txt"},
             NANOGPT_SECONDS,
         ),
     )
-    for title, name, files, seconds in parts:
+    for title, module, files, seconds in parts:
         missing = [str(file) for file in files.values() if not file.exists()]
         if missing:
             report.say(f"\n## {title}\n\nskipped: there is no {' and no '.join(missing)}")
             continue
         words = [*own, *(word for key, file in files.items() for word in (key, str(file)))]
-        report.part(title, partial(study, name=name, words=words, seconds=seconds))
+        report.part(title, partial(study, module=module, words=words, seconds=seconds))
 
 
 # ---- trainings -----------------------------------------------------------------------------------
@@ -363,23 +365,24 @@ def studies(report: Report, device: str, folder: Path, *, tiny: bool) -> None:
 def train(
     report: Report, device: torch.device, names: Iterable[str], data: Path | None, steps: int | None
 ) -> Any:
-    """Train tasks of the suite."""
-    suite, tasks = importlib.import_module("suite"), importlib.import_module("suite_tasks")
+    """Train problems of the suite."""
+    suite = importlib.import_module("benchmarks.suite")
+    problems: Any = importlib.import_module("benchmarks.suite_problems")
     if data is not None:
-        load = tasks.load_images
-        tasks.load_images = lambda words: load(words.model_copy(update={"root": str(data)}))
+        load = problems.load_images
+        problems.load_images = lambda words: load(words.model_copy(update={"root": str(data)}))
     rows = (
-        importlib.import_module("torch_thor.bench.stores")
+        importlib.import_module("benchmarks.runner.stores")
         .Lines(ROOT / "benchmarks/results/suite.jsonl")
         .rows
     )
     chosen, found = suite.chosen(rows), []
-    report.heads("task", "figure", "optimizer", "lr", "result", "ms a step")
+    report.heads("problem", "figure", "optimizer", "lr", "result", "ms a step")
     for name in names:
-        task = on(tasks.TASKS[name], device, steps)
+        problem = on(problems.PROBLEMS[name], device, steps)
         for optimizer in ("thor-muon", *suite.PEERS):
             if time.monotonic() > report.end:
-                report.row(name, task.metric, optimizer, "", "out of time", "")
+                report.row(name, problem.metric, optimizer, "", "out of time", "")
                 continue
             job = {"lr": suite.CONTENDERS[optimizer].lr, **chosen.get((name, optimizer), {})}
             job |= {
@@ -389,28 +392,28 @@ def train(
                 **(suite.ONE if optimizer == "thor-muon" else {}),
             }
             try:
-                row = suite.train(task, job)
+                row = suite.train(problem, job)
             except ModuleNotFoundError as missing:
                 row = {"value": None, "failure": f"{missing.name} is missing"}
             found.append({"job": job, **row})
             value = row["failure"] if row["value"] is None else f"{row['value']:.4f}"
-            taken = f"{1000 * row['seconds'] / task.steps:.1f}" if "seconds" in row else ""
-            report.row(name, task.metric, optimizer, f"{job['lr']:g}", value, taken)
+            taken = f"{1000 * row['seconds'] / problem.steps:.1f}" if "seconds" in row else ""
+            report.row(name, problem.metric, optimizer, f"{job['lr']:g}", value, taken)
     return found
 
 
-def on(task: Any, device: torch.device, steps: int | None) -> Any:
-    """Return a task whose network and batches are on the device, perhaps with fewer steps."""
+def on(problem: Any, device: torch.device, steps: int | None) -> Any:
+    """Return a problem whose network and batches are on the device, perhaps with fewer steps."""
 
     def moved(many: Iterable[Any]) -> Iterator[Any]:
         return (tuple(part.to(device) for part in batch) for batch in many)
 
     return replace(
-        task,
-        steps=steps or task.steps,
-        model=lambda: task.model().to(device),
-        batches=lambda size, seed: moved(task.batches(size, seed)),
-        held_out=lambda half: moved(task.held_out(half)),
+        problem,
+        steps=steps or problem.steps,
+        model=lambda: problem.model().to(device),
+        batches=lambda size, seed: moved(problem.batches(size, seed)),
+        held_out=lambda half: moved(problem.held_out(half)),
     )
 
 
@@ -442,7 +445,7 @@ def main() -> None:
         )
     device, report = torch.device(options.device), Report(options.out, options.seconds)
     machine = report.found["machine"] = importlib.import_module(
-        "torch_thor.bench.machine"
+        "benchmarks.runner.machine"
     ).provenance()
     report.say(f"# {machine['device']}, torch {torch.__version__}, commit {machine['commit'][:8]}")
     report.part("Checks", lambda own: check(own, device))
@@ -462,7 +465,7 @@ def main() -> None:
             f"Profile of {name}, batch {batch}",
             partial(profiles, device=device, subject=subject, rounds=1 if options.tiny else 10),
         )
-    names = ("characters",) if options.tiny else TASKS
+    names = ("characters",) if options.tiny else PROBLEMS
     report.part(
         "Trainings",
         lambda own: train(own, device, names, options.data, 2 if options.tiny else None),

@@ -11,8 +11,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 if compgen -G "$root/build/wheels/*.whl" > /dev/null; then
     "$python" -m pip install -q --no-index --no-deps --upgrade --target "$root/build/site" "$root"/build/wheels/*.whl
-    export PYTHONPATH=$root/build/site
 fi
+export PYTHONPATH=$root:$root/src:$root/build/site${PYTHONPATH:+:$PYTHONPATH}  # torch_thor need not be installed
 data=()
 [ -d "$root/build/fashion-mnist" ] && data=(--data "$root/build/fashion-mnist")
-exec timeout 590 "$python" -u "$root/benchmarks/gpu.py" --out "${1:-$root/build/gpu}" "${data[@]}"
+exec timeout 590 "$python" -u -m benchmarks.gpu --out "${1:-$root/build/gpu}" "${data[@]}"

@@ -34,9 +34,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from gpu_cifar10 import load
+from benchmarks.gpu_cifar10 import load
+from benchmarks.runner.markdown import table as markdown
 from torch_thor import ThorMuon
-from torch_thor.bench.markdown import table as markdown
 
 OWN, THOR_MUON, FILTERS = "Muon + SGD", "ThorMuon", "ThorMuon + SGD"
 # a CPU takes minutes for half precision
@@ -220,7 +220,7 @@ def run(options: argparse.Namespace) -> None:
                 return
             begun = time.monotonic()
             if name not in warm:
-                one = attempt(lambda name=name: study.train(name, warm_up, "warmup"))
+                one = attempt(partial(study.train, name, warm_up, "warmup"))
                 print(f"{name}: warm after {time.monotonic() - begun:.1f} s", flush=True)
                 warm.add(name)
                 if "failure" in one:

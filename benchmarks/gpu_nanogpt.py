@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpu_airbench import append, attempt
+from benchmarks.gpu_airbench import append, attempt
+from benchmarks.runner.markdown import table as markdown
 from torch_thor import ThorMuon
-from torch_thor.bench.markdown import table as markdown
 
 # what the configuration leaves as train.py has it
 USUAL = {"weight_decay": 0.1, "beta1": 0.9, "grad_clip": 1.0, "bias": False}

@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import step_time
+from benchmarks import step_time
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.timing import take_turns
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench.markdown import table as markdown
-from torch_thor.bench.timing import take_turns
 from torch_thor.training.muon import MuonAdamW
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -91,7 +91,7 @@ def build(name: str) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    tiny = {"n_embd": 32, "n_layer": 1, "n_head": 2}
+    tiny: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**({} if name == "gpt2" else tiny)))
 
 
@@ -313,7 +313,7 @@ def network(
     name: str, device: torch.device, batch: int, side: int
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Build a network on the device, and the loss of a random batch."""
-    model = build(name).to(device, memory_format=torch.channels_last)
+    model = build(name).to(device).to(memory_format=torch.channels_last)
     return model, loss_of(name, model, device, batch, side)
 
 

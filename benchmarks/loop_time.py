@@ -2,7 +2,7 @@
 
 The two take turns.
 
-    python benchmarks/loop_time.py
+    python -m benchmarks loop_time
 
 Both have the same network, optimizer and batches. A step of `train` counts without evaluations and
 checkpoints.
@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from torch.nn import functional
 
-from torch_thor.bench.machine import provenance
-from torch_thor.bench.timing import median_ratio
+from benchmarks.runner.machine import provenance
+from benchmarks.runner.timing import median_ratio
 from torch_thor.training import Ranks, build, load_recipe, open_task, train
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Observer, Run

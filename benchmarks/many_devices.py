@@ -2,8 +2,8 @@
 
 Also what bfloat16 and divided matrices cost.
 
-    python -m torch_thor.bench many_devices           # runs what is missing (about half an hour on
-    two cores) python -m torch_thor.bench many_devices --table
+    python -m benchmarks many_devices           # runs what is missing: half an hour of two cores
+    python -m benchmarks many_devices --table
 
 - `bytes`: what one process sends, with rings: THOR's on a refresh in which all layers take new
   factors, those of Shampoo and Muon in every step, in addition to the gradients (docs/how-to/ddp.md
@@ -33,10 +33,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from local_ranks import on_ranks, parallel
-from suite_tasks import TASKS
+from benchmarks.local_ranks import on_ranks, parallel
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.suite_problems import PROBLEMS
 from torch_thor import THOR, Distributed, ThorMuon
-from torch_thor.bench.markdown import table as markdown
 from torch_thor.split.observe import loss_of
 from torch_thor.tools.plan import subject_of
 from torch_thor.tools.split_dim import Subject
@@ -170,13 +170,15 @@ def session(rank: int, world: int) -> dict[str, list[float]]:
     Those of THOR's refreshes are under their own name.
     """
     warnings.simplefilter("ignore")
-    steps, seconds = {}, {}
+    steps: dict[str, tuple[Subject, nn.Module, torch.optim.Optimizer]] = {}
+    seconds: dict[str, list[float]] = {}
     for name in FORMS:
         sample = subject("bert-mini", 8, 0, 64)
         model = parallel(sample.model, world, sharded=name.endswith("fsdp"))
         if name.startswith("thor"):
-            every_second = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
-            optimizer: torch.optim.Optimizer = THOR(sample.model, lr=1e-6, **every_second)
+            optimizer: torch.optim.Optimizer = THOR(
+                sample.model, lr=1e-6, update_interval=2, trace_thresholds=(0.0, 0.0)
+            )
         else:
             kind = torch.optim.SGD if name.startswith("sgd") else torch.optim.AdamW
             optimizer = kind(sample.model.parameters(), lr=1e-6)
@@ -227,11 +229,13 @@ def trained(
 
     Each process trains on its part of each batch.
     """
-    task, (rank, world) = TASKS["characters"], ranks
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / task.steps)
-    for step, (windows,) in zip(range(task.steps), task.batches(task.batch, seed), strict=False):
+    problem, (rank, world) = PROBLEMS["characters"], ranks
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / problem.steps)
+    for step, (windows,) in zip(
+        range(problem.steps), problem.batches(problem.batch, seed), strict=False
+    ):
         optimizer.zero_grad()
-        task.loss(net, (windows[rank::world],)).backward()
+        problem.loss(net, (windows[rank::world],)).backward()
         optimizer.step()
         schedule.step()
         yield step
@@ -242,9 +246,9 @@ def held_out(net: nn.Module) -> float:
 
     Under FSDP2 all processes compute it, because each forward pass needs all.
     """
-    task = TASKS["characters"]
+    problem = PROBLEMS["characters"]
     with torch.no_grad():
-        return torch.cat([task.score(net, batch) for batch in task.held_out(1)]).mean().item()
+        return torch.cat([problem.score(net, batch) for batch in problem.held_out(1)]).mean().item()
 
 
 def in_bfloat16(
@@ -252,9 +256,9 @@ def in_bfloat16(
 ) -> tuple[float, torch.Tensor]:
     """Return the held-out loss, and the first update."""
     torch.manual_seed(seed)
-    model = TASKS["characters"].model()
+    model = PROBLEMS["characters"].model()
     optimizer = OURS[form](
-        model, distributed=Distributed(communication_dtype=dtype and getattr(torch, dtype))
+        model, distributed=Distributed(communication_dtype=getattr(torch, dtype) if dtype else None)
     )
     weights = [layer.weight for layer in optimizer.curvature.values()]
     start = torch.cat([weight.detach().flatten() for weight in weights])
@@ -270,7 +274,7 @@ def in_bfloat16(
 def in_rows(rank: int, world: int, whole: bool, seed: int) -> float:
     """Return the held-out loss under FSDP2."""
     torch.manual_seed(seed)
-    model = TASKS["characters"].model()
+    model = PROBLEMS["characters"].model()
     net = parallel(model, world, sharded=True)
     optimizer = ThorMuon(model, distributed=Distributed(whole_matrices=whole))
     for _ in trained(model, net, optimizer, (rank, world), seed):

@@ -2,9 +2,9 @@
 
 What is measured is coverage, loss after twelve steps, and time per step.
 
-    python -m torch_thor.bench models                    # about ten minutes
+    python -m benchmarks models                    # about ten minutes
 
-Models and data are those of tests/models/zoo.py, and of more.py there, of which the time is not
+Models and data are those of zoo.py, and of zoo_more.py, of which the time is not
 measured; one thread is used. Losses: twelve steps with AdamW(1e-3), ``THOR(model)`` and
 ``ThorMuon(model)``, from the same weights, on one batch and on a fresh batch in each step, with
 five seeds; the result is the median of the means of the last three. Time per step: forward pass,
@@ -14,23 +14,19 @@ step. The loops are those of a user who changes nothing for THOR, which is not t
 and padding.
 """
 
-import importlib
 import math
 import statistics
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import zoo, zoo_more
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.timing import median_ratio, take_turns, training_step
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench.markdown import table as markdown
-from torch_thor.bench.timing import median_ratio, take_turns, training_step
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "models"))
-zoo, more = importlib.import_module("zoo"), importlib.import_module("more")
-zoo.SUBJECTS |= more.MORE
+zoo.SUBJECTS |= zoo_more.MORE
 
 SEEDS, STEPS, ROUNDS = (0, 1, 2, 3, 4), 12, 7
 OURS: dict[str, type[THOR] | type[ThorMuon]] = {"thor": THOR, "thor-muon": ThorMuon}
@@ -52,7 +48,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             "coverage": coverage(name),
             "losses": losses(name, fresh=False),
             "fresh": losses(name, fresh=True),
-            "ratios": {} if name in more.MORE else ratios(name),
+            "ratios": {} if name in zoo_more.MORE else ratios(name),
         }
 
 
@@ -95,7 +91,7 @@ def losses(name: str, *, fresh: bool) -> dict[str, list[list[float]]]:
 
 def ratios(name: str) -> dict[str, float]:
     """Time whole steps, in turns, over those of SGD."""
-    steps, optimizers = {}, {}
+    steps, optimizers = {}, dict[str, torch.optim.Optimizer]()
     for key in ("sgd", *(f"{ours} {length}" for length in LENGTHS for ours in OURS)):
         subject = zoo.build(name)
         if key == "sgd":

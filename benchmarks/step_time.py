@@ -1,6 +1,6 @@
 """The time of a step over SGD's, and each optimizer's state, on networks of usual size.
 
-    python -m torch_thor.bench step_time           # ten minutes on two quiet cores
+    python -m benchmarks step_time           # ten minutes on two quiet cores
 
 A step is forward pass, backward pass and optimizer, of 8 images of 224 pixels or 8 texts of 128
 tokens, in float32. All optimizers take turns step by step, in an order that is drawn anew, so a
@@ -18,9 +18,9 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.timing import median_ratio, state_bytes, take_turns, training_step
 from torch_thor import THOR, ThorMuon
-from torch_thor.bench.markdown import table as markdown
-from torch_thor.bench.timing import median_ratio, state_bytes, take_turns, training_step
 from torch_thor.training.muon import MuonAdamW
 
 NEVER, SMALL = 10**9, 1e-6
@@ -84,7 +84,7 @@ def measure(name: str, device: torch.device, batch: int, side: int, rounds: int)
     """
     steps, optimizers, elements = {}, {}, 0
     for optimizer, make in OPTIMIZERS.items():
-        model = build(name).to(device, memory_format=torch.channels_last)
+        model = build(name).to(device).to(memory_format=torch.channels_last)
         optimizers[optimizer] = make(model)
         step = training_step(loss_of(name, model, device, batch, side), optimizers[optimizer])
         elements = sum(parameter.numel() for parameter in model.parameters())
@@ -112,7 +112,7 @@ def build(name: str) -> nn.Module:
     if name.startswith("bert"):
         from transformers import BertConfig, BertForMaskedLM
 
-        tiny = {
+        tiny: dict[str, Any] = {
             "hidden_size": 32,
             "num_hidden_layers": 1,
             "num_attention_heads": 2,

@@ -49,8 +49,14 @@ def _muon(
     model: nn.Module, lr: float, momentum: float = 0.95, adamw_share: float = 1.0
 ) -> torch.optim.Optimizer:
     # AdamW trains embeddings, biases and normalisation, as Muon's author recommends
-    rest = {"weight_decay": 0.01, "adamw_embeddings": True}
-    return MuonAdamW(model, lr=lr, momentum=momentum, adamw_lr=lr * adamw_share, **rest)
+    return MuonAdamW(
+        model,
+        lr=lr,
+        momentum=momentum,
+        adamw_lr=lr * adamw_share,
+        weight_decay=0.01,
+        adamw_embeddings=True,
+    )
 
 
 def _soap(model: nn.Module, lr: float, momentum: float = 0.95) -> torch.optim.Optimizer:
@@ -94,7 +100,7 @@ OURS = {
 }
 CLASSES = {"thor-muon": "ThorMuon", "thor": "THOR", "thor-paper": "THOR"}  # of ours
 CONTENDERS = {**PEERS, **OURS}
-ONE = {"optimizer": "thor-muon", "lr": 0.08}  # ThorMuon's setting for all tasks
+ONE = {"optimizer": "thor-muon", "lr": 0.08}  # ThorMuon's setting for all problems
 
 
 def make(model: nn.Module, job: dict[str, Any]) -> torch.optim.Optimizer:

@@ -11,12 +11,13 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from suite_optimizers import ONE, PEERS
-from suite_tasks import TASKS
-from torch_thor.bench.markdown import table as markdown
-from torch_thor.bench.numbers import steps_to
-from torch_thor.bench.stores import key_of
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.numbers import steps_to
+from benchmarks.runner.stores import key_of
+from benchmarks.suite_optimizers import ONE, PEERS
+from benchmarks.suite_problems import PROBLEMS
 from torch_thor.files import whole_file
+from torch_thor.training.curves import label_in_full, legend_below, marker
 
 PICTURES = Path("docs/images")
 NAMES = {
@@ -37,30 +38,30 @@ Row = dict[str, Any]
 
 @dataclass
 class Contest:
-    """The results on one task.
+    """The results on one problem.
 
     Args:
-        task: Its name.
+        problem: Its name.
         rows: All results, by key.
         chosen: The best tuned setting of each optimizer, by name, as far as its runs are there.
-        rates: The one learning rate of each peer for all tasks; empty while runs are missing.
+        rates: The one learning rate of each peer for all problems; empty while runs are missing.
     """
 
-    task: str
+    problem: str
     rows: Mapping[str, Row]
     chosen: Mapping[str, Row]
     rates: Mapping[str, float]
 
     def runs(self, setting: Mapping[str, Any]) -> list[Row]:
         """Return a setting's runs with the seeds that count, without those that diverged."""
-        own = {"task": self.task, **setting}
+        own = {"task": self.problem, **setting}
         found = [self.rows.get(key_of({**own, "seed": seed})) for seed in range(10)]
         return [row for row in found if row is not None and row["value"] is not None]
 
     def all_ran(self) -> bool:
-        """Return whether each peer ran with its one learning rate for all tasks."""
+        """Return whether each peer ran with its one learning rate for all problems."""
         settings = [
-            {"task": self.task, "optimizer": name, "lr": lr} for name, lr in self.rates.items()
+            {"task": self.problem, "optimizer": name, "lr": lr} for name, lr in self.rates.items()
         ]
         return all(
             key_of({**own, "seed": seed}) in self.rows for own in settings for seed in range(3)
@@ -79,7 +80,11 @@ class Contest:
         found = self.values(setting)
         if not found:
             return float("inf")
-        return 1 - statistics.fmean(found) if TASKS[self.task].higher else statistics.fmean(found)
+        return (
+            1 - statistics.fmean(found)
+            if PROBLEMS[self.problem].higher
+            else statistics.fmean(found)
+        )
 
     @cached_property
     def rival(self) -> str:
@@ -95,7 +100,7 @@ class Contest:
         mine = [
             row
             for row in self.rows.values()
-            if row["job"].get("alone") and row["job"]["task"] == self.task
+            if row["job"].get("alone") and row["job"]["task"] == self.problem
         ]
         return mine[-1] if mine else {}
 
@@ -106,7 +111,7 @@ class Contest:
         refresh = known.get(f"{name} refresh", known[name])
         runs = self.runs(self.setting(name))
         share = (
-            statistics.fmean(run["refreshes"] for run in runs) / TASKS[self.task].steps
+            statistics.fmean(run["refreshes"] for run in runs) / PROBLEMS[self.problem].steps
             if runs
             else 0.0
         )
@@ -129,10 +134,10 @@ class Contest:
 
         The other is the rival unless it is named; the result is None if ours never gets there.
         """
-        higher = TASKS[self.task].higher
+        higher = PROBLEMS[self.problem].higher
         goal = statistics.fmean(self.values(self.chosen[name or self.rival]))
         needed = steps_to(self.curve(own), goal, higher=higher)
-        return None if needed is None else needed / TASKS[self.task].steps
+        return None if needed is None else needed / PROBLEMS[self.problem].steps
 
     def relative(self, name: str) -> float | None:
         """Return the time of ThorMuon's step over that of another."""
@@ -148,11 +153,11 @@ class Contest:
 def contests(
     rows: Mapping[str, Row], chosen: Mapping[tuple[str, str], Row], rates: Mapping[str, float]
 ) -> list[Contest]:
-    """Return the tasks whose runs are there."""
+    """Return the problems whose runs are there."""
     found = []
-    for task in TASKS:
-        own = {name: setting for (its, name), setting in chosen.items() if its == task}
-        one = Contest(task, rows, own, rates)
+    for problem in PROBLEMS:
+        own = {name: setting for (its, name), setting in chosen.items() if its == problem}
+        one = Contest(problem, rows, own, rates)
         if (
             set(PEERS) <= set(own)
             and one.values(ONE)
@@ -165,12 +170,12 @@ def contests(
 def tables(found: list[Contest]) -> str:
     """Return the tables: tuned peers, one setting for all, the profile, batch sizes, costs."""
     parts = [
-        "### Each other optimizer tuned for each task, ThorMuon with one setting",
+        "### Each other optimizer tuned for each problem, ThorMuon with one setting",
         tuned(found),
     ]
     if found and all(one.rates and one.all_ran() for one in found):
         parts += [
-            "### One setting for all tasks",
+            "### One setting for all problems",
             one_setting(found),
             "### Performance profile",
             profile(found),
@@ -190,9 +195,9 @@ def tables(found: list[Contest]) -> str:
 
 
 def _title(contest: Contest) -> str:
-    """Return a task's title and metric, with an arrow to where it is better."""
-    task = TASKS[contest.task]
-    return f"{task.title}: {task.metric} {'↑' if task.higher else '↓'}"
+    """Return a problem's title and metric, with an arrow to where it is better."""
+    problem = PROBLEMS[contest.problem]
+    return f"{problem.title}: {problem.metric} {'↑' if problem.higher else '↓'}"
 
 
 def _ours(contest: Contest) -> str:
@@ -206,7 +211,7 @@ def front(found: list[Contest]) -> str:
     rows = [
         [_title(one), f"{NAMES[one.rival]} {shown(one, one.chosen[one.rival])}", _ours(one),
          ratio(one.steps()), ratio(one.seconds()), ratio(one.relative("sgd"))]
-        for one in found if one.task in README
+        for one in found if one.problem in README
     ]  # fmt: skip
     heads = (
         "task",
@@ -222,7 +227,7 @@ def front(found: list[Contest]) -> str:
 def tuned(found: list[Contest]) -> str:
     """Return the contests with the best tuned peer."""
     heads = [
-        "task",
+        "problem",
         "figure",
         "best tuned",
         "its",
@@ -235,8 +240,8 @@ def tuned(found: list[Contest]) -> str:
     for one in found:
         best = one.chosen.get("thor-muon")
         cells = [
-            TASKS[one.task].title,
-            TASKS[one.task].metric,
+            PROBLEMS[one.problem].title,
+            PROBLEMS[one.problem].metric,
             NAMES[one.rival],
             shown(one, one.chosen[one.rival]),
         ]
@@ -254,10 +259,10 @@ def every(found: list[Contest]) -> str:
     """Return the figures of all tuned optimizers."""
     names = [*PEERS, "thor-muon", "thor", "thor-paper"]
     return markdown(
-        ["task", *(NAMES[name] for name in names)],
+        ["problem", *(NAMES[name] for name in names)],
         [
             [
-                one.task,
+                one.problem,
                 *(shown(one, one.chosen[name]) if name in one.chosen else "" for name in names),
             ]
             for one in found
@@ -269,11 +274,11 @@ def rates(found: list[Contest]) -> str:
     """Return the learning rates that were chosen."""
     names = [*PEERS, "thor-muon"]
     lines = [
-        [one.task, *(f"{one.chosen[name]['lr']:g}" for name in names if name in one.chosen)]
+        [one.problem, *(f"{one.chosen[name]['lr']:g}" for name in names if name in one.chosen)]
         for one in found
     ]
     return markdown(
-        ["task", *(NAMES[name] for name in names)],
+        ["problem", *(NAMES[name] for name in names)],
         [line for line in lines if len(line) > len(names)],
     )
 
@@ -284,10 +289,10 @@ def shares(found: list[Contest]) -> str:
     From batch to batch it falls.
     """
     return markdown(
-        ["task", *(NAMES[name] for name in PEERS)],
+        ["problem", *(NAMES[name] for name in PEERS)],
         [
             [
-                one.task if own == "thor-muon" else f"{one.task}: {NAMES[own]}",
+                one.problem if own == "thor-muon" else f"{one.problem}: {NAMES[own]}",
                 *(
                     ratio(one.steps(name, own)) if one.values(one.chosen[name]) else ""
                     for name in PEERS
@@ -301,23 +306,29 @@ def shares(found: list[Contest]) -> str:
 
 
 def one_setting(found: list[Contest]) -> str:
-    """Return the figures with the learning rate of each optimizer that serves all tasks best."""
+    """Return the figures with the learning rate of each optimizer that serves all problems best."""
     settings = {name: {"optimizer": name, "lr": lr} for name, lr in found[0].rates.items()} | {
         "thor-muon": ONE
     }
-    heads = ["task", *(f"{NAMES[name]} ({setting['lr']:g})" for name, setting in settings.items())]
+    heads = [
+        "problem",
+        *(f"{NAMES[name]} ({setting['lr']:g})" for name, setting in settings.items()),
+    ]
     rows = []
     for one in found:
         best = min(settings, key=lambda name: one.error(settings[name]))
         cells = {name: shown(one, setting) or "diverged" for name, setting in settings.items()}
         rows.append(
-            [one.task, *(f"**{cell}**" if name == best else cell for name, cell in cells.items())]
+            [
+                one.problem,
+                *(f"**{cell}**" if name == best else cell for name, cell in cells.items()),
+            ]
         )
     return markdown(heads, rows)
 
 
 def profile(found: list[Contest]) -> str:
-    """Return the share of tasks on which an optimizer's error is within a ratio of the best."""
+    """Return the share of problems on which an optimizer's error is within a ratio of the best."""
     shares = profiles(found)
     heads = ["optimizer", *(f"≤ {ratio:g}" for ratio in RATIOS)]
     return markdown(
@@ -352,8 +363,8 @@ def costs(found: list[Contest]) -> str:
     for one in (one for one in found if one.times):
         sgd, state = one.milliseconds("sgd") or 1.0, one.times["state_bytes"]
         cells = [f"{(one.milliseconds(name) or 0) / sgd:.2f} ({state[name]:.0f})" for name in names]
-        rows.append([one.task, f"{sgd:.1f} ms", *cells])
-    return markdown(["task", "SGD", *(NAMES[name] for name in names)], rows)
+        rows.append([one.problem, f"{sgd:.1f} ms", *cells])
+    return markdown(["problem", "SGD", *(NAMES[name] for name in names)], rows)
 
 
 def shown(one: Contest, setting: Mapping[str, Any]) -> str:
@@ -373,32 +384,25 @@ def ratio(value: float | None) -> str:
 
 def picture(found: list[Contest]) -> None:
     """Draw held-out figures against seconds."""
-    by_name = {one.task: one for one in found}
-    tasks = [by_name[name] for name in PANELS if name in by_name and by_name[name].times]
-    if not tasks:
+    by_name = {one.problem: one for one in found}
+    problems = [by_name[name] for name in PANELS if name in by_name and by_name[name].times]
+    if not problems:
         return
     figure, axes = pyplot.subplots(
-        1, len(tasks), figsize=(4 * len(tasks), 3.8), squeeze=False, layout="constrained"
+        1, len(problems), figsize=(4 * len(problems), 3.8), squeeze=False, layout="constrained"
     )
-    for one, panel in zip(tasks, axes[0], strict=True):
+    for one, panel in zip(problems, axes[0], strict=True):
         curves(panel, one)
-    handles = {
-        label: line
-        for panel in axes[0]
-        for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False
-    )
+    legend_below(figure, axes[0])
     with whole_file(PICTURES / "suite.png") as temporary:
         figure.savefig(temporary, dpi=110)
     pyplot.close(figure)
 
 
 def curves(panel: Axes, one: Contest) -> None:
-    """Draw one task: mean over seeds, on the time of the steps alone."""
-    task = TASKS[one.task]
-    for name in [*PEERS, *(["thor"] if one.task.startswith("resnet") else []), "thor-muon"]:
+    """Draw one problem: mean over seeds, on the time of the steps alone."""
+    problem = PROBLEMS[one.problem]
+    for name in [*PEERS, *(["thor"] if one.problem.startswith("resnet") else []), "thor-muon"]:
         cost = one.milliseconds(name)
         if name in COLOURS and cost is not None:
             steps, values = zip(*one.curve(name), strict=True)
@@ -408,17 +412,21 @@ def curves(panel: Axes, one: Contest) -> None:
                 [step * cost / 1000 for step in steps],
                 values,
                 color=COLOURS[name],
+                marker=marker(steps),
                 label=label,
                 linewidth=wide,
             )
     panel.set_title(
-        task.title.split(" on ")[0].split(" that ")[0] + f", batch {task.batch}", fontsize=10
+        problem.title.split(" on ")[0].split(" that ")[0] + f", batch {problem.batch}", fontsize=10
     )
+    label_in_full(panel)
     panel.set_xlabel("seconds")
-    panel.set_xlim(0, 1.3 * task.steps * (one.milliseconds("thor-muon") or 0.0) / 1000)
-    panel.set_ylabel(task.metric)
+    panel.set_xlim(0, 1.3 * problem.steps * (one.milliseconds("thor-muon") or 0.0) / 1000)
+    panel.set_ylabel(problem.metric)
     ends = sorted(value for name in [*PEERS, "thor-muon"] for _, value in one.curve(name)[4:])
     low, high = ends[0], ends[-1]
     panel.set_ylim(
         low - 0.05 * (high - low), ends[int(0.9 * len(ends))]
-    ) if not task.higher else panel.set_ylim(ends[int(0.1 * len(ends))], high + 0.05 * (high - low))
+    ) if not problem.higher else panel.set_ylim(
+        ends[int(0.1 * len(ends))], high + 0.05 * (high - low)
+    )

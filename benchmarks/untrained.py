@@ -1,7 +1,7 @@
 """How dependent the entries of matrices are, in networks that are trained and in those that aren't.
 
-    python -m torch_thor.bench untrained           # runs what is missing, then the table
-    python -m torch_thor.bench untrained --table
+    python -m benchmarks untrained           # runs what is missing, then the table
+    python -m benchmarks untrained --table
 
 ThorMuon without a learning rate takes a network for trained if a quarter of its matrices have a
 dependence above 5 (torch_thor.optim.learned). Here are the networks of the suite, of timm and of
@@ -18,11 +18,11 @@ import torch
 import transformers
 from torch import nn
 
-from finetuning_tasks import TASKS as TRAINED
-from finetuning_tasks import gpt, resnet
-from finetuning_ways import matrices
-from suite_tasks import TASKS as SUITE
-from torch_thor.bench.markdown import table as markdown
+from benchmarks.finetuning_problems import PROBLEMS as TRAINED
+from benchmarks.finetuning_problems import gpt, resnet
+from benchmarks.finetuning_ways import matrices
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.suite_problems import PROBLEMS as SUITE
 from torch_thor.optim.learned import DEPENDENT, dependence
 
 TIMM = (
@@ -47,15 +47,15 @@ Rows = dict[str, dict[str, Any]]
 
 
 def network(job: Job) -> nn.Module:
-    """Return a network of a library, or of a task."""
+    """Return a network of a library, or of a problem."""
     source, name = job["source"], job["name"]
     if source == "timm":
         import timm
 
-        return timm.create_model(name)  # type: ignore[no-any-return]
+        return timm.create_model(name)
     if source == "transformers":
         config = getattr(transformers, f"{name}Config")(**SIZES[name])
-        return getattr(transformers, f"{name}Model")(config)  # type: ignore[no-any-return]
+        return getattr(transformers, f"{name}Model")(config)
     if source == "initializers":
         layers = [nn.Linear(64, 64) for _ in range(4)]
         for layer in layers:
@@ -89,9 +89,10 @@ def jobs(rows: Rows) -> list[Job]:
     """List the networks."""
     del rows
     # BERT's need a prepared corpus, and are those of transformers
-    tasks = [name for name in SUITE if name != "fine-tuning" and "bert" not in name]
+    problems = [name for name in SUITE if name != "fine-tuning" and "bert" not in name]
     sources = {
-        "trained": [name for name in TRAINED if "trec" not in name], "suite": tasks, "timm": TIMM,
+        "trained": [name for name in TRAINED if "trec" not in name], "suite": problems,
+        "timm": TIMM,
         "transformers": SIZES, "initializers": INITIALIZERS,
         "fine-tuning, untrained": ("gpt", "resnet"),
     }  # fmt: skip

@@ -31,11 +31,11 @@ def call(monkeypatch, capsys, *words):
     return stopped.value.code or 0, out, err
 
 
-def assert_refused(result, *said):
-    """The command has ended with exit code 2 and one line that says all of `said`."""
+def assert_refused(result, *said, by="torch-thor"):
+    """The command has ended with exit code 2 and one line of `by` that says all of `said`."""
     code, _, err = result
     assert code == 2, err
-    assert err.startswith("torch-thor: ")
+    assert err.startswith(f"{by}: ")
     assert err.count("\n") == 1
     for words in said:
         assert words in err
@@ -46,14 +46,14 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def start(folder, *words, ranks=None, script=None, cold=False):
-    """`torch-thor WORDS` in a folder, or as many as `ranks` under `torchrun`; `script` takes the
-    command's place.
+def start(folder, *words, ranks=None, script=None, module="torch_thor", cold=False):
+    """`python -m MODULE WORDS` in a folder, or as many as `ranks` under `torchrun`; `script` takes
+    the module's place.
 
     The processes are forked from one that has imported the application (warm.py); `cold` ones are
     fresh interpreters, and their `torchrun` is the real one.
     """
-    command = ["-m", "torch_thor"] if script is None else [script]
+    command = ["-m", module] if script is None else [script]
     command = [str(word) for word in (*command, *words)]
     # threads as in this process: sums depend on their number
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "COLUMNS": "500"}

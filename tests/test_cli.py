@@ -44,7 +44,7 @@ finally:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") <= 25
-    for name in ("train", "eval", "prepare", "export", "split-dim", "plan", "figures", "keys"):
+    for name in ("train", "eval", "prepare", "export", "split-dim", "plan", "keys"):
         assert f"│ {name} " in done.stdout
 
 
@@ -53,7 +53,7 @@ def test_every_command_has_help(run):
     for words, said in {
         ("train",): "--resume", ("eval",): "RUN_OR_CHECKPOINT", ("prepare",): "--vocab-size",
         ("export",): "--averaged",
-        ("split-dim",): "--pixels", ("plan",): "--devices", ("figures",): "--redraw",
+        ("split-dim",): "--pixels", ("plan",): "--devices",
         ("keys",): "PART", (): "train",
     }.items():  # fmt: skip
         code, out, _ = run(*words, "--help")

@@ -35,7 +35,7 @@ COMMAND_LINE = "torch_thor.cli:main"
 LAYERS = (
     "lazy", "torch_internals", "training.errors", "training.printing", "files", "plain",
     "intervals", "schedules", "curvature", "capture", "distributed", "optim", "split", "trainers",
-    "training", "tools", "bench", "commands", "cli",
+    "training", "tools", "commands", "cli",
 )  # fmt: skip
 # The package that each public name is from.
 HOMES = {
@@ -80,8 +80,15 @@ EXCEPTIONS = {
         "compares what a plan counts with what is sent",
     ),
     "tools/test_bytes.py": ("training.parallel", "divides a network as a training does"),
-    "tools/test_split_dim.py": ("training.recipe", "needs the crops of a recipe"),
-    "bench/test_suite.py": ("training.data.small", "knows whether Debian's images are installed"),
+    "tools/test_plan.py": ("training.printing", "tests how a plan writes its numbers"),
+    "tools/test_split_dim.py": (
+        "training.recipe split.choice",
+        "needs the crops of a recipe, and replaces a measurement of time",
+    ),
+    "benchmarks/test_suite.py": (
+        "training.data.small",
+        "knows where Debian's images lie",
+    ),
     "warm.py": ("cli commands training.run", "imports in advance what the command line imports"),
     "word_corpus.py": ("training.text.prepare", "prepares a corpus without the command line"),
     "training/test_observers.py": (
@@ -197,6 +204,19 @@ def test_no_module_uses_a_private_attribute_of_another():
     ours = {name for own, _ in found.values() for name in own} - vars(nn.Module()).keys()
     assert len(ours) > 100
     assert not [(m, name) for m, (own, used) in found.items() for name in used & ours - own]
+
+
+def test_the_package_imports_nothing_of_the_repository():
+    """Benchmarks and tests are in no wheel."""
+    found = {}
+    for module, path in (MODULES | PACKAGES).items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [getattr(node, "module", None) or alias.name for alias in node.names]
+                found |= {name.split(".")[0]: module for name in names}
+    assert {"torch", "torch_thor"} <= found.keys()
+    ours = {"benchmarks", "tests", *(path.stem for path in TESTS.iterdir())}
+    assert {name: found[name] for name in found.keys() & ours} == {}
 
 
 def test_no_module_imports_a_private_name_of_another():

@@ -342,59 +342,6 @@ def make_plan(
     plan(given.pop("subject"), Console(), **given)
 
 
-@app.command(cls=_Command)
-def figures(
-    name: Annotated[
-        str | None, Argument(metavar="NAME", help="The name of a figure, or all.")
-    ] = None,
-    data: Annotated[
-        str | None, Option(help="A recipe: fashion-mnist (the default), digits, or a file.")
-    ] = None,
-    epochs: Annotated[int | None, Option(help="Passes over the training set.")] = None,
-    eval_interval: Annotated[
-        int | None, Option(help="Steps between evaluations, at the recipe's batch.")
-    ] = None,
-    seeds: Annotated[str | None, Option(help="Seeds, one training each, such as 0,1,2.")] = None,
-    batch_sizes: Annotated[str | None, Option(help="Batch sizes, such as 64,128,256.")] = None,
-    model: Annotated[
-        str | None, Option(help="The model of split-dim: a name, or FILE.py:FUNCTION.")
-    ] = None,
-    pixels: Annotated[
-        int | None, Option(help="Height and width of the images of split-dim.")
-    ] = None,
-    device: Device = "auto",
-    out: Annotated[Path, Option(help="The folder of the files.")] = Path("runs/figures"),
-    redraw: Annotated[
-        bool, Option("--redraw", help="Tables and pictures alone, of results that are there.")
-    ] = False,
-    list_figures: Annotated[
-        bool, Option("--list", help="List the figures instead of making them.")
-    ] = False,
-) -> None:
-    """Reproduce the paper's figures on small data sets.
-
-    Trains on one thread, and writes NAME.jsonl (a result in each line), NAME.png and NAME.md into
-    the folder. A result that is there is not measured again, so the same command continues an
-    interrupted measurement; other options add results. To measure anew, delete NAME.jsonl.
-
-    - `torch-thor figures curves --data digits --seeds 0,1,2`
-    """
-    from torch_thor.bench.figures import FIGURES, figure_table, make_figures
-
-    if list_figures:
-        Console().print(figure_table())
-        return
-    require(name is not None, f"name a figure ({', '.join(FIGURES)}) or all; --list describes them")
-    options = {
-        "data": data, "epochs": epochs, "eval_interval": eval_interval, "model": model,
-        "pixels": pixels,
-        "seeds": None if seeds is None else _numbers("--seeds", seeds, 0),
-        "batch_sizes": None if batch_sizes is None else _numbers("--batch-sizes", batch_sizes),
-    }  # fmt: skip
-    given = {key: value for key, value in options.items() if value is not None}
-    make_figures(str(name), out, Console(), given, device=device, redraw=redraw)
-
-
 @app.command("keys", cls=_Command)
 def list_keys(
     part: Annotated[
@@ -411,8 +358,8 @@ def list_keys(
         say(f"Further keys: `torch-thor keys PART` for {', '.join(PARTS)}")
 
 
-def _numbers(option: str, text: str, least: int = 1) -> tuple[int, ...]:
+def _numbers(option: str, text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
-    fit = all(word.isdecimal() and int(word) >= least for word in words)
-    require(fit, f"{option} {text}: must be whole numbers of at least {least}, separated by commas")
+    fit = all(word.isdecimal() and int(word) >= 1 for word in words)
+    require(fit, f"{option} {text}: must be whole numbers of at least 1, separated by commas")
     return tuple(map(int, words))

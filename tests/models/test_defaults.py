@@ -15,8 +15,8 @@ import warnings
 
 import pytest
 import torch
-import zoo
 
+from benchmarks import zoo
 from torch_thor import THOR, ThorMuon
 
 METHODS = {"plain": THOR, "spectral": ThorMuon}

@@ -241,11 +241,11 @@ def test_lines():
         f"step ms 25, {rest}, skipped steps 1",
         "mine: step 6 of 9, epoch 2, loss 5, lr 0.01667, damping 0.03, images per second 20, step "
         f"ms 50, {rest}",
-        "mine: step 6 of 9, epoch 2, 0.8 s, accuracy 50.00%, of the averaged weights 62.50%, test "
-        "loss 1.25",
+        "mine: step 6 of 9, epoch 2, 0.8 s, accuracy 50.00%, of the averaged weights 62.50%, "
+        "held-out loss 1.25",
         "mine: step 9 of 9, epoch 3, loss 8, lr 0.01111, damping 0.03, images per second 50, step "
         "ms 80, waiting for data 0.25, stopped layers 0",
-        "mine: step 9 of 9, epoch 3, 1.5 s, accuracy 75.00%, test loss inf",
+        "mine: step 9 of 9, epoch 3, 1.5 s, accuracy 75.00%, held-out loss inf",
     ]
     said = printed(
         new_run(epochs=1, phases=({"steps": 3}, {"steps": 3}, {"steps": 3}), log_interval=None)

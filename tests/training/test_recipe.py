@@ -114,7 +114,9 @@ def test_a_setting_goes_to_the_chosen_optimizers_that_have_it():
         "muon": {"lr": 2}
     }
     interval = "update_interval={kind: constant, interval: 3}"  # a mapping in the place of a number
-    assert load_recipe("digits", [interval]).optimizers["thor"]["update_interval"] == {
+    assert load_recipe("digits", ["optimizer=thor", interval]).optimizers["thor"][
+        "update_interval"
+    ] == {
         "kind": "constant",
         "interval": 3,
     }

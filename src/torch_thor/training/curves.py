@@ -1,13 +1,20 @@
 """The picture of a run's curves: training loss and primary metric against steps and seconds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_thor.files import whole_file
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from torch_thor.training.summary import Result
+
+FEW = 20  # points of a curve; fewer are marked, because a line alone does not show where they are
 
 
 def draw_curves(results: Sequence["Result"], path: Path) -> None:
@@ -22,23 +29,60 @@ def draw_curves(results: Sequence["Result"], path: Path) -> None:
     ):
         losses, metrics = axes[:, column]
         losses.set(yscale="log", ylabel="training loss, smoothed")
-        metrics.set(xlabel=unit, ylabel=f"test {metric.title}")
+        metrics.set(xlabel=unit, ylabel=f"held-out {metric.title}")
         for one in results:
-            losses.plot(
+            (line,) = losses.plot(
                 [point[column] for point in one.curve],
                 [point[2] for point in one.curve],
+                marker=marker(one.curve),
                 label=one.name,
             )
             for prefix, label, style in (("", "", "-"), ("averaged_", ", averaged weights", "--")):
-                drawn = [
-                    (line[key], line.get(f"{prefix}{metric.name}")) for line in one.evaluations
-                ]
+                drawn = [(at[key], at.get(f"{prefix}{metric.name}")) for at in one.evaluations]
                 if known := [pair for pair in drawn if pair[1] is not None]:
                     metrics.plot(
-                        *zip(*known, strict=True), style, marker=".", label=f"{one.name}{label}"
+                        *zip(*known, strict=True),
+                        style,
+                        color=line.get_color(),
+                        marker=marker(known),
+                        label=f"{one.name}{label}",
                     )
         for part in (losses, metrics):
             part.grid(alpha=0.3)
-            part.legend()
+            label_in_full(part)
+    legend_below(figure, axes[:, 0])
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=120)
+
+
+def marker(points: Sized) -> str:
+    """Return the marker of a curve, which is none if its points are many."""
+    return "." if len(points) < FEW else ""
+
+
+def label_in_full(axes: "Axes") -> None:
+    """Label ticks with numbers in full, without powers of ten and offsets."""
+    from matplotlib.ticker import LogFormatter, ScalarFormatter
+
+    class InFull(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            is_shown = super().__call__(x, pos)
+            return f"{Decimal(f'{x:.6g}'):f}" if is_shown else ""
+
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            axis.set_major_formatter(InFull())
+            axis.set_minor_formatter(InFull())
+        else:
+            linear = ScalarFormatter(useOffset=False)
+            linear.set_scientific(False)
+            axis.set_major_formatter(linear)
+
+
+def legend_below(figure: "Figure", axes: Iterable["Axes"]) -> None:
+    """Name each curve once, below the axes, where nothing is covered."""
+    named: dict[str, Artist] = {}
+    for one in axes:
+        for line, label in zip(*one.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, line)
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4, frameon=False)

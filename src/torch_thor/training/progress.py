@@ -120,7 +120,7 @@ class Lines(Observer):
         if score.averaged is not None:
             said.append(f"of the averaged weights {metric.text(score.averaged[metric.name])}")
         if metric.name != "loss":
-            said.append(f"test loss {score.metrics['loss']:.4g}")
+            said.append(f"held-out loss {score.metrics['loss']:.4g}")
         self._say(f"{run.name}: {place(run)}, {', '.join(said)}")
 
 

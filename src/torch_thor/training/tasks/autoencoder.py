@@ -37,7 +37,7 @@ class Autoencoder(Task):
     own_data = OWN_IMAGES
     unit = "images"
     metrics: Sequence[Metric] = (
-        Metric("loss", "cross-entropy", "test loss", higher_is_better=False),
+        Metric("loss", "cross-entropy", "held-out loss", higher_is_better=False),
         Metric(
             "squared_error", "squared error", "squared error", higher_is_better=False, primary=True
         ),

@@ -48,7 +48,7 @@ class ImageClassification(Task):
     own_data = OWN_IMAGES
     unit = "images"
     metrics: Sequence[Metric] = (
-        Metric("loss", "loss", "test loss", higher_is_better=False),
+        Metric("loss", "loss", "held-out loss", higher_is_better=False),
         Metric(
             "top1", "accuracy, top-1", "accuracy", higher_is_better=True, primary=True, share=True
         ),

@@ -1,0 +1,1 @@
+"""What the benchmarks share: a runner that stores raw data, and tables, pictures and times."""

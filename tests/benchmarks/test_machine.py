@@ -1,0 +1,44 @@
+"""What stands beside every result: the machine, the versions, and the commit where there is one."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_thor
+from benchmarks.runner.machine import commit, provenance
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_keys_that_raw_data_have():
+    found = provenance()
+    assert json.loads(json.dumps(found)) == found
+    rows = (ROOT / "benchmarks/results/suite.jsonl").read_text().splitlines()
+    assert set(found) < set(json.loads(rows[0]))
+    assert (found["torch"], found["torch_thor"]) == (torch.__version__, torch_thor.__version__)
+    assert found["threads"] == torch.get_num_threads()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_is_that_of_a_repository_which_tracks_the_file(tmp_path, monkeypatch):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        done = subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    file = tmp_path / "mine.py"
+    file.write_text("")
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "a repository that happens to lie around the file")
+    assert commit(file) == "unknown"
+    git("add", "mine.py")
+    git("commit", "-q", "-m", "the file")
+    assert commit(file) == git("rev-parse", "HEAD")
+    monkeypatch.setenv("PATH", "")  # git is not installed
+    assert commit(file) == provenance()["commit"] == "unknown"

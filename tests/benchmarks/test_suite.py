@@ -1,0 +1,115 @@
+"""The suite: what is tuned, what is reported, and that README shows what the raw data say."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import suite, suite_report
+from benchmarks.runner.stores import Lines, key_of
+from torch_thor.training.data.small import DEBIAN_FASHION_MNIST
+
+ROOT = Path(__file__).parents[2]
+
+
+def filled(best):
+    """Rows of all jobs, as if the error of an optimizer grew with the distance of its rate from
+    `best` of the problem.
+    """
+    rows, todo = {}, [None]
+    while todo:
+        todo = [job for job in suite.jobs(rows) if key_of(job) not in rows]
+        for job in todo:
+            if job.get("alone"):
+                settings = job["settings"]
+                own = {
+                    "milliseconds": dict.fromkeys(settings, 2.0),
+                    "state_bytes": dict.fromkeys(settings, 8.0),
+                }
+            else:
+                off = abs(math.log2(job["lr"] / suite.CONTENDERS[job["optimizer"]].lr) - best(job))
+                error = (
+                    0.1 + 0.01 * off + 0.001 * (job.get("momentum", 0.5) - 0.5) + 1e-5 * job["seed"]
+                )
+                value = 1 - error if suite.PROBLEMS[job["task"]].higher else error
+                curve = [[1, value / 2], [suite.PROBLEMS[job["task"]].steps, value]]
+                own = {"value": value, "curve": curve, "refreshes": 0}
+            rows[key_of(job)] = {"job": job, **own}
+    return rows
+
+
+def test_each_is_tuned_alike_and_reported_with_other_seeds():
+    """The best rate is never an end of those that were tried, unless there are ten; then the best
+    has three seeds.
+    """
+    far = {"vit": 3.0, "unet": -2.0, "pinn": 40.0}
+    rows = filled(lambda job: far.get(job["task"], 0.0))
+    for problem in suite.PROBLEMS:
+        for name in suite.contenders(problem):
+            tried = list(suite.tuning(rows, problem, name))
+            assert {job["seed"] for job in tried} == {10}
+            rates = [job for job in tried if set(job) == {"task", "optimizer", "lr", "seed"}]
+            assert len(rates) == (10 if problem == "pinn" else 6), (problem, name)
+            off = math.log2(suite.best_job(rows, rates)["lr"] / suite.CONTENDERS[name].lr)
+            assert off == pytest.approx({"pinn": 8}.get(problem, far.get(problem, 0)), abs=0.01)
+            best = suite.best(rows, tried)
+            assert all(key_of(job) in rows for job in suite.confirm(best))
+    rates = suite.one_rates(rows)
+    # what most tasks want
+    assert rates == {name: suite.CONTENDERS[name].lr for name in suite.PEERS}
+    found = suite.contests(rows, suite.chosen(rows), rates)
+    assert [one.problem for one in found] == list(suite.PROBLEMS)
+    assert "| ThorMuon, one setting |" in suite.table(rows)
+
+
+def test_steps_and_seconds_to_the_rivals_end_by_hand():
+    """The rival ends at 0.5 after 400 steps of 2 ms; ThorMuon passes 0.5 between steps 100 and 200,
+    of 3 ms.
+    """
+    rows = {}
+    for name, lr, curve in (
+        ("muon", 0.02, [[200, 0.9], [400, 0.5]]),
+        ("thor-muon", 0.08, [[100, 0.6], [200, 0.4]]),
+    ):
+        for seed in range(3):
+            job = {"task": "autoencoder", "optimizer": name, "lr": lr, "seed": seed}
+            rows[key_of(job)] = {"job": job, "value": curve[-1][1], "curve": curve, "refreshes": 40}
+    job = {"task": "autoencoder", "settings": {}, "alone": True}
+    times = {"muon": 2.0, "thor-muon": 2.9, "thor-muon refresh": 3.9}
+    rows[key_of(job)] = {"job": job, "milliseconds": times, "state_bytes": {}}
+    one = suite_report.Contest(
+        "autoencoder", rows, {"muon": {"task": "autoencoder", "optimizer": "muon", "lr": 0.02}}, {}
+    )
+    assert one.rival == "muon"
+    assert one.steps() == pytest.approx(150 / 400)
+    assert one.milliseconds("thor-muon") == pytest.approx(3.0)  # a tenth of the steps are refreshes
+    assert one.seconds() == pytest.approx(150 * 3 / (400 * 2))
+    assert one.milliseconds("sgd") is None
+
+
+@pytest.mark.parametrize(
+    "problem",
+    ["characters", "pinn", "lstm", "vit", "unet", "nf-resnet", "resnet128", "autoencoder"],
+)
+def test_a_problem_is_the_same_for_the_same_seed_and_its_halves_differ(problem):
+    if problem not in ("characters", "pinn", "lstm") and not DEBIAN_FASHION_MNIST.is_dir():
+        pytest.skip("Debian's dataset-fashion-mnist is not installed")
+    one = suite.PROBLEMS[problem]
+    losses = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        model, batch = one.model(), next(one.batches(4, seed))
+        losses.append(one.loss(model, batch).item())
+    assert losses[0] == losses[1] != losses[2]
+    chosen, reported = (next(one.held_out(half)) for half in (0, 1))
+    assert not torch.equal(chosen[0], reported[0])
+    with torch.no_grad():
+        assert one.score(model, tuple(part[:3] for part in reported)).shape == (3,)
+
+
+def test_readme_and_docs_show_the_raw_data():
+    rows = Lines(ROOT / "benchmarks" / "results" / "suite.jsonl").rows
+    found = suite.contests(rows, suite.chosen(rows), suite.one_rates(rows))
+    assert suite_report.front(found) in (ROOT / "README.md").read_text()
+    assert suite.table(rows) in (ROOT / "docs" / "measurements" / "suite.md").read_text()

@@ -1,0 +1,78 @@
+"""Tables, the numbers in them, and pictures: cells of several seeds, steps to a target, whole
+files.
+"""
+
+import math
+
+import pytest
+from matplotlib.figure import Figure
+
+from benchmarks.runner.drawing import draw_band, save
+from benchmarks.runner.markdown import each, middle, number, reached, summary, table
+from benchmarks.runner.numbers import running_mean, steps_to
+
+RISING = [(10, 0.5), (20, 0.7), (30, 0.6), (40, 0.9)]
+FALLING = [(10, 8.0), (20, 4.0), (30, 4.0)]
+
+
+def test_a_table_has_a_cell_for_each_column():
+    assert (
+        table(("a", "b"), [("1", "2"), ("3", "4")]) == "| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |"
+    )
+    for row in (("1",), ("1", "2", "3")):
+        with pytest.raises(ValueError, match=f"{len(row)} cells in a table of 2 columns"):
+            table(("a", "b"), [("1", "2"), row])
+
+
+def test_cells_of_several_seeds_and_of_what_was_not_reached():
+    assert [number(value, ".1f") for value in (0.25, None, math.inf)] == ["0.2", "never", "never"]
+    assert each([1.0, math.inf, None], ".1f") == "1.0, never, never"
+    assert middle([1.0, math.inf, 3.0], ".1f") == "3.0 (1.0, never, 3.0)"
+    assert middle([math.inf, math.inf, 3.0], ".1f") == "never (never, never, 3.0)"
+    assert summary([0.5], ".2f") == "0.50"
+    assert summary([1.0, 2.0, 3.0], ".1f") == "2.0 ± 1.0 (1.0, 2.0, 3.0)"
+    assert reached([1.0, None], ".1f") == "1.0, never"
+    assert reached([1.0, 3.0], ".1f") == f"2.0 ± {math.sqrt(2):.1f} (1.0, 3.0)"
+
+
+@pytest.mark.parametrize(
+    ("points", "target", "step"),
+    [
+        (RISING, 0.6, 15), (RISING, 0.7, 20), (RISING, 0.4, 10), (RISING, 0.8, 30 + 10 * 2 / 3),
+        (RISING, 0.95, None),
+        (FALLING, 5.0, 17.5), (FALLING, 3.0, None), ([], 3.0, None),
+    ],
+    ids=["between", "on_one", "before_the_first", "after_a_fall", "never", "downwards",
+    "never_down", "nothing"],
+)  # fmt: skip
+def test_the_first_step_that_reaches_a_target(points, target, step):
+    found = steps_to(points, target, higher=points is RISING)
+    assert found == (None if step is None else pytest.approx(step))
+
+
+def test_a_running_mean_takes_in_what_there_is():
+    assert running_mean([1.0, 2.0, 3.0, 8.0], 0) == [1.0, 2.0, 3.0, 8.0]
+    assert running_mean([1.0, 2.0, 3.0, 8.0], 2) == [1.0, 1.5, 2.0, 13 / 3]
+
+
+def test_a_band_is_a_mean_and_the_range_of_more_than_one():
+    axes = Figure().subplots()
+    draw_band(axes, [0, 1], [[1.0, 2.0], [2.0, 3.0], [6.0, 10.0]], label="three")
+    draw_band(axes, [0, 1], [[1.0, 2.0]], label="one")
+    assert [list(line.get_ydata()) for line in axes.get_lines()] == [[3.0, 5.0], [1.0, 2.0]]
+    (band,) = axes.collections
+    assert {float(y) for _, y in band.get_paths()[0].vertices} == {1.0, 2.0, 6.0, 10.0}
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path):
+    class Broken(Figure):
+        def savefig(self, name, **options):
+            name.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+    path = tmp_path / "picture.png"
+    save(Figure(figsize=(1, 1)), path)
+    before = path.read_bytes()
+    with pytest.raises(OSError, match="No space"):
+        save(Broken(), path)
+    assert path.read_bytes() == before != b""
