@@ -103,9 +103,11 @@ def test_the_first_minute(run, tmp_path, monkeypatch):
         shown[-3],
     )
     assert shown[-2] == "Curves, metrics, recipe and checkpoints are in runs/characters"
-    assert shown[-1].startswith("next: your own images: torch-thor train ")
-    assert "data.root=DIR" in shown[-1]
-    load_recipe(shown[-1].split()[6], shown[-1].split()[7:])  # it is a command that works
+    assert shown[-1].startswith("next: optimizer = torch_thor.ThorMuon(model) in your own loop; ")
+    # of what fits the run, by a command that works
+    assert "your own text: torch-thor prepare FOLDER --out corpus, then " in shown[-1]
+    load_recipe("bert-mini", ["data.root=corpus"])
+    assert shown[-1].endswith("torch-thor train bert-mini data.root=corpus")
     folder = tmp_path / "runs" / "characters"
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     stored = (folder / "recipe.yaml").read_text()

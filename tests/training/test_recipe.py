@@ -114,12 +114,8 @@ def test_a_setting_goes_to_the_chosen_optimizers_that_have_it():
         "muon": {"lr": 2}
     }
     interval = "update_interval={kind: constant, interval: 3}"  # a mapping in the place of a number
-    assert load_recipe("digits", ["optimizer=thor", interval]).optimizers["thor"][
-        "update_interval"
-    ] == {
-        "kind": "constant",
-        "interval": 3,
-    }
+    recipe = load_recipe("digits", ["optimizer=thor", interval])
+    assert recipe.optimizers["thor"]["update_interval"] == {"kind": "constant", "interval": 3}
 
 
 WRONG = {
@@ -134,7 +130,7 @@ WRONG = {
         "there is no key optimizers.adam.betas (did you mean optimizers.adam.beta"
     ),
     "clip_factor=1": "clip_factor is a setting of some optimizers: name one in",
-    "optimizer=tohr": "optimizer=[tohr]: must name one or more of thor, ",
+    "optimizer=tohr": "optimizer=[tohr]: must name one or more of thor-muon, ",
     "optimizer=sgd,sgd": "optimizer=[sgd, sgd]: names an optimizer twice",
     "optimizer=[]": "optimizer=[]: must name",
     "optimizer=3": "optimizer=3 should be a valid list",
