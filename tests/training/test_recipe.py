@@ -168,7 +168,7 @@ WRONG = {
         "schedule.warmup_epochs=2.0 and warmup_steps=1 say the same"
     ),
     "lr=much": "optimizers.thor-muon.lr=much should be a valid number",
-    "lr=.nan": "optimizers.thor.lr=NaN should be a finite number",
+    "lr=.nan": "optimizers.thor-muon.lr=NaN should be a finite number",
     "lr=0": "optimizers.thor.lr=0 should be greater than 0",
     "momentum=1": "optimizers.thor.momentum=1 should be less than 1",
     "trace_thresholds=[0, 1]": "optimizers.thor.trace_thresholds=[0, 1]: must be a pair",
