@@ -5,8 +5,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from torch_thor.training.errors import INTERRUPTED, USER_ERROR, UserError, require
-from torch_thor.training.printing import visible
+from torch_thor.errors import INTERRUPTED, USER_ERROR, UserError, require
+from torch_thor.printing import visible
 
 FOLDER = Path(__file__).parent
 
@@ -32,7 +32,7 @@ def run(words: list[str]) -> None:
             print(f"{name:{max(map(len, known))}}  {about}")
         return
     from benchmarks.runner import study  # may need what is not installed, which main() tells
-    from torch_thor.training.keys import nearest
+    from torch_thor.training.recipe_keys import nearest
 
     name, *rest = words
     require(

@@ -10,6 +10,7 @@ import pytest
 from filelock import Timeout
 
 from torch_thor import files
+from torch_thor.errors import UserError
 from torch_thor.files import (
     REMAINS,
     check_place,
@@ -19,7 +20,6 @@ from torch_thor.files import (
     write_text,
     writing,
 )
-from torch_thor.training import UserError
 
 
 def contents(folder):

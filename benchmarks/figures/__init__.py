@@ -24,10 +24,10 @@ from benchmarks.runner.golden import is_stale
 from benchmarks.runner.options import Parser, whole_numbers
 from benchmarks.runner.stores import Lines, key_of, write_whole
 from benchmarks.runner.study import complete
+from torch_thor.errors import UserError, require
 from torch_thor.files import check_place, writing
-from torch_thor.training.errors import UserError, require
-from torch_thor.training.keys import nearest
-from torch_thor.training.printing import printer
+from torch_thor.printing import printer
+from torch_thor.training.recipe_keys import nearest
 
 # A figure is a module with `ABOUT`, `TAKES` (its options), `jobs(options, device)`, `run(job)`,
 # `optimizers(job)`, `table(rows)` and `draw(rows, path)`. All that changes a result is in its job,

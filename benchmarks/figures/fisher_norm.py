@@ -31,10 +31,10 @@ from benchmarks.runner import markdown
 from benchmarks.runner.drawing import draw_band, save
 from torch_thor.curvature import Decision
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.errors import require
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.training import Observer, Point, Run
 from torch_thor.training.curves import label_in_full, marker
-from torch_thor.training.errors import require
+from torch_thor.training.loop import Observer, Point, Run
 
 ABOUT = (
     "F-norm of every layer's Fisher block over training, with a growing interval between refreshes"

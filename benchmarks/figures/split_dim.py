@@ -12,10 +12,10 @@ from rich.console import Console
 
 from benchmarks.figures.training import Options, Row
 from benchmarks.runner import markdown
+from torch_thor.errors import require
 from torch_thor.split.choice import SplitChoice
 from torch_thor.tools.split_dim import draw_choice, measure_split_dim, verdict
-from torch_thor.training import device_of
-from torch_thor.training.errors import require
+from torch_thor.training.parallel import device_of
 
 ABOUT = "the split dimension: falling performance, rising information, the crossing"
 TAKES = ("model", "pixels")

@@ -12,10 +12,15 @@ import yaml
 
 from benchmarks.runner.markdown import reached, summary
 from benchmarks.runner.numbers import running_mean
-from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, training
-from torch_thor.training import Observer, Point, Run
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
+from torch_thor.errors import DivergedError
+from torch_thor.training.loop import Observer, Point, Record, Run, train
 from torch_thor.training.optimizers import OPTIMIZERS, settings_of
-from torch_thor.training.recipes import parse
+from torch_thor.training.parallel import Ranks, device_of
+from torch_thor.training.recipe_files import load_recipe, parse
+from torch_thor.training.run import build
+from torch_thor.training.tasks.opening import open_task
+from torch_thor.training.tasks.task import primary
 
 Row = dict[str, Any]
 # those that were given: data, epochs, eval_interval, seeds, batch_sizes, model, pixels
@@ -57,16 +62,14 @@ def jobs_of(
     """
     found = []
     for seed, (own, optimizer, words) in itertools.product(options.get("seeds", (0,)), settings):
-        chosen = training.load_recipe(
+        chosen = load_recipe(
             recipe[0], [f"optimizer={optimizer}", f"seed={seed}", *recipe[1], *words]
         )
         tree = chosen.model_dump(mode="json", exclude=UNUSED)
         tree["optimizers"] = {
             optimizer: {**settings_of(optimizer), **chosen.optimizers.get(optimizer, {})}
         }
-        found.append(
-            {**own, "seed": seed, "recipe": tree, "device": str(training.device_of(device))}
-        )
+        found.append({**own, "seed": seed, "recipe": tree, "device": str(device_of(device))})
     return list(json.loads(json.dumps(found)))
 
 
@@ -100,15 +103,15 @@ def measured(job: Row, *observers: Observer) -> Row:
     """Train once. A training that diverges is a result, with its message as `failure`."""
     recipe = parse(yaml.safe_dump(job["recipe"]), "figure", [f"device={job['device']}"])
     torch.set_num_threads(recipe.threads or 1)
-    device, record, failure = torch.device(job["device"]), training.Record(), None
-    task = training.open_task(recipe, device, print)
-    run = training.build(recipe, recipe.optimizer[0], task, training.Ranks(device=device))
+    device, record, failure = torch.device(job["device"]), Record(), None
+    task = open_task(recipe, device, print)
+    run = build(recipe, recipe.optimizer[0], task, Ranks(device=device))
     clock = Clock(processor=device.type == "cpu")
     try:
-        training.train(run, [record, clock, *observers])
-    except training.DivergedError as error:
+        train(run, [record, clock, *observers])
+    except DivergedError as error:
         failure = str(error)
-    metric, seconds, points = training.primary(task.metrics), clock.seconds, record.points
+    metric, seconds, points = primary(task.metrics), clock.seconds, record.points
     evaluations = [
         {
             "step": one.step,

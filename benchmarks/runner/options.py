@@ -4,7 +4,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from typing import NoReturn
 
-from torch_thor.training.errors import UserError
+from torch_thor.errors import UserError
 
 
 class Parser(ArgumentParser):

@@ -28,8 +28,8 @@ from benchmarks.runner.golden import is_stale, numbers_of
 from benchmarks.runner.machine import provenance
 from benchmarks.runner.options import Parser
 from benchmarks.runner.stores import Lines, key_of
+from torch_thor.errors import first_line, require
 from torch_thor.training.cores import allowed_cores
-from torch_thor.training.errors import first_line, require
 
 RESULTS = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]

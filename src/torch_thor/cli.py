@@ -8,7 +8,7 @@ import os
 import sys
 from io import TextIOWrapper
 
-from torch_thor.training.errors import (
+from torch_thor.errors import (
     CTRL_C,
     INTERRUPTED,
     USER_ERROR,
@@ -16,7 +16,7 @@ from torch_thor.training.errors import (
     StoppedError,
     UserError,
 )
-from torch_thor.training.printing import is_first_rank, print_message
+from torch_thor.printing import is_first_rank, print_message
 
 # The modules that the extras of pyproject.toml install
 EXTRAS = {

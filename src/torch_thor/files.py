@@ -20,8 +20,8 @@ from tempfile import TemporaryFile
 
 from filelock import BaseFileLock, FileLock, SoftFileLock
 
-from torch_thor.training.errors import UserError, require
-from torch_thor.training.printing import print_message
+from torch_thor.errors import UserError, require
+from torch_thor.printing import print_message
 
 REMAINS = ".writing-"  # the prefix of the names of incomplete files and folders
 _FULL = {errno.ENOSPC, errno.EDQUOT}

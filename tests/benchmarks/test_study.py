@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.runner import golden, study
 from benchmarks.runner.stores import Lines, key_of
-from torch_thor.training import UserError
+from torch_thor.errors import UserError
 
 STUDY = """
 import os

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from tiny import batches, train, weights
 from torch_thor import THOR, ThorMuon, register_kind
 from torch_thor.capture import CompositeHook, InnerLayer, register_composite
-from torch_thor.capture.composites import registry
+from torch_thor.capture.composites import declarations as registry
 from torch_thor.curvature import LinearKind, ParameterView, ProjectionKind
 from torch_thor.curvature.kinds import registry as kinds
 

@@ -15,7 +15,12 @@ from torch import distributed as dist
 
 from golden.outcome import outcome
 from torch_thor import THOR, ThorMuon
-from torch_thor.training import Ranks, Record, UserError, build, load_recipe, open_task, train
+from torch_thor.errors import UserError
+from torch_thor.training.loop import Record, train
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.run import build
+from torch_thor.training.tasks.opening import open_task
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # whose processes these are
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_thor.training.errors import UserError
+from torch_thor.errors import UserError
 from torch_thor.training.loop import Observer
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe import Recipe

@@ -8,12 +8,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from torch_thor.training.errors import UserError
-from torch_thor.training.folder import RunFolder
-from torch_thor.training.recipes import load_recipe
+from torch_thor.errors import UserError
+from torch_thor.training.initial_weights import find_checkpoints
+from torch_thor.training.recipe_files import load_recipe
 from torch_thor.training.run import export, run_recipe
+from torch_thor.training.run_folder import RunFolder
 from torch_thor.training.tasks.opening import open_task
-from torch_thor.training.weights import find_checkpoints
 
 WORDS = [
     "data.text.vocab_size=300",

@@ -16,8 +16,8 @@ from torch import nn
 
 from torch_thor import THOR, ThorMuon
 from torch_thor.curvature.refresh import Decision, RefreshEvent
+from torch_thor.errors import UserError
 from torch_thor.training import observers, profiling
-from torch_thor.training.errors import UserError
 from torch_thor.training.loop import Observer, Point, Run, Score, train
 from torch_thor.training.observers import Metrics, TensorBoard, facts
 from torch_thor.training.parallel import Ranks, RankWeight

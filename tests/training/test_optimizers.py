@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fake_times import fake_times
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
-from torch_thor.training.errors import UserError
+from torch_thor.errors import UserError
 from torch_thor.training.models.library import build_model
 from torch_thor.training.optimizers import (
     OPTIMIZERS,
@@ -19,7 +19,7 @@ from torch_thor.training.optimizers import (
     measured_split_dim,
     settings_of,
 )
-from torch_thor.training.recipes import load_recipe
+from torch_thor.training.recipe_files import load_recipe
 
 SGD, Adagrad, RMSprop = torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop
 Adadelta, Adam, AdamW = torch.optim.Adadelta, torch.optim.Adam, torch.optim.AdamW

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from torch_thor.training.errors import UserError, first_line
+from torch_thor.errors import UserError, first_line
 from torch_thor.training.optimizers import OPTIMIZERS
 from torch_thor.training.recipe import (
     FREE_ON_RESUME,
@@ -18,7 +18,7 @@ from torch_thor.training.recipe import (
     absolute,
     path_of,
 )
-from torch_thor.training.recipes import (
+from torch_thor.training.recipe_files import (
     PARTS,
     differences,
     keys,
@@ -167,8 +167,8 @@ WRONG = {
     "schedule={warmup_steps: 1, warmup_epochs: 2}": (
         "schedule.warmup_epochs=2.0 and warmup_steps=1 say the same"
     ),
-    "lr=much": "optimizers.thor-muon.lr=much should be a valid number",
-    "lr=.nan": "optimizers.thor-muon.lr=NaN should be a finite number",
+    "lr=much": "optimizers.thor.lr=much should be a valid number",
+    "lr=.nan": "optimizers.thor.lr=NaN should be a finite number",
     "lr=0": "optimizers.thor.lr=0 should be greater than 0",
     "momentum=1": "optimizers.thor.momentum=1 should be less than 1",
     "trace_thresholds=[0, 1]": "optimizers.thor.trace_thresholds=[0, 1]: must be a pair",
@@ -204,7 +204,7 @@ WRONG = {
 
 def test_a_fault_is_one_line_with_the_full_key_the_rule_and_the_remedy():
     for word, said in WRONG.items():
-        lines = refused("digits", word)
+        lines = refused("digits", "optimizer=thor,sgd", word)
         assert lines[0].startswith(said), (word, lines)
     for word, said in {
         "data.transform.resize=1": "data.transform.resize=1 must be size=32 or more",

@@ -4,9 +4,9 @@ import pytest
 import torch
 import yaml
 
-from torch_thor.training.errors import UserError
+from torch_thor.errors import UserError
 from torch_thor.training.recipe import Phase, Recipe, Schedule
-from torch_thor.training.schedules import apply, check, factor
+from torch_thor.training.recipe_schedules import apply, check, factor
 
 FACTORS = [
     ({"kind": "constant"}, 39, 1.0),

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import Blocks, Cut, has_values
+from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.kinds.base import Kind
-from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.shards import (
     Owners,
     RowShards,

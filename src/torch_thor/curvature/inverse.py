@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, has_values, ieee_float32, to_device
+from torch_thor.curvature.communication import ALONE, Bounds, Processes
 from torch_thor.curvature.factor import Factor
-from torch_thor.curvature.processes import ALONE, Bounds, Processes
 
 # The factors of the damping that are tried until a block is positive definite.
 DAMPING_RAISES = (1.0, 10.0, 100.0)

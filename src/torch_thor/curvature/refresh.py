@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, wide_dtype
+from torch_thor.curvature.communication import ALONE, Processes
 from torch_thor.curvature.inverse import DAMPING_RAISES, NewFactor, invert_, relative_damping
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.processes import ALONE, Processes
 
 _PLAINLY = "it takes its plain gradient, and the next step tries again"
 

@@ -7,8 +7,8 @@ import itertools
 import zlib
 from collections.abc import Sequence
 
+from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.processes import Processes
 
 HEADER = 4  # how many numbers agree() sends beside those that it is given
 NUMBERS = 4  # how many it is given in a step

@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 
 from torch_thor.curvature.blocks import Blocks
+from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.shards import Owners
 from torch_thor.distributed.ownership import deal_out, packed_size
 

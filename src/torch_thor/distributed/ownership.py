@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from torch_thor.curvature.processes import Bounds
+from torch_thor.curvature.communication import Bounds
 
 Shape = tuple[int, int]  # the number of blocks of a tensor, and s
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.blocks import has_values
+from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.processes import Processes
 from torch_thor.intervals import steps_until_next
 from torch_thor.optim.check import Check
 from torch_thor.optim.loss_scale import LossScale

@@ -18,12 +18,12 @@ from torch import distributed as dist
 from torch_thor.capture.gathering import Capture, loss_terms_of_step
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import has_values
+from torch_thor.curvature.communication import ALONE, Processes
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
 from torch_thor.distributed.agreement import NUMBERS, agree, check_same_gradients, count_rows
+from torch_thor.distributed.data_parallel import Distributed
 from torch_thor.distributed.divided import divide
-from torch_thor.distributed.processes import Distributed
 from torch_thor.optim import report
 from torch_thor.optim.check import Check, accelerator_of
 from torch_thor.optim.checkpoint import conform

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sampling import Predicts
 from torch_thor.curvature.blocks import factor_dtype
-from torch_thor.distributed.processes import Distributed
+from torch_thor.distributed.data_parallel import Distributed
 from torch_thor.intervals import UpdateInterval
 from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.base import CurvatureOptimizer

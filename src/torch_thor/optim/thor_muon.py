@@ -13,7 +13,7 @@ from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.projections import hints
 from torch_thor.curvature.blocks import factor_dtype
-from torch_thor.distributed.processes import Distributed
+from torch_thor.distributed.data_parallel import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim import counterparts as foreign
 from torch_thor.optim import learned

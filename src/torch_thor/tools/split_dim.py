@@ -15,13 +15,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from torch_thor import __version__
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.files import check_place, whole_file, write_text, writing
+from torch_thor.printing import milliseconds, printer, visible
 from torch_thor.split.choice import FACTORS, SplitChoice, choose_split_dim
-from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.models.library import build_library_model, build_model
 from torch_thor.training.models.small import CLASSIFIERS
 from torch_thor.training.parallel import device_of
-from torch_thor.training.printing import milliseconds, printer, visible
 from torch_thor.training.recipe import Transform
 
 FIGURE_FILE, NUMBERS_FILE = "split_dim.png", "split_dim.json"

@@ -9,15 +9,15 @@ from pydantic import Field, PlainValidator, create_model
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import selected
-from torch_thor.distributed.processes import Distributed
+from torch_thor.distributed.data_parallel import Distributed
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.intervals import as_interval
 from torch_thor.optim import AGCSGD, LAMB, THOR, ThorMuon
 from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.thor import PRESETS
 from torch_thor.split.choice import choose_split_dim
-from torch_thor.training.errors import UserError, first_line, require
-from torch_thor.training.keys import Keys, NotNegative, Number, Positive, Share
 from torch_thor.training.muon import MuonAdamW
+from torch_thor.training.recipe_keys import Keys, NotNegative, Number, Positive, Share
 
 AUTO = "auto"
 _THRESHOLDS = {

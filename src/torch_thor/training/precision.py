@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torch_thor.capture.sharding import is_sharded
-from torch_thor.training.errors import UserError
+from torch_thor.errors import UserError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NEVER = 2**31 - 1  # growth interval in steps of a fixed scale, which never grows

@@ -16,11 +16,11 @@ from torch.profiler import (
     supported_activities,
 )
 
+from torch_thor.errors import require
 from torch_thor.files import whole_file, writing
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.training.errors import require
+from torch_thor.printing import cell, milliseconds, printer
 from torch_thor.training.loop import Observer, Point, Run
-from torch_thor.training.printing import cell, milliseconds, printer
 
 # steps of the process that are never profiled: they compile, select kernels and fill caches
 FIRST = 5

@@ -19,8 +19,8 @@ from rich.progress import (
 from rich.text import Text
 
 from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.printing import printer
 from torch_thor.training.loop import Observer, Point, Run, Score
-from torch_thor.training.printing import printer
 from torch_thor.training.tasks.task import primary
 
 WINDOW = 100  # the bar describes this many latest steps

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from torch_thor.training.errors import UserError, require
-from torch_thor.training.keys import Count, Keys, NotNegative, Number, Positive, Share, Whole
+from torch_thor.errors import UserError, require
 from torch_thor.training.optimizers import OPTIMIZERS, Settings
+from torch_thor.training.recipe_keys import Count, Keys, NotNegative, Number, Positive, Share, Whole
 from torch_thor.training.tasks import TASKS
 
 IN_MEMORY = {"digits": (1, 8, 8), "fashion-mnist": (1, 28, 28)}  # shapes of their images

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from torch_thor.training.errors import UserError, first_line
+from torch_thor.errors import UserError, first_line
 
 _MOST, _DEEPEST = 1_000_000, 20  # characters of a recipe, levels of its mappings and lists
 _SIGNS, _DIGITS = "-+", "0123456789"

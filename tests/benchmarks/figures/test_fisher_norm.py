@@ -10,7 +10,7 @@ from torch.nn import functional
 from benchmarks.figures.fisher_norm import Norms, factors_of, inner_product, relative_distance
 from torch_thor import THOR
 from torch_thor.curvature import Decision, RefreshEvent
-from torch_thor.training import UserError
+from torch_thor.errors import UserError
 
 
 def model():

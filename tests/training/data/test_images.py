@@ -22,9 +22,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import resize
 
 from image_tree import CLASSES, write_tree
+from torch_thor.errors import UserError
 from torch_thor.training.data.batches import digest
 from torch_thor.training.data.images import collate, normalised, open_images
-from torch_thor.training.errors import UserError
 from torch_thor.training.recipe import CIFAR, Data, Transform
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")

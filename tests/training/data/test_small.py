@@ -10,6 +10,7 @@ import torch
 from sklearn.datasets import load_digits
 from torchvision.datasets import FashionMNIST
 
+from torch_thor.errors import UserError
 from torch_thor.training.data.small import (
     DEBIAN_FASHION_MNIST,
     load_characters,
@@ -17,7 +18,6 @@ from torch_thor.training.data.small import (
     python_text,
     read_idx,
 )
-from torch_thor.training.errors import UserError
 from torch_thor.training.recipe import Data
 
 

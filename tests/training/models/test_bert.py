@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from torch_thor.training.errors import UserError
+from torch_thor.errors import UserError
 from torch_thor.training.models.bert import BERTS, build
 
 LENGTH, VOCABULARY, PAD = 32, 99, 3

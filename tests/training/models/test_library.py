@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.errors import UserError
+from torch_thor.errors import UserError
 from torch_thor.training.models.library import (
     build_library_model,
     build_model,

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from image_tree import write_tree
 from tiny import assert_same
-from torch_thor.training.errors import UnreadableError, UserError
+from torch_thor.errors import UnreadableError, UserError
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.loop import split
 from torch_thor.training.models.small import CLASSIFIERS

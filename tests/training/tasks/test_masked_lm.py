@@ -14,13 +14,13 @@ import transformers
 from torch.nn import functional
 
 from torch_thor import THOR
+from torch_thor.errors import UserError
 from torch_thor.training.data.batches import epoch_order
-from torch_thor.training.errors import UserError
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.loop import split, train
 from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipes import load_recipe
+from torch_thor.training.recipe_files import load_recipe
 from torch_thor.training.run import build
 from torch_thor.training.tasks.opening import open_task
 from torch_thor.training.text.pairs import PairMaker

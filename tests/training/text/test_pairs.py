@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dumps import dump, small_units, write_dump
-from torch_thor.training.errors import UserError
+from torch_thor.errors import UserError
 from torch_thor.training.text import corpus as corpora
 from torch_thor.training.text.corpus import HELD_OUT, TRAIN, Corpus
 from torch_thor.training.text.pairs import IGNORED, PairMaker

@@ -21,7 +21,7 @@ from tokenizers import trainers
 
 from command_line import assert_ends, descendants, wait_for
 from dumps import dump, plain, small_units, write_dump
-from torch_thor.training.errors import UserError
+from torch_thor.errors import UserError
 from torch_thor.training.text import prepare, wordpiece
 from torch_thor.training.text.corpus import open_manifest
 from torch_thor.training.text.encoding import spans

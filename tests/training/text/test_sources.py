@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dumps import END, HEADER, article, dump, page, write_dump
-from torch_thor.training.errors import UserError
+from torch_thor.errors import UserError
 from torch_thor.training.text import documents, sources
 from torch_thor.training.text.documents import Document, Piece, read
 from torch_thor.training.text.sources import find_sources, units

@@ -7,16 +7,16 @@ one line below.
 from torch import nn
 
 from torch_thor.capture.composites.attention import AttentionHook, projections
-from torch_thor.capture.composites.experts import ExpertsHook, expert_layers, expert_weights
-from torch_thor.capture.composites.hook import CompositeHook, Report
-from torch_thor.capture.composites.recurrence import RecurrentHook, gate_layers
-from torch_thor.capture.composites.registry import (
+from torch_thor.capture.composites.declarations import (
     COMPOSITES,
     Composite,
     InnerLayer,
     composite_of,
     register_composite,
 )
+from torch_thor.capture.composites.fused_experts import ExpertsHook, expert_layers, expert_weights
+from torch_thor.capture.composites.hook import CompositeHook, Report
+from torch_thor.capture.composites.recurrence import RecurrentHook, gate_layers
 
 __all__ = ["CompositeHook", "InnerLayer", "Report", "composite_of", "register_composite"]
 

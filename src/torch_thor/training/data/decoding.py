@@ -29,7 +29,7 @@ from torchvision.io import decode_jpeg
 from torchvision.io.image import ImageReadMode
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from torch_thor.training.errors import UserError
+from torch_thor.errors import UserError
 
 LEAST_GREYS = 16  # of what is scaled by its own range, unless it has fewer different values
 MAX_BYTES = 2**31  # such an image needs less in any format

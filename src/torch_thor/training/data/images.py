@@ -25,6 +25,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import normalize
 
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.training.data.batches import digest
 from torch_thor.training.data.decoding import (
     BrokenImageError,
@@ -34,7 +35,6 @@ from torch_thor.training.data.decoding import (
     read_image,
 )
 from torch_thor.training.data.listing import LeftOut
-from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.recipe import FOLDER, Data, Transform
 
 SPLITS = (("train", "val"), ("train", "test"), ("ilsvrc", "ilsvrc_eval"))  # the first that is there

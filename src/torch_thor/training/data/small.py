@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.training.data.batches import epoch_order
-from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.recipe import Data
 
 # Debian's package dataset-fashion-mnist

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.errors import UserError, first_line, require
 
 if TYPE_CHECKING:  # recipes are checked without importing torch
     from torch import Tensor, nn

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.training.errors import UserError, first_line, require
-from torch_thor.training.keys import nearest
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.training.models.small import CLASSIFIERS
+from torch_thor.training.recipe_keys import nearest
 
 TORCHVISION, TIMM = "torchvision:", "timm:"
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from torch_thor.errors import require
 from torch_thor.training.data.batches import (
     batches_per_epoch,
     held_out_keys,
@@ -29,7 +30,6 @@ from torch_thor.training.data.batches import (
 )
 from torch_thor.training.data.checksums import names_checksum, values_checksum
 from torch_thor.training.data.small import load_images
-from torch_thor.training.errors import require
 from torch_thor.training.models.library import build_model, check_fits, check_name
 from torch_thor.training.parallel import Ranks, world_size
 from torch_thor.training.recipe import CIFAR_SETS, FOLDER, IN_MEMORY, Recipe

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
+from torch_thor.errors import UserError, require
 from torch_thor.training.data.batches import (
     Key,
     batches_per_epoch,
@@ -27,7 +28,6 @@ from torch_thor.training.data.batches import (
     loaded,
     training_keys,
 )
-from torch_thor.training.errors import UserError, require
 from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe import TEXTS, Recipe

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from torch_thor.training.errors import require
+from torch_thor.errors import require
 
 MANIFEST, TOKENIZER, TRAIN, HELD_OUT = (
     "manifest.json",

@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from torch_thor.training.errors import first_line
+from torch_thor.errors import first_line
 from torch_thor.training.text.wikitext import LEAST_WORDS, clean
 
 LARGEST_HTML = 1 << 25  # bytes; Beautiful Soup needs about 45 times as much memory

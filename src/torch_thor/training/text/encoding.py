@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.progress import Progress
 
+from torch_thor.errors import require
 from torch_thor.files import whole_file
-from torch_thor.training.errors import require
 from torch_thor.training.text.corpus import HELD_OUT, SPECIAL_TOKENS, TOKENIZER, TRAIN, mapped
 from torch_thor.training.text.wordpiece import load_tokenizer
 

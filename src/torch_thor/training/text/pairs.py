@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from torch_thor.training.errors import require
+from torch_thor.errors import require
 from torch_thor.training.text.corpus import SPECIAL_TOKENS, TOKENIZER, Corpus, Passage
 from torch_thor.training.text.wordpiece import (
     CLASS,

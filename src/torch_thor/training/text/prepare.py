@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from torch_thor import __version__
+from torch_thor.errors import UserError, require
 from torch_thor.files import REMAINS, locked, whole_file, write_text
-from torch_thor.training.errors import UserError, require
 from torch_thor.training.text.corpus import (
     FORMAT,
     HELD_OUT,

@@ -19,8 +19,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from torch_thor.errors import UserError, require
 from torch_thor.training.data.listing import LeftOut
-from torch_thor.training.errors import UserError, require
 from torch_thor.training.text.documents import Piece, fault, paragraphs_of
 
 # given instead of a path: the language reference that every Python installation contains

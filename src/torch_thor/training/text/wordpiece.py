@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.errors import UserError, first_line, require
 
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUES = "##"  # the prefix of a piece that does not begin a word

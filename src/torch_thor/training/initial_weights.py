@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from torch_thor.capture.patterns import matches
+from torch_thor.errors import UserError, require
 from torch_thor.training.checkpoint import (
     AVERAGED,
     MANIFEST,
@@ -20,9 +21,8 @@ from torch_thor.training.checkpoint import (
     open_checkpoint,
     sha256,
 )
-from torch_thor.training.errors import UserError, require
-from torch_thor.training.folder import RunFolder
 from torch_thor.training.recipe import Recipe, path_of
+from torch_thor.training.run_folder import RunFolder
 from torch_thor.training.tasks.task import Task
 
 ACCEPTED = "a run folder, a checkpoint or a folder of checkpoints"  # for error messages

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from command_line import assert_refused, finish, start
-from torch_thor.training import printing
+from torch_thor import printing
 
 QUICK = [
     "train",

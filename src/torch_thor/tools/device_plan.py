@@ -25,22 +25,22 @@ from torch.nn.functional import cross_entropy
 
 from torch_thor import __version__
 from torch_thor.curvature.blocks import has_values
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.files import check_place, write_text, writing
 from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.printing import printer, quantity
 from torch_thor.split.observe import loss_of
 from torch_thor.split.timing import device_name, inverse_seconds
 from torch_thor.tools import traffic
 from torch_thor.tools.split_dim import CHANNELS, CLASSES, Subject, load_subject
 from torch_thor.torch_internals import tree_leaves
-from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.models import bert
 from torch_thor.training.models.library import build_model
 from torch_thor.training.optimizers import AUTO, build_optimizer
 from torch_thor.training.parallel import device_of
 from torch_thor.training.precision import Precision
-from torch_thor.training.printing import printer, quantity
 from torch_thor.training.recipe import Recipe
-from torch_thor.training.recipes import load_recipe, recipe_names
+from torch_thor.training.recipe_files import load_recipe, recipe_names
 
 FILE, ROUNDS = "plan.json", 5
 KINDS, FORMS = ("thor-muon", "thor"), ("ddp", "divided", "fsdp", "hsdp")

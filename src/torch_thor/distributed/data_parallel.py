@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from torch_thor.curvature.processes import ALONE, Bounds, Processes
+from torch_thor.curvature.communication import ALONE, Bounds, Processes
 from torch_thor.distributed.collectives import all_gather, reduce_scatter
 from torch_thor.distributed.ownership import deal_out, packed_size, packed_sizes, pads
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torch_thor.capture.composites.declarations import InnerLayer
 from torch_thor.capture.composites.hook import CompositeHook, Report
-from torch_thor.capture.composites.registry import InnerLayer
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds.experts import ExpertsKind

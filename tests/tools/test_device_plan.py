@@ -10,10 +10,11 @@ import torch
 from rich.console import Console
 
 from torch_thor import THOR
-from torch_thor.tools import plan as module
-from torch_thor.tools.plan import Measured, measure, plan, rows_of, subject_of
-from torch_thor.training import UserError, load_recipe
-from torch_thor.training.printing import quantity
+from torch_thor.errors import UserError
+from torch_thor.printing import quantity
+from torch_thor.tools import device_plan as module
+from torch_thor.tools.device_plan import Measured, measure, plan, rows_of, subject_of
+from torch_thor.training.recipe_files import load_recipe
 
 CPU = torch.device("cpu")
 MODEL = """
