@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
+from torch_thor.training.checkpoint import sha256
 from torch_thor.training.data.batches import (
     Key,
     batches_per_epoch,
@@ -32,7 +33,7 @@ from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe import Recipe
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
-from torch_thor.training.text.corpus import HELD_OUT, TOKENIZER, TRAIN, Corpus, sha256
+from torch_thor.training.text.corpus import HELD_OUT, TOKENIZER, TRAIN, Corpus
 from torch_thor.training.text.pairs import PairMaker
 
 EVALUATION_BATCH = 32  # number of examples in a batch
