@@ -157,10 +157,8 @@ def write_corpus(
     lengths: Sequence[int],
     is_held_out: Callable[[str], bool],
 ) -> dict[str, dict[str, int]]:
-    """Encode documents, which have sentences, as the files of a corpus; return what these hold.
-
-    The documents of a unit become a batch of rows in each file.
-    """
+    """Encode documents, which have sentences, as the files of a corpus; return what these hold."""
+    # the documents of a unit become a batch of rows in each file
     tokenizer = load_tokenizer(folder / TOKENIZER)
     tokenizer.encode_special_tokens = True  # a "[SEP]" that stands in a text is text
     ids = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32

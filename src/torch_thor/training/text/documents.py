@@ -56,11 +56,9 @@ def _decoded(data: bytes) -> str:
 
 
 def paragraphs_of(text: str, *, any_script: bool = False) -> list[str]:
-    """Divide plain text at blank lines into paragraphs, without those of fewer than five words.
-
-    With `any_script`, two characters of a script without spaces count as a word, and what has
-    neither spaces between words nor full stops is divided at its line ends.
-    """
+    """Divide plain text at blank lines into paragraphs, without those of fewer than five words."""
+    # With `any_script`, two characters of a script without spaces count as a word, and what has
+    # neither spaces between words nor full stops is divided at its line ends.
     blocks = _BLANK.split(text)
     if any_script:
         blocks = [line for block in blocks for line in _lines(block)]

@@ -53,7 +53,7 @@ from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
 
 SAMPLE = 200_000_000  # the approximate number of characters that a tokenizer is trained on, at most
 UNIT = 1 << 22  # approximate number of bytes of source text whose documents are a batch of rows
-UNITS = 16  # in a block, which is in memory
+UNITS = 8  # in a block, which is in memory
 _BEGUN, _CACHE, _LOCK = "begun.json", "cache", ".lock"  # names in the folder of a corpus
 _SHOWN = 20  # faults that are printed
 _LIBRARIES = ("datasets", "pyarrow", "tokenizers", "sentencex", "beautifulsoup4")
@@ -139,7 +139,7 @@ def prepare(
         [] if own else [one for one in out.iterdir() if not one.name.startswith((_LOCK, REMAINS))]
     )
     require(not foreign, f"--out {out} is not empty and holds no corpus: give another folder")
-    remedy = "make room or mend its permissions, then give the same command again: what is finished stays"
+    remedy = "make room or mend its permissions, then give the same command again: it goes on"
     with writing(out, remedy):
         out.mkdir(parents=True, exist_ok=True)
         try:
@@ -165,22 +165,14 @@ def _prepare(
     console: Console,
 ) -> dict[str, Any]:
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    begun = {"format": FORMAT, **settings, "sources": [one._asdict() for one in sources]}
-    if (out / _BEGUN).exists():
-        before = json.loads((out / _BEGUN).read_text(encoding="utf-8"))
-        changed = [key for key in begun if before.get(key) != begun[key]]
-        rule = (
-            f"{out} was begun with other {', '.join(changed)}: give the same as in its {_BEGUN}, "
-            "or another --out"
-        )
-        require(not changed, rule)
-    write_text(out / _BEGUN, json.dumps(begun, indent=1))
+    begun = {"format": FORMAT, **settings, "sources": [{**one._asdict()} for one in sources]}
+    _begin(out / _BEGUN, begun)
     if (out / MANIFEST).exists():
         manifest = open_manifest(out)
         say(f"{out} is finished already, and whole; nothing was done")
         return manifest
     forms = Counter(FORMS.get(source.form, [source.form])[0] for source in sources)
-    say(f"read as {', '.join(f'{name} ({number})' for name, number in forms.items())}")
+    say(f"read: {'; '.join(f'{number} files of {name}' for name, number in forms.items())}")
     cache = out / _CACHE
     cache.mkdir(exist_ok=True)
     any_script = has_other_scripts(sources, cache)
@@ -236,6 +228,18 @@ def _prepare(
     return manifest
 
 
+def _begin(file: Path, begun: dict[str, Any]) -> None:
+    """Write down what is prepared, unless something else has been begun."""
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else begun
+    changed = [key for key in begun if before.get(key) != begun[key]]
+    require(
+        not changed,
+        f"{file.parent} was begun with other {', '.join(changed)}: give the same as in its "
+        f"{file.name}, or another --out",
+    )
+    write_text(file, json.dumps(begun, indent=1))
+
+
 def _read(
     sources: list[Source],
     cache: Path,
@@ -259,6 +263,7 @@ def _read(
                 features=_DOCUMENT,
                 cache_file_name=str(cache / f"{number:06d}.arrow"),
                 load_from_cache_file=True,
+                writer_batch_size=64,
                 new_fingerprint=str(number),
             )
         except RuntimeError as error:

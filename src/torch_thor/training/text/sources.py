@@ -77,20 +77,21 @@ class Source(NamedTuple):
 
 
 def find_sources(given: Sequence[str], form: str | None, left: LeftOut) -> list[Source]:
-    """Find the files that are given, and those in given folders, sorted; counts what is left out.
-
-    It refuses what would be read twice or never. `form` is that of all files, if given.
-    """
+    """Find the files that are given, and those in given folders; counts what is left out."""
+    # It refuses what would be read twice or never. `form` is that of all files, if given.
     require(bool(given), "no source: name text files or folders, a data set of the hub, or python")
     found: dict[str, Source] = {}
     # not resolved, because the name of a link says what kind of file it is
     tops = [Path(os.path.normpath(Path(place).absolute())) for place in given]
     # as many parts of the given paths belong to the names as tell them apart
     depth = next(n for n in count(1) if len({top.parts[-n:] for top in tops}) == len({*tops}))
+    require(len({*tops}) == len(tops), f"{' '.join(given)}: a source is given twice: leave one out")
     for place, top in zip(given, tops, strict=True):
         if place == PYTHON or _is_of_the_hub(place):
-            own = {place: PYTHON if place == PYTHON else "hub"}
-        elif top.is_dir():
+            form_ = PYTHON if place == PYTHON else "hub"
+            found[place] = Source(place, place, 0, 0, form_)
+            continue
+        if top.is_dir():
             forms = files_in(top, left, lambda here, name: _form_of(Path(here, name), form))
             own = {path: forms[path] for path in sorted(forms, key=Path)}
         else:
@@ -103,7 +104,7 @@ def find_sources(given: Sequence[str], form: str | None, left: LeftOut) -> list[
             f"elements, or say with --format what it is ({', '.join(FORMS)})",
         )
         for path, kind in own.items():
-            one = _source(path, kind, len(top.parts) - depth)
+            one = _source(Path(path), kind, len(top.parts) - depth)
             other = found.setdefault(os.path.realpath(path), one)
             require(
                 other is one,
@@ -112,12 +113,11 @@ def find_sources(given: Sequence[str], form: str | None, left: LeftOut) -> list[
     return list(found.values())
 
 
-def _source(path: str, form: str, above: int) -> Source:
-    """Describe a source; of a file's path, the parts that are `above` do not belong to its name."""
-    if form in {PYTHON, "hub"}:
-        return Source(path, path, 0, 0, form)
-    name = str(Path(*Path(path).parts[max(0, above) :])).encode("utf-8", "backslashreplace")
-    return Source(path, name.decode(), (at := os.stat(path)).st_size, at.st_mtime_ns, form)
+def _source(path: Path, form: str, above: int) -> Source:
+    """Describe a file; the parts of its path that are `above` do not belong to its name."""
+    name = str(Path(*path.parts[max(0, above) :])).encode("utf-8", "backslashreplace").decode()
+    found = path.stat()
+    return Source(str(path), name, found.st_size, found.st_mtime_ns, form)
 
 
 def _is_of_the_hub(place: str) -> bool:
@@ -133,10 +133,8 @@ def _suffix(path: Path) -> str:
 
 
 def _form_of(path: Path, chosen: str | None, *, named: bool = False) -> str | None:
-    """Find the form of a file from what it contains, or None if it is of no known kind.
-
-    A file that the user has not named is only opened if its name may be that of a text.
-    """
+    """Find the form of a file from what it contains, or None if it is of no known kind."""
+    # a file that the user has not named is only opened if its name may be that of a text
     refuse_a_link_to_nothing(path, "text")
     may_be_text = named or _suffix(path) in {*_BY_SUFFIX, ".json", ".xml", ""}
     if not (may_be_text and path.is_file()):

@@ -11,8 +11,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers import trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from torch_thor.training.errors import UserError, first_line, require
 
@@ -37,10 +45,7 @@ _COVERED = 0.9995
 def new_tokenizer(
     lowercase: bool, vocabulary: dict[str, int] | None = None, *, any_script: bool = False
 ) -> Any:
-    """Create a `tokenizers.Tokenizer`, untrained without a vocabulary.
-
-    It has BERT's normaliser and pre-tokeniser, or those for any script.
-    """
+    """Create a `tokenizers.Tokenizer` as BERT's or for any script; untrained without vocabulary."""
     tokenizer = Tokenizer(
         models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD)
     )
