@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tokenizers import trainers
 
-from command_line import assert_ends, descendants, wait_for
 from articles import plain, small_units, write_articles
+from command_line import assert_ends, descendants, wait_for
 from torch_thor.training.errors import UserError
 from torch_thor.training.text import prepare, wordpiece
 from torch_thor.training.text.corpus import open_manifest, spans

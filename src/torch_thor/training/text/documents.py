@@ -19,7 +19,7 @@ LEAST_WORDS = 5  # a paragraph with fewer is assumed to be a caption, a heading 
 _SPACE, _BLANK = re.compile(r"\s+"), re.compile(r"\n[ \t\r]*\n")
 _PROSE = ("p", "dd")  # `dd`: descriptions in definition lists are often prose
 _NO_PROSE = ("script", "style", "nav", "header", "footer", "table", "pre", "form", "figure")
-_DOC = re.compile(r'\s*<doc id="(.*?)"[^\n]* title="(.*)">\n(.*)</doc>\s*', re.DOTALL)
+_DOC = re.compile(r'\s*<doc id="(.*?)"[^\n]* title="([^\n]*)">\n(.*)</doc>\s*', re.DOTALL)
 # Thai, Lao, Tibetan, Burmese, Khmer, Chinese and Japanese have no spaces between words.
 _UNSPACED = re.compile(
     "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff\U00020000-\U0003ffff]"
@@ -96,7 +96,8 @@ def _of_element(name: str, text: str, any_script: bool) -> tuple[str, list[str]]
     if found is None or "\n<doc " in found[3]:
         raise ValueError("it is no whole <doc> element")
     number, title, body = found.groups()
-    return f"{title} {number}", _article(unescape(body.removeprefix(f"{title}\n")), any_script)
+    lines = unescape(body.removeprefix(f"{title}\n")).replace("\n", "\n\n")
+    return f"{title} {number}", paragraphs_of(lines, any_script=any_script)
 
 
 def _of_row(name: str, text: str, any_script: bool) -> tuple[str, list[str]]:
@@ -107,13 +108,10 @@ def _of_row(name: str, text: str, any_script: bool) -> tuple[str, list[str]]:
     body = row["text"] or ""
     own = " ".join(str(row[key]) for key in ("title", "id") if row.get(key))
     # WikiExtractor's rows, which have this key, escape characters as in HTML
-    return own or name, _article(unescape(body) if "revid" in row else body, any_script)
-
-
-def _article(text: str, any_script: bool) -> list[str]:
-    """Divide a published article, whose paragraphs are lines if it has no blank ones."""
-    divided = text if _BLANK.search(text) else text.replace("\n", "\n\n")
-    return paragraphs_of(divided, any_script=any_script)
+    body = unescape(body) if "revid" in row else body
+    # the paragraphs of published articles are lines if there are no blank ones
+    body = body if _BLANK.search(body) else body.replace("\n", "\n\n")
+    return own or name, paragraphs_of(body, any_script=any_script)
 
 
 _READERS: dict[str, Callable[[str, str, bool], tuple[str, list[str]]]] = {
