@@ -10,9 +10,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from torch_thor.files import sha256
 from torch_thor.training import run as running
 from torch_thor.training import weights
-from torch_thor.training.checkpoint import newest, sha256
+from torch_thor.training.checkpoint import newest
 from torch_thor.training.errors import DamagedCheckpointError, UserError
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.parallel import Ranks

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from torch_thor.capture.patterns import matches
+from torch_thor.files import sha256
 from torch_thor.training.checkpoint import (
     AVERAGED,
     MANIFEST,
@@ -18,7 +19,6 @@ from torch_thor.training.checkpoint import (
     misfits,
     newest,
     open_checkpoint,
-    sha256,
 )
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.folder import RunFolder

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from torch_thor.training.checkpoint import sha256
+from torch_thor.files import sha256
 from torch_thor.training.data.batches import (
     Key,
     batches_per_epoch,

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from torch_thor.files import whole_file
-from torch_thor.training.checkpoint import sha256
+from torch_thor.files import sha256, whole_file
 from torch_thor.training.errors import require
 from torch_thor.training.text.wordpiece import load_tokenizer
 

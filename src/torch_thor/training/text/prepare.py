@@ -27,8 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from torch_thor import __version__
-from torch_thor.files import REMAINS, locked, whole_file, write_text, writing
-from torch_thor.training.checkpoint import sha256
+from torch_thor.files import REMAINS, locked, sha256, whole_file, write_text, writing
 from torch_thor.training.data.listing import LeftOut
 from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.text.corpus import (
