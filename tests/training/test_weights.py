@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from torch_thor.files import sha256
+from sums import sha256
 from torch_thor.training import run as running
 from torch_thor.training import weights
 from torch_thor.training.checkpoint import newest
