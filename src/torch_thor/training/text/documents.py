@@ -7,12 +7,10 @@ from html import unescape
 from itertools import chain
 from typing import Any
 
-import multiprocess
 from bs4 import BeautifulSoup
 from sentencex import segment
 
 from torch_thor.training.errors import first_line
-from torch_thor.training.workers import end_with_parent
 
 FAULT = "fault"  # the form of a piece that tells what cannot be read
 LEAST_WORDS = 5  # a paragraph with fewer is assumed to be a caption, a heading or an item of a list
@@ -29,7 +27,6 @@ _FULL_STOP = re.compile("[.!?。！？]")
 
 def read_document(piece: dict[str, Any], language: str, any_script: bool) -> dict[str, Any]:
     """Read a piece; what cannot be read has a fault, and what has no prose no sentences."""
-    end_with_parent(multiprocess.parent_process())
     form, name, data = piece["form"], piece["name"], piece["data"]
     identity, paragraphs, fault = name, list[str](), None
     try:

@@ -49,6 +49,7 @@ from torch_thor.training.text.sources import (
     pieces,
 )
 from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
+from torch_thor.training.workers import end_children_with_me
 
 SAMPLE = 200_000_000  # the approximate number of characters that a tokenizer is trained on, at most
 UNIT = 1 << 22  # approximate number of bytes of source text whose documents are a batch of rows
@@ -248,6 +249,7 @@ def _read(
 ) -> list[str]:
     """Read the documents of all sources as sentences; returns the files that have them."""
     datasets.disable_progress_bars()
+    end_children_with_me()
     bar, files = progress.add_task("reading", total=None), []
     for number, block in enumerate(_blocks(sources, cache)):
         raw = cache / "block.arrow"
