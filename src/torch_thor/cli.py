@@ -25,7 +25,7 @@ EXTRAS = {
         "rich", "matplotlib",
         "tensorboard",
     ),
-    "text": ("transformers", "tokenizers", "pyarrow", "mwparserfromhell", "bs4", "sentencex"),
+    "text": ("transformers", "tokenizers", "datasets", "pyarrow", "bs4", "sentencex"),
     "timm": ("timm",),
 }  # fmt: skip
 # Errors of a disk, a network share or a limit on open files, which are not bugs of this program

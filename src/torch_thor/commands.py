@@ -197,7 +197,8 @@ def evaluate(
 @app.command("prepare", cls=_Command)
 def prepare_text(
     sources: Annotated[
-        list[str], Argument(metavar="SOURCE...", help="Wikipedia dumps, text, folders, python.")
+        list[str],
+        Argument(metavar="SOURCE...", help="Files of text, folders, names of the hub, python."),
     ],
     out: Annotated[Path, Option(help="The folder of the prepared corpus.")],
     vocab_size: Annotated[int, Option(help="Size of the vocabulary to train.")] = 30522,
@@ -212,6 +213,13 @@ def prepare_text(
         float, Option(help="Fraction of the documents that is kept for evaluation.")
     ] = 0.01,
     seed: Annotated[int, Option(help="Seed of the choice of these documents.")] = 0,
+    form: Annotated[
+        str | None,
+        Option(
+            "--format",
+            help="What files are (default: they tell): text, bert, html, doc, jsonl, parquet.",
+        ),
+    ] = None,
     language: Annotated[str, Option(help="Language code, for the rules of sentence ends.")] = "en",
     workers: Annotated[
         int | None, Option(help="Number of processes (default: one per core that it may use).")
@@ -222,19 +230,20 @@ def prepare_text(
 ) -> None:
     """Prepare text for masked-language-model training.
 
-    SOURCE is a Wikipedia dump (`*-pages-articles*.xml.bz2`), a text or HTML file (which may be
-    compressed: .gz, .bz2, .xz), a folder of such files, or `python`, which stands for the
-    documentation that is part of Python. If the preparation is stopped, the same command continues
-    it.
+    SOURCE is a file, or a folder of files: cleaned articles of Wikipedia as Parquet or JSON lines
+    with a `text`, WikiExtractor's output, BERT's format (a sentence a line, a blank line after a
+    document), text or HTML. Files may be compressed (.gz, .bz2, .xz). Where there is a network, it
+    may be a data set of the hub, as OWNER/NAME:CONFIGURATION. `python` stands for the documentation
+    that is part of Python. If the preparation is stopped, the same command continues it.
 
-    - `torch-thor prepare enwiki-latest-pages-articles.xml.bz2 --out corpora/wikipedia --workers 16`
+    - `torch-thor prepare wikimedia/wikipedia:20231101.en --out corpora/wikipedia --workers 16`
     """
     from torch_thor.training.text.prepare import prepare
 
     prepare(
         sources, out, vocab_size=vocab_size, lowercase=not cased,
         lengths=_numbers("--seq-len", seq_len), seed=seed,
-        held_out=held_out, language=language, tokenizer=tokenizer,
+        held_out=held_out, language=language, form=form, tokenizer=tokenizer,
         workers=allowed_cores() if workers is None else workers,
         max_faults=max_faults, console=Console(),
     )  # fmt: skip

@@ -10,6 +10,7 @@ alone is left out there, and said once.
 """
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -142,6 +143,12 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
     """
     with whole_file(path, shared=shared) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def sha256(path: Path) -> str:
+    """Compute the SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(path: Path) -> None:

@@ -1,5 +1,5 @@
 """Data-parallel training: all ranks sum statistics on refresh steps, and raise the same errors.
 
-It implements :class:`torch_thor.curvature.processes.Processes`, on which
+It implements :class:`torch_thor.curvature.communication.Processes`, on which
 :mod:`torch_thor.curvature` depends.
 """

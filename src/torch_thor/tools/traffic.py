@@ -102,7 +102,7 @@ class Blocks:
 
     dtype: torch.dtype
     shape: Shape
-    # as in `torch_thor.curvature.processes.Bounds`; None before they are dealt out
+    # as in `torch_thor.curvature.communication.Bounds`; None before they are dealt out
     owners: tuple[int, ...] | None
     copied: int = 0  # of HSDP: how many of them this process holds as others do
     copies: int = 1  # of HSDP: how many processes hold them

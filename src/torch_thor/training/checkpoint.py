@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from torch_thor.capture.sharding import is_sharded
 from torch_thor.errors import DamagedCheckpointError, UserError, first_line, require
+from torch_thor.files import sha256
 from torch_thor.training.loop import Run, Score
 from torch_thor.training.parallel import agreed
 from torch_thor.training.recipe import Recipe
@@ -215,12 +216,6 @@ def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
             f"{path}: the state of {run.name} does not fit ({first_line(error)}): continue with "
             "the recipe that it was saved with, or start another run with weights="
         ) from error
-
-
-def sha256(path: Path) -> str:
-    """Compute the SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest(values: Any) -> str:

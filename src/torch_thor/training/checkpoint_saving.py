@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torch_thor.errors import StoppedError, UserError, first_line
-from torch_thor.files import REMAINS, flush, if_offered, remedy_for, whole_folder
+from torch_thor.files import REMAINS, flush, if_offered, remedy_for, sha256, whole_folder
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training.checkpoint import (
     AVERAGED,
@@ -32,7 +32,6 @@ from torch_thor.training.checkpoint import (
     by_first_name,
     digest,
     newest_first,
-    sha256,
 )
 from torch_thor.training.loop import Observer, Run
 from torch_thor.training.parallel import agreed

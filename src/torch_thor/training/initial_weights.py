@@ -9,6 +9,7 @@ from torch import nn
 
 from torch_thor.capture.patterns import matches
 from torch_thor.errors import UserError, require
+from torch_thor.files import sha256
 from torch_thor.training.checkpoint import (
     AVERAGED,
     MANIFEST,
@@ -19,7 +20,6 @@ from torch_thor.training.checkpoint import (
     misfits,
     newest,
     open_checkpoint,
-    sha256,
 )
 from torch_thor.training.recipe import Recipe, path_of
 from torch_thor.training.run_folder import RunFolder

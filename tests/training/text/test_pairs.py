@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dumps import dump, small_units, write_dump
+from articles import small_units, write_articles
 from torch_thor.errors import UserError
 from torch_thor.training.text import corpus as corpora
 from torch_thor.training.text.corpus import HELD_OUT, TRAIN, Corpus
@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("text")
     with pytest.MonkeyPatch.context() as patch:
         small_units(patch)
-        wiki = write_dump(out / "wiki.xml", dump(120))
+        wiki = write_articles(out / "wiki.jsonl", 120)
         prepare([str(wiki)], out / "corpus", vocab_size=150, lengths=[32, LENGTH], held_out=0.1)
     return out / "corpus"
 

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tokenizers import trainers
 
+from articles import plain, small_units, write_articles
 from command_line import assert_ends, descendants, wait_for
-from dumps import dump, plain, small_units, write_dump
 from torch_thor.errors import UserError
 from torch_thor.training.text import prepare, wordpiece
-from torch_thor.training.text.corpus import open_manifest
-from torch_thor.training.text.encoding import spans
+from torch_thor.training.text.corpus import open_manifest, spans
 from torch_thor.training.text.wordpiece import (
     SPECIAL,
     load_tokenizer,
@@ -39,7 +38,7 @@ FILES = ("train.arrow", "held-out.arrow", "tokenizer.json")
 @pytest.fixture
 def wiki(tmp_path, monkeypatch):
     small_units(monkeypatch)
-    return write_dump(tmp_path / "wiki.xml.bz2", dump(80))
+    return write_articles(tmp_path / "wiki.jsonl", 80)
 
 
 def run(out, *given, **options):
@@ -104,7 +103,8 @@ def test_the_number_of_processes_changes_nothing(wiki, corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "after"), [("clean_unit", 0), ("clean_unit", 2), ("_trained", 0), ("encode", 0)]
+    ("stage", "after"),
+    [("pieces", 0), ("_documents", 0), ("_trained", 0), ("write_corpus", 0)],
 )
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device")]
@@ -125,17 +125,16 @@ def test_a_preparation_that_was_stopped_goes_on(
         patch.setattr(prepare, stage, stopped)
         with pytest.raises(
             KeyboardInterrupt if error is KeyboardInterrupt else UserError,
-            match=r"No space left.*make|^$",
+            match=r"No space left.*(make|check)|^$",
         ):
             run(out, wiki)
     assert not {"manifest.json", "train.arrow", "held-out.arrow"} & {
         file.name for file in out.iterdir()
     }
-    finished = {file: file.stat().st_mtime_ns for file in (out / "clean").iterdir()}
-    assert len(finished) == (after if stage == "clean_unit" else len(finished))
-    monkeypatch.setattr(prepare, "shutil", None)  # so that the files of the units stay
-    with pytest.raises(AttributeError):
-        run(out, wiki)
+    finished = {file: file.stat().st_mtime_ns for file in (out / "cache").glob("0*.arrow")}
+    assert bool(finished) == (stage in {"_documents", "_trained", "write_corpus"})
+    monkeypatch.setattr(prepare.shutil, "rmtree", lambda *_, **__: None)  # their files stay
+    run(out, wiki)
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
     assert contents(out) == contents(corpus)
 
@@ -144,9 +143,9 @@ def test_a_preparation_that_was_stopped_goes_on(
 SCRIPT = """
 import sys
 from pathlib import Path
-from torch_thor.training.text import prepare, sources
+from torch_thor.training.text import prepare
 
-sources.UNIT = 20_000
+prepare.UNIT, prepare.UNITS = 10_000, 2
 if __name__ == "__main__":
     options = dict(vocab_size=300, lengths=[32, 128], held_out=0.1, workers=2)
     prepare.prepare([sys.argv[1]], Path(sys.argv[2]), **options)
@@ -160,7 +159,7 @@ def test_a_killed_preparation_leaves_what_goes_on_and_no_process(wiki, corpus, t
     process = subprocess.Popen(
         [sys.executable, script, wiki, out], stderr=subprocess.PIPE, start_new_session=True
     )
-    wait_for(process, lambda: any((out / "clean").glob("0*.arrow")), "file of a unit")
+    wait_for(process, lambda: any((out / "cache").glob("0*.arrow")), "file of a block")
     workers = descendants(process.pid)
     assert len(workers) >= 2
     os.kill(process.pid, signal.SIGKILL)
@@ -184,18 +183,27 @@ def test_a_finished_corpus_is_left_alone_unless_it_is_damaged(wiki, corpus):
         run(corpus, wiki)
 
 
-def test_what_cannot_be_read_is_named_and_counted(wiki, tmp_path):
+def test_what_is_left_out_is_counted_by_reason(wiki, tmp_path):
     text = tmp_path / "texts"
     text.mkdir()
     (text / "latin.txt").write_bytes("caf\u00e9 ".encode("latin-1") * 100)
     (text / "._latin.txt").write_bytes(b"\0\5\x16\7")
+    (text / "photo.jpg").write_bytes(b"")
     manifest, said = run(tmp_path / "corpus", wiki, text, max_faults=0.05)
     (fault,) = manifest["faults"]
-    assert fault.startswith("texts/latin.txt, byte 3 of its uncompressed contents: it is not UTF-8")
-    assert f"left out: {fault}" in said
-    assert "texts: left out of its files and folders: 1 hidden or made by programs (._* 1)" in said
+    assert fault.startswith("texts/latin.txt, byte 3 of its file: it is not UTF-8")
+    assert f"unreadable: {fault}" in said
+    counts = (2, 1, 1, 1)
+    assert tuple(manifest["left out"].values()) == counts
+    assert (
+        "left out: 2 documents without prose, 1 unreadable, 1 files of other kinds, 1 hidden or "
+        "made by programs\nthe corpus is in" in said
+    )
+    assert said.startswith(
+        "read: 1 files of JSON, an object with a text a line; 1 files of text with "
+    )
     with pytest.raises(
-        UserError, match=r"1 of 81 documents cannot be read, and --max-faults 0\.01 allows 0"
+        UserError, match=r"1 of 83 documents cannot be read, and --max-faults 0\.01 allows 0"
     ):
         run(tmp_path / "strict", wiki, text)
     run(tmp_path / "strict", wiki, text, max_faults=0.05)
@@ -253,7 +261,7 @@ def test_a_vocabulary_with_a_fault_is_refused(wiki, tmp_path, lines, message):
         ({"held_out": 1.0}, r"--held-out 1\.0 must lie between 0 and 1"),
         ({"max_faults": 2}, r"--max-faults 2 must lie in \[0, 1\]"),
         ({"workers": 0}, "--workers 0 must be 1 or more"),
-        ({"language": "xx"}, "--language xx: give the nearest of am, ar,"),
+        ({"form": "xml"}, "--format xml must be one of text, bert, html, doc, jsonl, parquet"),
         ({"tokenizer": Path("nowhere.json")}, "--tokenizer nowhere.json: there is no such file"),
     ],
 )
@@ -275,7 +283,7 @@ def test_a_corpus_keeps_its_settings_and_sources(wiki, corpus, tmp_path):
             UserError, match=f"was begun with other {next(iter(change))}: give the same"
         ):
             run(corpus, wiki, **change)
-    write_dump(wiki, dump(81))
+    write_articles(wiki, 81)
     with pytest.raises(UserError, match="was begun with other sources"):
         run(corpus, wiki)
     with pytest.raises(UserError, match="is not empty and holds no corpus"):
@@ -287,15 +295,22 @@ def test_a_corpus_keeps_its_settings_and_sources(wiki, corpus, tmp_path):
     assert {file.name: file.read_bytes() for file in corpus.iterdir()} == before
 
 
-def test_a_corpus_without_prose_or_without_a_held_out_part_is_refused(tmp_path):
+def test_a_corpus_that_is_too_small_is_refused_before_a_tokenizer_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_trained", None)
     short = tmp_path / "short.txt"
-    short.write_text("Too short.")
-    with pytest.raises(UserError, match="the sources have no prose"):
-        run(tmp_path / "none", short)
-    short.write_text("One paragraph that has more than five words.")
-    with pytest.raises(UserError, match=r"no document is in held-out\.arrow"):
-        run(tmp_path / "one", short)
-    assert not list((tmp_path / "one").glob("*train*"))
+    for text, number in (("Too short.", 0), ("One paragraph that has more than five words.", 1)):
+        short.write_text(text)
+        with pytest.raises(UserError, match=rf"^{number} of 1 documents have prose .* two or more"):
+            run(tmp_path / "small", short)
+        assert {file.name for file in (tmp_path / "small").iterdir()} <= {".lock"}
+
+
+@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
+def test_two_documents_are_one_of_each_split(tmp_path, share):
+    lines = "Here are the words of a sentence.\nAnd of another one.\n"
+    (tmp_path / "two.txt").write_text(f"{lines}\n{lines.upper()}")
+    manifest, _ = run(tmp_path / "corpus", tmp_path / "two.txt", held_out=share)
+    assert [side["documents"] for side in manifest["totals"].values()] == [1, 1]
 
 
 def test_names_of_files_need_not_be_utf8(wiki, tmp_path):
@@ -349,28 +364,11 @@ def test_a_tokenizer_is_trained_on_a_share_of_a_large_text(wiki, tmp_path, monke
     monkeypatch.setattr(
         prepare,
         "train_tokenizer",
-        lambda text, *rest: (
-            seen.append(len("".join(text()))) or wordpiece.train_tokenizer(text, *rest)
+        lambda text, *rest, **options: (
+            seen.append(len("".join(text()))) or wordpiece.train_tokenizer(text, *rest, **options)
         ),
     )
     run(tmp_path / "whole", wiki)
     monkeypatch.setattr(prepare, "SAMPLE", seen[0] // 4)
     run(tmp_path / "part", wiki)
     assert 0.1 < seen[1] / seen[0] < 0.4
-
-
-JOBS = [(number, 2) for number in range(20)]
-
-
-def test_results_come_in_the_order_of_the_jobs_of_which_few_are_taken_at_a_time():
-    taken = []
-    for number, found in enumerate(
-        prepare.in_order(pow, (taken.append(job) or job for job in JOBS), 2)
-    ):
-        assert found == number**2
-        assert len(taken) <= number + 4
-    assert taken == JOBS
-    with pytest.raises(TypeError):
-        list(prepare.in_order(pow, [("a", 2), *JOBS], 2))
-    with pytest.raises(UserError, match=r"ended from outside .* give the same command again"):
-        list(prepare.in_order(os._exit, [(9,)], 2))

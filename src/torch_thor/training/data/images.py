@@ -34,7 +34,7 @@ from torch_thor.training.data.decoding import (
     is_image,
     read_image,
 )
-from torch_thor.training.data.listing import LeftOut
+from torch_thor.training.data.listing import LeftOut, files_in, refuse_a_link_to_nothing
 from torch_thor.training.recipe import FOLDER, Data, Transform
 
 SPLITS = (("train", "val"), ("train", "test"), ("ilsvrc", "ilsvrc_eval"))  # the first that is there
@@ -173,7 +173,7 @@ def _open_folders(
     )
     pairs = [[data.folder() / name for name in names] for names in SPLITS]
     for folder in (folder for pair in pairs for folder in pair):
-        _refuse_a_link_to_nothing(folder)
+        refuse_a_link_to_nothing(folder, "images")
     folders = next(
         (pair for pair in pairs if pair[1].is_dir() and (pair[0].is_dir() or not train)), None
     )
@@ -217,17 +217,9 @@ def list_images(folder: Path, say: Callable[[str], None]) -> list[Path]:
     """
     left = LeftOut()
     with _listing(folder):
-        paths = _list_files(folder, left)
+        paths = files_in(folder, left, _holds_an_image)
     left.tell(folder, "images", say)
     return sorted(map(Path, paths))
-
-
-def _refuse_a_link_to_nothing(path: Path) -> None:
-    require(
-        not path.is_symlink() or path.exists(),
-        f"{path} is a link to nothing, so its images would be missing: mount the disk that it "
-        "leads to, or remove the link",
-    )
 
 
 def _classes(folder: Path, left: LeftOut) -> list[str]:
@@ -235,7 +227,7 @@ def _classes(folder: Path, left: LeftOut) -> list[str]:
     found = []
     for item in folder.iterdir():
         if left.keeps(item.name):
-            _refuse_a_link_to_nothing(item)
+            refuse_a_link_to_nothing(item, "images")
             if item.is_dir():
                 found.append(item.name)
             else:
@@ -249,7 +241,7 @@ def _list(folder: Path, classes: Sequence[str], left: LeftOut, say: Callable[[st
         f"{folder} must contain a folder for each of two or more classes: sort the images into "
         "them",
     )
-    lists = [_list_files(folder / name, left) for name in classes]
+    lists = [list(files_in(folder / name, left, _holds_an_image)) for name in classes]
     left.tell(folder, "images", say)
     empty = [name for name, paths in zip(classes, lists, strict=True) if not paths]
     require(
@@ -263,36 +255,13 @@ def _list(folder: Path, classes: Sequence[str], left: LeftOut, say: Callable[[st
     return Files([path for paths in lists for path in paths]), labels, classes
 
 
-def _list_files(folder: Path, left: LeftOut | None = None) -> list[str]:
-    """Return the paths of the images in a folder, sorted; counts in `left` what is none."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    found, left = [], left or LeftOut()
-    for top, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        place = Path(top)
-        if place.is_symlink() and place.parent.resolve().is_relative_to(place.resolve()):
-            raise UserError(
-                f"{top} is a link to a folder that contains it, so listing would never end: remove "
-                "the link"
-            )
-        folders[:] = filter(left.keeps, folders)
-        for name in filter(left.keeps, names):
-            if _holds_an_image(top, name):
-                found.append((top, name))
-            else:
-                left.other(name)
-    return [f"{top}{os.sep}{name}" for top, name in sorted(found)]
-
-
-def _holds_an_image(top: str, name: str) -> bool:
+def _holds_an_image(top: str, name: str) -> bool | None:
     if name.lower().endswith(image_suffixes()):
         return True  # or what is broken, which reading it will tell
     path = Path(top, name)
-    _refuse_a_link_to_nothing(path)
+    refuse_a_link_to_nothing(path, "images")
     # opening a pipe waits for its writer
-    return path.is_file() and is_image(path)
+    return (path.is_file() and is_image(path)) or None
 
 
 def _told_apart(names: Sequence[str]) -> list[str]:

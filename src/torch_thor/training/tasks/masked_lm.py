@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from torch_thor.errors import UserError, require
+from torch_thor.files import sha256
 from torch_thor.training.data.batches import (
     Key,
     batches_per_epoch,
@@ -32,7 +33,7 @@ from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe import TEXTS, Recipe
 from torch_thor.training.tasks.task import OWN_TEXT, Batch, Loss, Metric, Task, Terms
-from torch_thor.training.text.corpus import HELD_OUT, TOKENIZER, TRAIN, Corpus, sha256
+from torch_thor.training.text.corpus import HELD_OUT, TOKENIZER, TRAIN, Corpus
 from torch_thor.training.text.pairs import PairMaker
 
 EVALUATION_BATCH = 32  # number of examples in a batch

@@ -1,4 +1,6 @@
-"""A prepared corpus: its files, and random access to its examples, which are mapped into memory.
+"""A prepared corpus: its files, how they are written, and random access to its examples.
+
+They are mapped into memory.
 
 `train.arrow` and `held-out.arrow` have one document per row. `tokens` are the ids of all its
 sentences, and `ends` the end of each sentence in `tokens`. The column with the name of a length
@@ -6,17 +8,24 @@ holds the examples of that length: the first and last (exclusive) sentences, who
 example together with [CLS] and two [SEP].
 """
 
-import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 from torch_thor.errors import require
+from torch_thor.files import sha256, whole_file
+from torch_thor.training.text.wordpiece import load_tokenizer
 
 MANIFEST, TOKENIZER, TRAIN, HELD_OUT = (
     "manifest.json",
@@ -28,12 +37,6 @@ FORMAT = 4  # of the manifest and the files
 SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
 # `prepare` leaves a finished corpus as it is
 _AGAIN = "delete its folder, then prepare the corpus again"
-
-
-def sha256(file: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 @cache
@@ -126,8 +129,6 @@ class Corpus:
 
     def passage(self, example: int) -> Passage:
         """Read the text of an example, by its number from 0."""
-        import numpy as np
-
         unit = bisect_right(self._firsts, example) - 1
         batch, number = self._file.get_batch(unit), example - self._firsts[unit]
         examples = batch[str(self.length)]
@@ -139,8 +140,6 @@ class Corpus:
 
 def mapped(file: Path) -> Any:
     """Open an Arrow file, whose contents are read from the disk where they are used."""
-    import pyarrow as pa
-
     options = pa.ipc.IpcReadOptions(use_threads=False)  # a forked worker has none of its parent's
     return pa.ipc.open_file(pa.memory_map(str(file)), options=options)
 
@@ -149,3 +148,64 @@ def _row(lists: Any, row: int) -> Any:
     """Return a row of an Arrow array of lists as a NumPy array, without a copy."""
     begin, end = lists.offsets.to_numpy()[row : row + 2]
     return lists.values.to_numpy()[begin:end]
+
+
+def write_corpus(
+    documents: Iterable[dict[str, Any]],
+    folder: Path,
+    lengths: Sequence[int],
+    is_held_out: Callable[[str], bool],
+) -> dict[str, dict[str, int]]:
+    """Encode documents, which have sentences, as the files of a corpus; return what these hold."""
+    # the documents of a unit become a batch of rows in each file
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    tokenizer.encode_special_tokens = True  # a "[SEP]" that stands in a text is text
+    ids = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    types = {"tokens": pa.list_(pa.from_numpy_dtype(ids)), "ends": pa.list_(pa.int32())}
+    spans_type = pa.list_(pa.list_(pa.int32(), 2))
+    schema = pa.schema(types | {str(length): spans_type for length in lengths})
+    totals = {side: Counter[str]() for side in (TRAIN, HELD_OUT)}
+    with ExitStack() as stack:
+        paths = {side: stack.enter_context(whole_file(folder / side)) for side in totals}
+        writers = {
+            side: stack.enter_context(pa.ipc.new_file(str(path), schema))
+            for side, path in paths.items()
+        }
+        for _, unit in groupby(documents, itemgetter("unit")):
+            rows: dict[str, list[dict[str, Any]]] = {side: [] for side in totals}
+            for document in unit:
+                encoded = tokenizer.encode_batch_fast(
+                    document["sentences"], add_special_tokens=False
+                )
+                sentences = [one.ids for one in encoded if one.ids]
+                ends = np.cumsum([len(one) for one in sentences], dtype=np.int32)
+                tokens = np.array([token for one in sentences for token in one], ids)
+                side = HELD_OUT if is_held_out(document["name"]) else TRAIN
+                examples = {str(length): spans(ends.tolist(), length) for length in lengths}
+                rows[side].append({"tokens": tokens, "ends": ends, **examples})
+                counted = {"documents": 1, "sentences": len(ends), "tokens": len(tokens)}
+                totals[side].update(
+                    counted | {f"examples of {key}": len(one) for key, one in examples.items()}
+                )
+            for side, own in rows.items():
+                writers[side].write_batch(pa.RecordBatch.from_pylist(own, schema))
+    return {side: dict(counted) for side, counted in totals.items()}
+
+
+def spans(ends: Sequence[int], length: int) -> list[tuple[int, int]]:
+    """Divide a document into examples, each a (first, last exclusive) pair of sentences."""
+    # `ends` are those of its sentences, in tokens.
+    # An example ends with the sentence that fills it, so it usually has more tokens than fit, as in
+    # the code of Devlin et al. (2019); what does not fit is cut off when the example is made. It
+    # has two sentences or more, so that it can be split into a pair of segments; a last sentence
+    # that is left alone is joined by the one before it, in both.
+    room, found = length - SPECIAL_TOKENS, []
+    first = begin = 0
+    for number, end in enumerate(ends):
+        if end - begin >= room and number > first:
+            found.append((first, number + 1))
+            first, begin = number + 1, end
+    if first < len(ends):
+        alone = len(ends) - first == 1
+        found.append((max(0, first - 1) if alone else first, len(ends)))
+    return found

@@ -1,110 +1,120 @@
-"""Source file pieces, read as documents: a name and plain-text paragraphs without line breaks."""
+"""A piece of a source, read as a document: what identifies it, and sentences of plain text."""
 
+import json
 import re
-from typing import NamedTuple
-from xml.etree import ElementTree
+from collections.abc import Callable, Iterable
+from html import unescape
+from itertools import chain
+from typing import Any
+
+from bs4 import BeautifulSoup
+from sentencex import segment
 
 from torch_thor.errors import first_line
-from torch_thor.training.text.wikitext import LEAST_WORDS, clean
 
-LARGEST_HTML = 1 << 25  # bytes; Beautiful Soup needs about 45 times as much memory
-_SPACE = re.compile(r"\s+")
+FAULT = "fault"  # the form of a piece that tells what cannot be read
+LEAST_WORDS = 5  # a paragraph with fewer is assumed to be a caption, a heading or an item of a list
+_SPACE, _BLANK = re.compile(r"\s+"), re.compile(r"\n[ \t\r]*\n")
 _PROSE = ("p", "dd")  # `dd`: descriptions in definition lists are often prose
 _NO_PROSE = ("script", "style", "nav", "header", "footer", "table", "pre", "form", "figure")
-# Templates of disambiguation pages of large Wikipedias. {{disambiguation needed}} marks a link in
-# an ordinary article.
-_DISAMBIGUATION = re.compile(
-    r"\{\{\s*(?:template:\s*)?(?:[\w ]+ )?"
-    r"(?:disambiguation|disambig|disamb|dab|hndis|geodis|numberdis|begriffsklärung|homonymie|desambiguación|"
-    r"desambiguação|disambigua|doorverwijspagina)\b(?!\s+needed)",
-    re.IGNORECASE,
+_DOC = re.compile(r'\s*<doc id="(.*?)"[^\n]* title="([^\n]*)">\n(.*)</doc>\s*', re.DOTALL)
+# Thai, Lao, Tibetan, Burmese, Khmer, Chinese and Japanese have no spaces between words.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff\U00020000-\U0003ffff]"
 )
-_REDIRECT = re.compile(r"^\s*#redirect\b", re.IGNORECASE)
+_FULL_STOP = re.compile("[.!?。！？]")
 
 
-class Document(NamedTuple):
-    """A name, which is unique in its source, and paragraphs of plain text without line breaks."""
-
-    name: str
-    paragraphs: list[str]
-
-
-class Piece(NamedTuple):
-    """A part of a source file that is one document; the name of a page is its title."""
-
-    kind: str  # page (of a Wikipedia dump), html or text
-    source: str
-    name: str
-    offset: int  # in the uncompressed file
-    data: bytes
-
-
-def fault(source: str, offset: int, reason: str) -> str:
-    """Describe a part of a source that could not be read."""
-    return f"{source}, byte {offset} of its uncompressed contents: {reason}"
-
-
-def read(piece: Piece) -> Document | str:
-    """Read a piece; returns a document, whose paragraphs are prose, or a fault."""
+def read_document(piece: dict[str, Any], language: str, any_script: bool) -> dict[str, Any]:
+    """Read a piece; what cannot be read has a fault, and what has no prose no sentences."""
+    form, name, data = piece["form"], piece["name"], piece["data"]
+    identity, paragraphs, fault = name, list[str](), None
     try:
-        if piece.kind == "page":
-            return _article(piece.data)
-        if piece.kind == "html" and len(piece.data) > LARGEST_HTML:
-            return fault(
-                piece.source,
-                0,
-                f"more than {LARGEST_HTML >> 20} MB of HTML: divide it, or convert it to text",
-            )
-        text = piece.data.decode().removeprefix("\ufeff")
-        if "\0" in text:  # of which UTF-16 is full
-            raise UnicodeDecodeError(
-                "utf-8", piece.data, piece.data.index(b"\0"), len(piece.data), "it has zero bytes"
-            )
-        return Document(
-            piece.name, _html_paragraphs(text) if piece.kind == "html" else paragraphs_of(text)
-        )
+        if form == FAULT:
+            raise ValueError(data.decode())
+        identity, paragraphs = _READERS[form](name, _decoded(data), any_script)
     except UnicodeDecodeError as error:
-        what = f"it is not UTF-8, {len(piece.data)} bytes left out: convert it with iconv -t utf-8"
-        return fault(piece.source, piece.offset + error.start, what)
+        reason = f"it is not UTF-8, {len(data)} bytes left out: convert it with iconv -t utf-8"
+        fault = f"{name}, byte {piece['offset'] + error.start} of its file: {reason}"
     except Exception as error:  # the parsers may raise any exception for unexpected input
-        reason = f"it cannot be parsed ({type(error).__name__}: {first_line(error)})"
-        return fault(piece.source, piece.offset, reason)
+        fault = f"{name}: {first_line(error)}"
+    parts = paragraphs if form == "bert" else chain(*(segment(language, one) for one in paragraphs))
+    sentences = [text for part in parts if (text := part.strip())]
+    found = {"name": identity, "sentences": sentences, "fault": fault}
+    return found | {"characters": sum(map(len, sentences))}
 
 
-def paragraphs_of(text: str) -> list[str]:
+def _decoded(data: bytes) -> str:
+    text = data.decode().removeprefix("\ufeff")
+    if "\0" in text:  # of which UTF-16 is full
+        at = data.index(b"\0")
+        raise UnicodeDecodeError("utf-8", data, at, len(data), "it has zero bytes")
+    return text
+
+
+def paragraphs_of(text: str, *, any_script: bool = False) -> list[str]:
     """Divide plain text at blank lines into paragraphs, without those of fewer than five words."""
-    return _prose(re.split(r"\n[ \t\r]*\n", text))
+    # With `any_script`, two characters of a script without spaces count as a word, and what has
+    # neither spaces between words nor full stops is divided at its line ends.
+    blocks = _BLANK.split(text)
+    if any_script:
+        blocks = [line for block in blocks for line in _lines(block)]
+    return _prose(blocks, any_script=any_script)
 
 
-def _prose(paragraphs: list[str]) -> list[str]:
+def _lines(block: str) -> list[str]:
+    divided = _UNSPACED.search(block) and not _FULL_STOP.search(block)
+    return block.split("\n") if divided else [block]
+
+
+def _prose(paragraphs: Iterable[str], *, any_script: bool) -> list[str]:
     found = (_SPACE.sub(" ", paragraph).strip() for paragraph in paragraphs)
-    return [paragraph for paragraph in found if len(paragraph.split()) >= LEAST_WORDS]
+    return [
+        paragraph
+        for paragraph in found
+        if len(paragraph.split()) >= LEAST_WORDS
+        or (any_script and len(_UNSPACED.findall(paragraph)) >= 2 * LEAST_WORDS)
+    ]
 
 
-def _html_paragraphs(markup: str) -> list[str]:
-    """Return the text of the paragraphs; tables, preformatted text and navigation are left out."""
-    from bs4 import BeautifulSoup
-
+def _of_html(name: str, markup: str, any_script: bool) -> tuple[str, list[str]]:
+    """Read the paragraphs; tables, preformatted text and navigation are left out."""
     soup = BeautifulSoup(markup, "html.parser")
     for tag in soup(_NO_PROSE):
         tag.decompose()
-    return _prose(
-        [tag.get_text().replace("¶", "") for tag in soup(_PROSE) if tag.find(_PROSE) is None]
-    )
+    innermost = [tag for tag in soup(_PROSE) if tag.find(_PROSE) is None]
+    texts = (tag.get_text().replace("¶", "") for tag in innermost)
+    return name, _prose(texts, any_script=any_script)
 
 
-def _article(xml: bytes) -> Document:
-    """Read a page; a redirect, a disambiguation page or a non-article has no paragraphs."""
-    page = ElementTree.fromstring(xml)
-    if page.find("ns") is None:
-        raise ValueError("no <ns>: dumps have it since 2012")
-    # dumps with the history have the revisions in the order of time
-    latest = page.findall("revision")[-1]
-    text = latest.findtext("text") or ""
-    is_article = page.findtext("ns") == "0" and latest.findtext("model", "wikitext") == "wikitext"
-    is_other = (
-        page.find("redirect") is not None or _REDIRECT.match(text) or _DISAMBIGUATION.search(text)
-    )
-    return Document(
-        page.findtext("title") or "", clean(text) if is_article and not is_other else []
-    )
+def _of_element(name: str, text: str, any_script: bool) -> tuple[str, list[str]]:
+    """Read a <doc> element of WikiExtractor, whose first line is the title; a line a paragraph."""
+    found = _DOC.fullmatch(text)
+    if found is None or "\n<doc " in found[3]:
+        raise ValueError("it is no whole <doc> element")
+    number, title, body = found.groups()
+    lines = unescape(body.removeprefix(f"{title}\n")).replace("\n", "\n\n")
+    return f"{title} {number}", paragraphs_of(lines, any_script=any_script)
+
+
+def _of_row(name: str, text: str, any_script: bool) -> tuple[str, list[str]]:
+    """Read a row of a table; its title and id identify it if it has them."""
+    row = json.loads(text) if text.strip() else {"text": ""}
+    if not isinstance(row, dict) or not isinstance(row.get("text", 0), str | None):
+        raise ValueError(f"it is no object with a text, but has {', '.join(row)}")
+    body = row["text"] or ""
+    own = " ".join(str(row[key]) for key in ("title", "id") if row.get(key))
+    # WikiExtractor's rows, which have this key, escape characters as in HTML
+    body = unescape(body) if "revid" in row else body
+    # the paragraphs of published articles are lines if there are no blank ones
+    body = body if _BLANK.search(body) else body.replace("\n", "\n\n")
+    return own or name, paragraphs_of(body, any_script=any_script)
+
+
+_READERS: dict[str, Callable[[str, str, bool], tuple[str, list[str]]]] = {
+    "text": lambda name, text, any_script: (name, paragraphs_of(text, any_script=any_script)),
+    "bert": lambda name, text, _: (name, text.split("\n")),
+    "html": _of_html,
+    "doc": _of_element,
+    "jsonl": _of_row,
+}

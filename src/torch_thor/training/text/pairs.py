@@ -9,6 +9,7 @@ segments therefore tell nothing about the label. Of the tokens to predict, 80 % 
 
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 
 from torch_thor.errors import require
@@ -48,8 +49,6 @@ class PairMaker(Dataset[dict[str, Any]]):
         pairs: bool = True,
         seed: int = 0,
     ) -> None:
-        import numpy as np
-
         self.corpus, self.masked, self.whole_words, self.pairs, self.seed = (
             corpus,
             masked,
@@ -86,8 +85,6 @@ class PairMaker(Dataset[dict[str, Any]]):
     def example(self, number: int, seed: int, epoch: int) -> dict[str, Any]:
         """Make an example, as int64 arrays."""
         # `next_sentence_label` is 1 if B is from another document.
-        import numpy as np
-
         random = np.random.Generator(
             np.random.Philox(np.random.SeedSequence((seed, epoch, number)))
         )
@@ -134,8 +131,6 @@ class PairMaker(Dataset[dict[str, Any]]):
         A has `first` tokens, the B that is replaced `second`, and there is room for `room`
         together.
         """
-        import numpy as np
-
         fills = first + second >= room
         wanted = max(1, room - first) if fills else second
         for _ in range(_TRIES):
@@ -161,8 +156,6 @@ class PairMaker(Dataset[dict[str, Any]]):
 
     def _mask(self, ids: Any, length: int, random: Any) -> Any:
         """Mask tokens of `ids` in place, and return the labels."""
-        import numpy as np
-
         labels = np.full_like(ids, IGNORED)
         places = np.flatnonzero(
             (ids != self.begin) & (ids != self.end) & (np.arange(len(ids)) < length)

@@ -1,260 +1,257 @@
-"""The source files of a corpus, cut into pieces that can be read independently of each other.
+"""The source files of a corpus: their forms, found from what they contain, cut into documents.
 
-A piece is a page of a Wikipedia dump, an HTML file, or a text file; a long text file is cut at
-blank lines, and a dump at `</page>`, which no page contains because its text is escaped. Files are
-read as streams of bytes, so that memory use does not depend on their size, and a page that is not
-well-formed affects no other page.
+Files are read as streams, so that memory use does not depend on their size. What cannot be read is
+a piece of the form `FAULT`; the documents before it in the file are kept.
 """
 
-import bz2
-import gzip
-import lzma
+import json
 import os
 import pydoc_data.topics
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain, count, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
-from torch_thor.errors import UserError, require
-from torch_thor.training.data.listing import LeftOut
-from torch_thor.training.text.documents import Piece, fault, paragraphs_of
+import fsspec
+import pyarrow.parquet as pq
+from datasets import Dataset, load_dataset
+from huggingface_hub import HfApi
 
-# given instead of a path: the language reference that every Python installation contains
-PYTHON = "python"
-TEXT, HTML, DUMP = (
-    (".txt", ".text", ".md", ".rst", ".pod", ".dict"),
-    (".html", ".htm", ".xhtml"),
-    (".xml",),
-)
-COMPRESSED: dict[str, Any] = {
-    ".bz2": bz2.open,
-    ".gz": gzip.open,
-    ".dz": gzip.open,
-    ".xz": lzma.open,
-}
-_KINDS = (
-    f"a name that ends in {', '.join((*TEXT, *HTML, *DUMP))}, perhaps with {', '.join(COMPRESSED)}"
-)
-UNIT = 1 << 22  # approximate number of bytes of source text in a unit
+from torch_thor.errors import UserError, first_line, require
+from torch_thor.training.data.listing import LeftOut, files_in, refuse_a_link_to_nothing
+from torch_thor.training.text.documents import FAULT, paragraphs_of
+
+PYTHON = "python"  # given instead of a path: the language reference that every Python contains
 PART = 1 << 16  # number of bytes after which a text file is cut at the next blank line
-_LONGEST = 1 << 20  # number of bytes after which a text without a blank line is cut
-LARGEST_PAGE = 1 << 26  # bytes; the largest pages of Wikipedia have about 2 MB
-_BLANK = re.compile(rb"\n[ \t\r]*\n")
-_BEGIN, _END = b"<page>", b"</page>"
-# What the decompressors raise for truncated or damaged data; gzip's BadGzipFile is an OSError.
-_DAMAGED = (EOFError, OSError, lzma.LZMAError, zlib.error)
+_CHUNK = 1 << 20
+LARGEST = 1 << 25  # bytes of a document; Beautiful Soup needs 45 times as much memory
+_BLANK = rb"\n[ \t\r]*\n"
+# What files may contain, and where their documents are cut: where a pattern matches after a number
+# of bytes, or at a line's or a word's end after another number of bytes without a match.
+FORMS = {
+    "text": ("text with blank lines between paragraphs", _BLANK, PART, _CHUNK),
+    "bert": (
+        "BERT's format, a sentence a line and a blank line after a document",
+        _BLANK,
+        0,
+        _CHUNK,
+    ),
+    "html": ("HTML", rb"(?!)", 0, LARGEST),
+    "doc": ("WikiExtractor's <doc>", rb"</doc>\s*", 0, LARGEST),
+    "jsonl": ("JSON, an object with a text a line", rb"\n", 0, LARGEST),
+    "parquet": ("Parquet with a column of texts", rb"", 0, 0),
+}
+_BY_SUFFIX = {
+    **dict.fromkeys((".txt", ".text", ".md", ".rst", ".pod", ".dict"), "text"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    ".parquet": "parquet",
+}
+_COMPRESSED = (".gz", ".dz", ".bz2", ".xz")
+# what files begin with, whatever their names are
+_SIGNS = {
+    "dump": rb"(<\?xml[^>]*>\s*)?<mediawiki",
+    "parquet": rb"PAR1",
+    "doc": rb"<doc ",
+    "jsonl": rb'\{[^\n]*"text"\s*:',
+}
+_SENTENCE_END = re.compile(r"[.!?…:;。！？．।॥۔؟።།]['\"”’»)\]]*\s*$")
+# characters of scripts other than Latin, Greek and Cyrillic, also as JSON may write them
+_OTHERS = re.compile(
+    "[\u0590-\u1cff\u2e80-\ud7ff\uf900-\ufdff\U00020000-\U0003ffff]"
+    r"|\\u(?:0[6-9a-f]|1[0-9a-c]|[3-9a-d])"
+)
+_HUB_NAME = re.compile(r"([\w.-]+)/[\w.-]+(:[\w.-]+)?")
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """One source file, as it was found; `name` does not say where it lies."""
 
     path: str
     name: str
     size: int
     modified: int  # in nanoseconds
+    form: str
 
 
-@dataclass
-class Unit:
-    """A few megabytes of source text, which are processed as a whole.
-
-    Units do not depend on the number of processes.
-    """
-
-    number: int
-    pieces: list[Piece]
-    faults: list[str]
-
-
-def find_sources(given: Sequence[str], say: Callable[[str], None] = lambda _: None) -> list[Source]:
-    """Find the files that are given, and those in given folders, sorted; says what is left out."""
-    # It refuses what would be read twice or never.
-    require(bool(given), "no source: name a Wikipedia dump, text files or folders, or python")
-    found: list[Source] = []
+def find_sources(given: Sequence[str], form: str | None, left: LeftOut) -> list[Source]:
+    """Find the files that are given, and those in given folders; counts what is left out."""
+    # It refuses what would be read twice or never. `form` is that of all files, if given.
+    require(bool(given), "no source: name text files or folders, a data set of the hub, or python")
+    found: dict[str, Source] = {}
     # not resolved, because the name of a link says what kind of file it is
-    tops = {
-        place: Path(os.path.normpath(Path(place).absolute())) for place in given if place != PYTHON
-    }
-    distinct = set(tops.values())
+    tops = [Path(os.path.normpath(Path(place).absolute())) for place in given]
     # as many parts of the given paths belong to the names as tell them apart
-    depth = next(n for n in count(1) if len({top.parts[-n:] for top in distinct}) == len(distinct))
-    for place in given:
-        if place == PYTHON:
-            found.append(Source(PYTHON, PYTHON, 0, 0))
+    depth = next(n for n in count(1) if len({top.parts[-n:] for top in tops}) == len({*tops}))
+    require(len({*tops}) == len(tops), f"{' '.join(given)}: a source is given twice: leave one out")
+    for place, top in zip(given, tops, strict=True):
+        if place == PYTHON or _is_of_the_hub(place):
+            form_ = PYTHON if place == PYTHON else "hub"
+            found[place] = Source(place, place, 0, 0, form_)
             continue
-        top = tops[place]
+        if top.is_dir():
+            forms = files_in(top, left, lambda here, name: _form_of(Path(here, name), form))
+            own = {path: forms[path] for path in sorted(forms, key=Path)}
+        else:
+            require(top.exists(), f"{place} does not exist: name a text file or a folder of files")
+            own = {str(top): kind} if (kind := _form_of(top, form, named=True)) else {}
         require(
-            top.exists(),
-            f"{place} does not exist: name a Wikipedia dump, a text file or a folder of text files",
+            bool(own),
+            f"{place} is and holds no file of a known kind: give names that end in "
+            f"{', '.join(_BY_SUFFIX)} (perhaps with {', '.join(_COMPRESSED)}), JSON lines or <doc> "
+            f"elements, or say with --format what it is ({', '.join(FORMS)})",
         )
-        paths = _inside(top, say) if top.is_dir() else [top] if _kind(top) else []
-        require(bool(paths), f"{place} is and holds no file of a known kind: give {_KINDS}")
-        for path in paths:
+        for path, kind in own.items():
+            one = _source(Path(path), kind, len(top.parts) - depth)
+            other = found.setdefault(os.path.realpath(path), one)
             require(
-                path.is_file(),
-                f"{path} is not a regular file, or a link to nothing: move it out of the folder",
+                other is one,
+                f"{path} is given twice, the first time as {other.path}: leave one out",
             )
-            name = (
-                str(Path(*path.parts[max(0, len(top.parts) - depth) :]))
-                .encode("utf-8", "backslashreplace")
-                .decode()
-            )
-            found.append(Source(str(path), name, path.stat().st_size, path.stat().st_mtime_ns))
-    known: dict[str, Source] = {}
-    for one in found:
-        other = known.setdefault(os.path.realpath(one.path), one)
-        require(
-            other is one,
-            f"{one.path} is given twice, the first time as {other.path}: leave one out",
-        )
-    return found
+    return list(found.values())
 
 
-def _inside(top: Path, say: Callable[[str], None]) -> list[Path]:
-    """Return the files of known kinds in a folder, sorted."""
-
-    def refuse(error: OSError) -> None:
-        raise UserError(
-            f"{error.filename} cannot be listed ({error.strerror}): make it readable or name other "
-            "folders"
-        )
-
-    found, left = [], LeftOut()
-    for here, folders, names in os.walk(top, onerror=refuse):
-        folders[:] = filter(left.keeps, folders)
-        for path in (Path(here) / name for name in folders):
-            require(
-                not path.is_symlink(),
-                f"{path} is a link to a folder: name that folder too, and remove the link",
-            )
-        for path in (Path(here) / name for name in filter(left.keeps, names)):
-            if _kind(path):
-                found.append(path)
-            else:
-                left.other(path.name)
-    left.tell(top, "text", say)
-    return sorted(found)
+def _source(path: Path, form: str, above: int) -> Source:
+    """Describe a file; the parts of its path that are `above` do not belong to its name."""
+    name = str(Path(*path.parts[max(0, above) :])).encode("utf-8", "backslashreplace").decode()
+    found = path.stat()
+    return Source(str(path), name, found.st_size, found.st_mtime_ns, form)
 
 
-def _kind(path: Path) -> str | None:
-    """Return `page`, `html` or `text` by the suffix before a compression's, or None if unknown."""
-    suffix = (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
-    return (
-        "page"
-        if suffix in DUMP
-        else "html"
-        if suffix in HTML
-        else "text"
-        if suffix in TEXT
-        else None
+def _is_of_the_hub(place: str) -> bool:
+    """Return whether a source may be a data set of the hub, perhaps with a configuration."""
+    match = _HUB_NAME.fullmatch(place)
+    local = match is None or Path(place).exists() or Path(match[1]).is_dir()
+    return not local and _suffix(Path(place)) not in _BY_SUFFIX
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix before a compression's."""
+    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
+
+
+def _form_of(path: Path, chosen: str | None, *, named: bool = False) -> str | None:
+    """Find the form of a file from what it contains, or None if it is of no known kind."""
+    # a file that the user has not named is only opened if its name may be that of a text
+    refuse_a_link_to_nothing(path, "text")
+    may_be_text = named or _suffix(path) in {*_BY_SUFFIX, ".json", ".xml", ""}
+    if not (may_be_text and path.is_file()):
+        return None
+    begin = b""
+    with suppress(Exception):  # a damaged file: reading it tells
+        begin = next(_chunks(path, PART)).removeprefix(b"\xef\xbb\xbf").lstrip()
+    signs = (form for form, sign in _SIGNS.items() if re.match(sign, begin))
+    form = next(signs, _BY_SUFFIX.get(_suffix(path)))
+    require(
+        form != "dump",
+        f"{path} is a raw dump of a wiki: give cleaned articles, best those of wikimedia/wikipedia "
+        "(a folder of its Parquet files or, for English, wikimedia/wikipedia:20231101.en), or "
+        f"extract them: pip install wikiextractor; wikiextractor {path.name} --json -o extracted",
     )
+    if form == "text" and _is_of_bert(begin.decode(errors="replace")):
+        form = "bert"
+    return chosen if chosen and (named or form) else form
 
 
-def units(sources: Sequence[Source], opened: Callable[[Path], IO[bytes]]) -> Iterator[Unit]:
-    """Read sources, which `opened` opens, as units of about `UNIT` bytes."""
-    size, unit = 0, Unit(0, [], [])
-    for source in sources:
-        for piece in _python() if source.path == PYTHON else _pieces(source, opened):
-            if isinstance(piece, str):
-                unit.faults.append(piece)
-                continue
-            unit.pieces.append(piece)
-            size += len(piece.data)
-            if size >= UNIT:
-                yield unit
-                size, unit = 0, Unit(unit.number + 1, [], [])
-    if unit.pieces or unit.faults:
-        yield unit
+def _is_of_bert(text: str) -> bool:
+    """Return whether most blocks have two or more lines, 90 % of which end a sentence."""
+    blocks = [block.split("\n") for block in re.split(r"\n\s*\n", text.strip())]
+    several = [block for block in blocks if len(block) > 1]
+    lines = list(chain.from_iterable(several))
+    ending = sum(_SENTENCE_END.search(line) is not None for line in lines)
+    return 2 * len(several) > len(blocks) and ending >= 0.9 * len(lines)
 
 
-def _pieces(source: Source, opened: Callable[[Path], IO[bytes]]) -> Iterator[Piece | str]:
-    """Cut a file, and yield pieces and descriptions of faults."""
-    # What comes before damaged data is kept.
-    path, name, done, faults = Path(source.path), source.name, 0, []
-
-    def chunks() -> Iterator[bytes]:
-        nonlocal done
-        try:
-            with opened(path) as raw:
-                unpack = COMPRESSED.get(path.suffix.lower())
-                read_some: Callable[[int], bytes] = (
-                    raw.read if unpack is None else unpack(raw).read1
-                )
-                while chunk := read_some(1 << 20):
-                    done += len(chunk)
-                    yield chunk
-        except _DAMAGED as error:
-            faults.append(
-                fault(
-                    name,
-                    done,
-                    f"it cannot be read, or the compressed data end here or are damaged ({error})",
-                )
-            )
-
-    match _kind(path):
-        case "page":
-            yield from _pages(name, chunks())
-        case "html":
-            yield Piece("html", name, name, 0, b"".join(chunks()))
-        case _:
-            yield from _parts(name, chunks())
-    yield from faults
+def pieces(source: Source, cache: Path) -> Iterator[dict[str, Any]]:
+    """Read what may be documents of a source; a data set of the hub comes to a cache."""
+    try:
+        match source.form:
+            case "python":
+                yield from _python()
+            case "hub":
+                yield from _of_rows(source.name, _of_the_hub(source.path, cache))
+            case "parquet":
+                yield from _of_rows(source.name, _of_parquet(source.path))
+            case form:
+                yield from _cut(form, source.name, _chunks(Path(source.path), _CHUNK))
+    except UserError:
+        raise
+    except Exception as error:  # each kind of file has errors of its own
+        reason = f"it cannot be read, or its data end or are damaged from here on ({error})"
+        yield _piece(FAULT, source.name, reason.encode())
 
 
-def _pages(name: str, chunks: Iterable[bytes]) -> Iterator[Piece | str]:
-    """Cut a dump after each page; yields faults for what is none."""
-    rest, offset, found = b"", 0, False  # offset: that of the first byte of `rest` in the dump
-    for chunk in chunks:
-        *ended, rest = (rest + chunk).split(_END)
-        for text in ended:
-            if (number := text.count(_BEGIN)) != 1:
-                yield fault(
-                    name, offset, f"{number} times {_BEGIN.decode()} before {_END.decode()}"
-                )
-            # from the last <page> on: of a page without an end, the page after it is kept
-            if number:
-                begin = text.rindex(_BEGIN)
-                yield Piece("page", name, "", offset + begin, text[begin:] + _END)
-            offset, found = offset + len(text) + len(_END), True
-        if len(rest) > LARGEST_PAGE:
-            yield fault(
-                name, offset, f"more than {LARGEST_PAGE >> 20} MB without the end of a page"
-            )
-            offset, rest = offset + len(rest) - len(_BEGIN), rest[-len(_BEGIN) :]
-    if not found:
-        yield fault(name, 0, "it has no whole <page>: is it a Wikipedia dump?")
-    elif b"</mediawiki>" not in rest:
-        yield fault(name, offset, "the dump ends without </mediawiki>: it is cut short")
+def has_other_scripts(sources: Sequence[Source], cache: Path) -> bool:
+    """Return whether 1 % of a sample of the text is not Latin, Greek or Cyrillic."""
+    sampled = sources[:: len(sources) // 200 + 1]
+    begins = (piece for source in sampled for piece in islice(pieces(source, cache), 20))
+    texts = [piece["data"].decode(errors="ignore") for piece in begins]
+    return sum(len(_OTHERS.findall(text)) for text in texts) >= 0.01 * sum(map(len, texts)) > 0
 
 
-def _parts(name: str, chunks: Iterable[bytes]) -> Iterator[Piece]:
-    """Cut a text file at blank lines; a text without them at a line's or a word's end."""
-    rest, offset, number = bytearray(), 0, 0
+def _piece(form: str, name: str, data: bytes, offset: int = 0) -> dict[str, Any]:
+    return {"form": form, "name": name, "offset": offset, "data": data}
+
+
+def _chunks(path: Path, size: int) -> Iterator[bytes]:
+    """Read a file, uncompressed."""
+    packed = "gzip" if path.suffix.lower() == ".dz" else "infer"
+    with fsspec.open(path, compression=packed) as file:
+        yield from iter(lambda: file.read1(size), b"")
+
+
+def _cut(form: str, name: str, chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Cut a file at the ends of its documents."""
+    _, pattern, least, longest = FORMS[form]
+    end, rest, offset, number = re.compile(pattern), bytearray(), 0, 0
     for chunk in chunks:
         rest += chunk
-        while len(rest) > PART and ((blank := _BLANK.search(rest, PART)) or len(rest) >= _LONGEST):
+        while len(rest) > least and ((found := end.search(rest, least)) or len(rest) >= longest):
             cut = (
-                blank.end()
-                if blank
+                found.end()
+                if found
                 else rest.rfind(b"\n", 0, PART) + 1 or rest.rfind(b" ", 0, PART) + 1 or PART
             )
             number += 1
-            yield Piece("text", name, f"{name}#{number}", offset, bytes(rest[:cut]))
+            yield _piece(form, f"{name}#{number}", bytes(rest[:cut]), offset)
             del rest[:cut]
             offset += cut
-    yield Piece("text", name, f"{name}#{number + 1}" if number else name, offset, bytes(rest))
+    if rest.strip() or not number:
+        last = f"{name}#{number + 1}" if number else name
+        yield _piece(form, last, bytes(rest), offset)
 
 
-def _python() -> Iterator[Piece]:
+def _of_rows(name: str, rows: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(rows, 1):
+        yield _piece("jsonl", f"{name}#{number}", json.dumps(row, default=str).encode())
+
+
+def _of_parquet(path: str) -> Iterator[Any]:
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(256):
+            yield from batch.to_pylist()
+
+
+def _of_the_hub(place: str, cache: Path) -> Iterator[Any]:
+    name, _, configuration = place.partition(":")
+    try:
+        HfApi().dataset_info(name, timeout=10)  # without a network it does not try again and again
+        found = load_dataset(name, configuration or None, split="train", cache_dir=str(cache))
+    except Exception as error:  # of the network, of the hub, of the data
+        raise UserError(
+            f"{place} is no file here, and cannot be had from the hub ({first_line(error)}): give "
+            "a folder of its files, or try where there is a network"
+        ) from error
+    for file in found.cache_files:  # one at a time, because what is mapped counts as memory
+        yield from Dataset.from_file(file["filename"])
+
+
+def _python() -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
     for topic, text in sorted(pydoc_data.topics.topics.items()):
         # many are in several topics
         found = [paragraph for paragraph in paragraphs_of(text) if paragraph not in seen]
         seen.update(found)
-        yield Piece("text", PYTHON, f"{PYTHON}:{topic}", 0, "\n\n".join(found).encode())
+        yield _piece("text", f"{PYTHON}:{topic}", "\n\n".join(found).encode())

@@ -7,8 +7,20 @@ never published its own training algorithm.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from torch_thor.errors import UserError, first_line, require
 
@@ -21,40 +33,68 @@ CONTINUES = "##"  # the prefix of a piece that does not begin a word
 ALPHABET, SMALL_ALPHABET, ALPHABET_SHARE = 1000, 128, 1 / 16
 
 
-def new_tokenizer(lowercase: bool, vocabulary: dict[str, int] | None = None) -> Any:
-    """Create a `tokenizers.Tokenizer` with BERT's normaliser and pre-tokeniser."""
-    # It is untrained without a vocabulary.
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+# Accents of Latin, Greek and Cyrillic letters, and what chooses between shapes of a character. BERT
+# strips all marks, and so the vowels of Hindi, the tones of Thai and the voicing of Japanese.
+_ACCENTS = Regex("[\u0300-\u036f\u0483-\u0487\u1ab0-\u1aff\u1dc0-\u1dff\ufe00-\ufe0f]")
+# characters of a word; longer ones, as in scripts without spaces, are cut before they are unknown
+_LONGEST_WORD = 100
+# the part of the characters of a text that has pieces, if it has other scripts and there is room
+_COVERED = 0.9995
 
+
+def new_tokenizer(
+    lowercase: bool, vocabulary: dict[str, int] | None = None, *, any_script: bool = False
+) -> Any:
+    """Create a `tokenizers.Tokenizer` as BERT's or for any script; untrained without vocabulary."""
     tokenizer = Tokenizer(
-        models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=100)
+        models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD)
     )
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    if any_script:
+        cut = pre_tokenizers.Split(Regex(f".{{1,{_LONGEST_WORD}}}"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([tokenizer.pre_tokenizer, cut])
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
+        if lowercase:
+            stripped = [normalizers.NFD(), normalizers.Replace(_ACCENTS, ""), normalizers.NFC()]
+            steps = [tokenizer.normalizer, *stripped, normalizers.Lowercase()]
+            tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
 
 
 def train_tokenizer(
-    sentences: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool
+    sentences: Callable[[], Iterable[str]],
+    vocab_size: int,
+    lowercase: bool,
+    *,
+    any_script: bool = False,
 ) -> Any:
     """Train a tokenizer, the same for any sentence order; a small text may give fewer pieces."""
-    from tokenizers import Regex, normalizers, trainers
-
-    tokenizer = new_tokenizer(lowercase)
+    tokenizer = new_tokenizer(lowercase, any_script=any_script)
     written: Counter[str] = Counter()
     for sentence in sentences():
         written.update(sentence)
     characters: Counter[str] = Counter()
+    alone = set[str]()  # ideographs, which are words of their own
     for one, count in written.items():
-        for character in tokenizer.normalizer.normalize_str(one).replace(" ", ""):
+        normal = tokenizer.normalizer.normalize_str(one)
+        for character in normal.replace(" ", ""):
             characters[character] += count
+            alone.update(character if any_script and normal == f" {character} " else ())
+    ordered = sorted(characters, key=lambda one: (-characters[one], one))
     most = min(ALPHABET, max(SMALL_ALPHABET, int(ALPHABET_SHARE * vocab_size)))
-    alphabet = sorted(sorted(characters, key=lambda one: (-characters[one], one))[:most])
+    if any_script:
+        covered = accumulate(characters[one] for one in ordered)
+        wanted = sum(number < _COVERED * characters.total() for number in covered) + 1
+        pieces = accumulate(1 + (one not in alone) for one in ordered)
+        room = sum(number <= 2 * vocab_size / 3 for number in pieces)
+        most = max(most, min(wanted, room))
+    alphabet = sorted(ordered[:most])
     # The library assigns ids to single-character pieces in the order of a hash table, which differs
     # between runs, and it breaks ties between merges by these ids. Pieces that are passed as
     # special tokens have fixed ids.
-    fixed = [*SPECIAL, *alphabet, *(f"{CONTINUES}{one}" for one in alphabet)]
+    fixed = [*SPECIAL, *alphabet, *(f"{CONTINUES}{one}" for one in alphabet if one not in alone)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         special_tokens=fixed,
@@ -67,14 +107,12 @@ def train_tokenizer(
         [tokenizer.normalizer, normalizers.Replace(others, " ")]
     )
     tokenizer.train_from_iterator(sentences(), trainer)
-    return _complete(new_tokenizer(lowercase, tokenizer.get_vocab()), "")
+    return _complete(new_tokenizer(lowercase, tokenizer.get_vocab(), any_script=any_script), "")
 
 
 def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
     """Load a `tokenizer.json`, or a `vocab.txt` with one word piece per line."""
     # `lowercase` applies to the latter.
-    from tokenizers import Tokenizer, models
-
     require(
         path.is_file(),
         f"--tokenizer {path}: there is no such file; give a tokenizer.json or a vocab.txt",
@@ -93,8 +131,6 @@ def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
 
 
 def _complete(tokenizer: Any, path: Path | str) -> Any:
-    from tokenizers import processors
-
     tokenizer.no_truncation()  # files of published models may have both switched on
     tokenizer.no_padding()
     ids = sorted(tokenizer.get_vocab().values())
