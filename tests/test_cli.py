@@ -300,6 +300,9 @@ def test_a_missing_module_is_one_line_if_an_extra_installs_it(
     """Another one is told as Python tells it."""
     monkeypatch.delitem(sys.modules, "torch_thor.commands", raising=False)
     monkeypatch.delattr(torch_thor, "commands", raising=False)
+    # they import what they need as they are imported, which another test may have done
+    for loaded in [name for name in sys.modules if name.startswith("torch_thor.training.text.")]:
+        monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, module, None)
     if extra is not None:
         assert_refused(run(*words), f"{module} is missing", f"pip install 'torch-thor[{extra}]'")
