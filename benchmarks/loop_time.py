@@ -19,12 +19,12 @@ from torch.nn import functional
 
 from benchmarks.runner.machine import provenance
 from benchmarks.runner.timing import median_ratio
+from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Observer, Run, train
 from torch_thor.training.observers import observers_of
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
-from torch_thor.training.run_folder import RunFolder
 from torch_thor.training.tasks.opening import open_task
 
 LIMIT = 1.05

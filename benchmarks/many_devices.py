@@ -47,7 +47,7 @@ from torch_thor.tools.traffic import (
     laid_out,
 )
 from torch_thor.training.models import bert
-from torch_thor.training.recipe import Data, Recipe, Text, Transform
+from torch_thor.training.recipe_model import Data, Recipe, Text, Transform
 
 COUNTS, WORLDS, SEEDS = (8, 64, 256), (1, 2, 4), (0, 1, 2)
 INTERVAL, ROUNDS, STEPS = 100, 4, 5

@@ -21,8 +21,8 @@ from torch_thor import adaptive_clip_grad_, split_rows
 from torch_thor.training.data.small import SYMBOLS, load_characters, load_images
 from torch_thor.training.models.small import CharTransformer, SmallResNet, deep_autoencoder
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Data
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipe_model import Data
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.tasks.masked_lm import MaskedLM
 
 Batch = Any

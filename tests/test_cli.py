@@ -20,7 +20,7 @@ import torch_thor
 from command_line import assert_refused, contents, lines
 from torch_thor import __version__
 from torch_thor.cli import EXTRAS
-from torch_thor.training.recipe_files import load_recipe, parse
+from torch_thor.training.recipes import load_recipe, parse
 
 QUICK = ["train", "digits", "epochs=1", "optimizer=sgd", "device=cpu"]
 

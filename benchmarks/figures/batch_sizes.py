@@ -26,7 +26,7 @@ from benchmarks.runner.drawing import draw_band, save
 from torch_thor.errors import require
 from torch_thor.training.curves import label_in_full, legend_below
 from torch_thor.training.optimizers import settings_of
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipes import load_recipe
 
 ABOUT = (
     "a table over batch sizes: final accuracy and epochs to the recipe's targets, momentum and THOR"

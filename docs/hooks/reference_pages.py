@@ -14,8 +14,8 @@ from mkdocs.structure.files import File, Files
 from typer.main import get_command
 
 from torch_thor.commands import app
-from torch_thor.training.recipe import FREE_ON_RESUME
-from torch_thor.training.recipe_files import PARTS, keys, load_recipe, recipe_names
+from torch_thor.training.recipe_model import FREE_ON_RESUME
+from torch_thor.training.recipes import PARTS, keys, load_recipe, recipe_names
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -8,15 +8,9 @@ import os
 import sys
 from io import TextIOWrapper
 
-from torch_thor.errors import (
-    CTRL_C,
-    INTERRUPTED,
-    USER_ERROR,
-    ElsewhereError,
-    StoppedError,
-    UserError,
-)
+from torch_thor.errors import UserError
 from torch_thor.printing import is_first_rank, print_message
+from torch_thor.training.errors import CTRL_C, INTERRUPTED, USER_ERROR, ElsewhereError, StoppedError
 
 # The modules that the extras of pyproject.toml install
 EXTRAS = {

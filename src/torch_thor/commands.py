@@ -15,9 +15,10 @@ from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
 from torch_thor import __version__
-from torch_thor.errors import StoppedError, require
+from torch_thor.errors import require
 from torch_thor.printing import cell, is_first_rank, print_message, printer
 from torch_thor.training.cores import allowed_cores
+from torch_thor.training.errors import StoppedError
 
 FIRST_RECIPE = "characters"  # of `torch-thor train` without a name
 
@@ -103,7 +104,7 @@ def train(
 
     - `torch-thor train digits optimizer=thor-muon,adamw epochs=3 --out runs/mine`
     """  # noqa: DOC501  # it is the help
-    from torch_thor.training.recipe_files import load_recipe, recipe_list
+    from torch_thor.training.recipes import load_recipe, recipe_list
 
     console = Console()
     if list_recipes:
@@ -115,9 +116,9 @@ def train(
                 overflow="ignore",
             )
         return
+    from torch_thor.training.folder import RunFolder
     from torch_thor.training.origin import read_origin
     from torch_thor.training.run import run_recipe
-    from torch_thor.training.run_folder import RunFolder
     from torch_thor.training.tasks.opening import task_class
 
     names = [word for word in words or [] if "=" not in word]
@@ -358,7 +359,7 @@ def list_keys(
     ] = None,
 ) -> None:
     """List the keys of recipes."""
-    from torch_thor.training.recipe_files import PARTS, keys
+    from torch_thor.training.recipes import PARTS, keys
 
     say = printer(Console())
     for name, kind, default, meaning in keys(part):

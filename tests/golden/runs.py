@@ -18,7 +18,7 @@ from torch_thor import THOR, ThorMuon
 from torch_thor.errors import UserError
 from torch_thor.training.loop import Record, train
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
 from torch_thor.training.tasks.opening import open_task
 

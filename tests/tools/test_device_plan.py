@@ -14,7 +14,7 @@ from torch_thor.errors import UserError
 from torch_thor.printing import quantity
 from torch_thor.tools import device_plan as module
 from torch_thor.tools.device_plan import Measured, measure, plan, rows_of, subject_of
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipes import load_recipe
 
 CPU = torch.device("cpu")
 MODEL = """

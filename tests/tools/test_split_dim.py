@@ -16,7 +16,7 @@ from torch_thor.errors import UserError
 from torch_thor.split import choice as choice_module
 from torch_thor.tools import split_dim as module
 from torch_thor.tools.split_dim import load_subject, sample_images, split_dim
-from torch_thor.training.recipe import Transform
+from torch_thor.training.recipe_model import Transform
 
 MODEL = """
 import torch

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_thor.errors import StoppedError
 from torch_thor.training import checkpoint
 from torch_thor.training.checkpoint_saving import Saver, whole
+from torch_thor.training.errors import StoppedError
 from torch_thor.training.loop import Observer, train
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.run import build
 from torch_thor.training.tasks.task import Loss, Metric, Terms
 

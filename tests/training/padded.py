@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch_thor.errors import UserError
 from torch_thor.training.loop import Observer
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.run import build
 from torch_thor.training.tasks.task import Loss, Metric, Terms
 

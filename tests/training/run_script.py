@@ -19,11 +19,12 @@ sys.path.append(str(Path(__file__).parent))
 
 import noisy
 
-from torch_thor.errors import StoppedError, UserError
+from torch_thor.errors import UserError
 from torch_thor.training import checkpoint_saving as saving
 from torch_thor.training import loop, run
+from torch_thor.training.errors import StoppedError
+from torch_thor.training.folder import RunFolder
 from torch_thor.training.precision import Precision
-from torch_thor.training.run_folder import RunFolder
 
 
 def main(plan, out, *words):

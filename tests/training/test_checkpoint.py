@@ -21,14 +21,15 @@ from safetensors.torch import load_file
 from command_line import contents
 from ranks import Ranks as Pool
 from tiny import assert_same
-from torch_thor.errors import DamagedCheckpointError, StoppedError, UserError
+from torch_thor.errors import UserError
 from torch_thor.training import checkpoint
 from torch_thor.training import checkpoint_saving as saving
 from torch_thor.training.checkpoint import Checkpoint, newest, open_checkpoint
 from torch_thor.training.checkpoint_saving import Saver, listening
+from torch_thor.training.errors import DamagedCheckpointError, StoppedError
 from torch_thor.training.loop import train
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe_files import to_yaml
+from torch_thor.training.recipes import to_yaml
 from torch_thor.training.run import build
 
 WAYS = {"one": (1, "ddp"), "ddp": (2, "ddp"), "fsdp": (2, "fsdp"), "hsdp": (4, "hsdp")}

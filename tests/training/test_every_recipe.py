@@ -12,7 +12,7 @@ from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
 from torch_thor.training.loop import Record, train
 from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe_files import load_recipe, override, recipe_names
+from torch_thor.training.recipes import load_recipe, override, recipe_names
 from torch_thor.training.run import build
 from torch_thor.training.tasks.opening import open_task
 

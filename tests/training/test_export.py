@@ -9,10 +9,10 @@ import torch
 from rich.console import Console
 
 from torch_thor.errors import UserError
+from torch_thor.training.folder import RunFolder
 from torch_thor.training.initial_weights import find_checkpoints
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import export, run_recipe
-from torch_thor.training.run_folder import RunFolder
 from torch_thor.training.tasks.opening import open_task
 
 WORDS = [

@@ -11,13 +11,14 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from sums import sha256
-from torch_thor.errors import DamagedCheckpointError, UserError
+from torch_thor.errors import UserError
 from torch_thor.training import initial_weights as weights
 from torch_thor.training import run as running
 from torch_thor.training.checkpoint import newest
+from torch_thor.training.errors import DamagedCheckpointError
+from torch_thor.training.folder import RunFolder
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.run import build, run_recipe
-from torch_thor.training.run_folder import RunFolder
 
 SILENT = Console(file=io.StringIO())
 

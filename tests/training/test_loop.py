@@ -19,10 +19,11 @@ from torch import nn
 
 from tiny import assert_same
 from torch_thor import THOR
-from torch_thor.errors import DivergedError, UnreadableError, UserError
+from torch_thor.errors import UserError
 from torch_thor.training import loop
 from torch_thor.training.checkpoint import newest
 from torch_thor.training.checkpoint_saving import Saver
+from torch_thor.training.errors import DivergedError, UnreadableError
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.loop import Record, split, train
 from torch_thor.training.observers import Metrics

@@ -24,7 +24,7 @@ from torch_thor.training.parallel import Ranks, RankWeight
 from torch_thor.training.precision import Precision
 from torch_thor.training.profiling import Profiler
 from torch_thor.training.progress import Bar, Lines
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.tasks.images import ImageClassification
 from torch_thor.training.tasks.task import Loss, Terms
 

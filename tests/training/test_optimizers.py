@@ -19,7 +19,7 @@ from torch_thor.training.optimizers import (
     measured_split_dim,
     settings_of,
 )
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipes import load_recipe
 
 SGD, Adagrad, RMSprop = torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop
 Adadelta, Adam, AdamW = torch.optim.Adadelta, torch.optim.Adam, torch.optim.AdamW

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from command_line import assert_refused, call, contents
+from torch_thor.training.folder import RunFolder
 from torch_thor.training.origin import read_origin, store_origin, stored_origin
-from torch_thor.training.run_folder import RunFolder
 
 KEYS = {
     "data": {"name": "digits"},

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ranks import Ranks as Pool
-from torch_thor.errors import ElsewhereError, UserError
+from torch_thor.errors import UserError
+from torch_thor.training.errors import ElsewhereError
 from torch_thor.training.parallel import Ranks, agreed, blocks, device_of, divide
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_thor.errors import DivergedError, UserError
+from torch_thor.errors import UserError
 from torch_thor.training import precision
+from torch_thor.training.errors import DivergedError
 from torch_thor.training.loop import Observer, train
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
 from torch_thor.training.tasks.opening import open_task
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from torch_thor.errors import UserError, first_line
 from torch_thor.training.optimizers import OPTIMIZERS
-from torch_thor.training.recipe import (
+from torch_thor.training.recipe_model import (
     FREE_ON_RESUME,
     Phase,
     Recipe,
@@ -18,7 +18,7 @@ from torch_thor.training.recipe import (
     absolute,
     path_of,
 )
-from torch_thor.training.recipe_files import (
+from torch_thor.training.recipes import (
     PARTS,
     differences,
     keys,

@@ -5,7 +5,7 @@ import torch
 import yaml
 
 from torch_thor.errors import UserError
-from torch_thor.training.recipe import Phase, Recipe, Schedule
+from torch_thor.training.recipe_model import Phase, Recipe, Schedule
 from torch_thor.training.recipe_schedules import apply, check, factor
 
 FACTORS = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from torch_thor.training.optimizers import build_optimizer
-from torch_thor.training.recipe_files import load_recipe
 from torch_thor.training.recipe_schedules import apply, check, factor
+from torch_thor.training.recipes import load_recipe
 
 EPOCH = {256: 5004, 8192: 156, 1024: 1251}  # steps, as the reference counts those of ImageNet
 

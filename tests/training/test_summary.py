@@ -12,10 +12,10 @@ from rich.console import Console
 from torch_thor.errors import UserError
 from torch_thor.training import summary
 from torch_thor.training.curves import draw_curves
+from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Score
 from torch_thor.training.observers import Metrics
-from torch_thor.training.recipe import Recipe
-from torch_thor.training.run_folder import RunFolder
+from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.summary import CURVE, Result, compared, report
 from torch_thor.training.tasks.images import ImageClassification
 from torch_thor.training.tasks.task import Metric, primary

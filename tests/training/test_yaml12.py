@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from torch_thor.errors import UserError
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.yaml12 import read_yaml, write_yaml
 
 SCALARS = {

@@ -39,8 +39,8 @@ from torch_thor.training.models.library import build_model
 from torch_thor.training.optimizers import AUTO, build_optimizer
 from torch_thor.training.parallel import device_of
 from torch_thor.training.precision import Precision
-from torch_thor.training.recipe import Recipe
-from torch_thor.training.recipe_files import load_recipe, recipe_names
+from torch_thor.training.recipe_model import Recipe
+from torch_thor.training.recipes import load_recipe, recipe_names
 
 FILE, ROUNDS = "plan.json", 5
 KINDS, FORMS = ("thor-muon", "thor"), ("ddp", "divided", "fsdp", "hsdp")

@@ -22,7 +22,7 @@ from torch_thor.split.choice import FACTORS, SplitChoice, choose_split_dim
 from torch_thor.training.models.library import build_library_model, build_model
 from torch_thor.training.models.small import CLASSIFIERS
 from torch_thor.training.parallel import device_of
-from torch_thor.training.recipe import Transform
+from torch_thor.training.recipe_model import Transform
 
 FIGURE_FILE, NUMBERS_FILE = "split_dim.png", "split_dim.json"
 CHANNELS, CLASSES = 3, 1000  # of ImageNet; models of torchvision and timm have as many by default

@@ -29,12 +29,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from torch_thor.capture.sharding import is_sharded
-from torch_thor.errors import DamagedCheckpointError, UserError, first_line, require
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.files import sha256
+from torch_thor.training.errors import DamagedCheckpointError
 from torch_thor.training.loop import Run, Score
 from torch_thor.training.parallel import agreed
-from torch_thor.training.recipe import Recipe
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipe_model import Recipe
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.tasks.task import Task
 
 BEST, PREFIX = "best", "step-"

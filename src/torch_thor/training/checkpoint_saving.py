@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torch_thor.errors import StoppedError, UserError, first_line
+from torch_thor.errors import UserError, first_line
 from torch_thor.files import REMAINS, flush, if_offered, remedy_for, sha256, whole_folder
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training.checkpoint import (
@@ -33,9 +33,10 @@ from torch_thor.training.checkpoint import (
     digest,
     newest_first,
 )
+from torch_thor.training.errors import StoppedError
 from torch_thor.training.loop import Observer, Run
 from torch_thor.training.parallel import agreed
-from torch_thor.training.recipe_files import to_yaml
+from torch_thor.training.recipes import to_yaml
 
 # They ask a training to save and stop: Ctrl-C, a scheduler's end and its warnings before that, and
 # a terminal that is closed. Not every system has them all.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torch_thor.curvature.blocks import widened
-from torch_thor.errors import UnreadableError
+from torch_thor.training.errors import UnreadableError
 from torch_thor.training.parallel import Ranks, agreed, release, share_buffers
 from torch_thor.training.tasks.task import Task
 

@@ -21,8 +21,8 @@ from torch_thor.training.checkpoint import (
     newest,
     open_checkpoint,
 )
-from torch_thor.training.recipe import Recipe, path_of
-from torch_thor.training.run_folder import RunFolder
+from torch_thor.training.folder import RunFolder
+from torch_thor.training.recipe_model import Recipe, path_of
 from torch_thor.training.tasks.task import Task
 
 ACCEPTED = "a run folder, a checkpoint or a folder of checkpoints"  # for error messages

@@ -15,22 +15,16 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.errors import (
-    DivergedError,
-    ElsewhereError,
-    StoppedError,
-    UnreadableError,
-    UserError,
-    require,
-)
+from torch_thor.errors import UserError, require
 from torch_thor.optim import THOR
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.torch_internals import tree_flatten, tree_unflatten
 from torch_thor.training import recipe_schedules as schedules
+from torch_thor.training.errors import DivergedError, ElsewhereError, StoppedError, UnreadableError
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.parallel import Ranks, RankWeight, agreed, without_averaging
 from torch_thor.training.precision import Precision
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.tasks.task import Batch, Task, Terms, primary
 
 

@@ -19,10 +19,10 @@ from torch_thor.files import writing
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.report import sizes
 from torch_thor.printing import printer
+from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Observer, Point, Run, Score
 from torch_thor.training.profiling import Profiler
 from torch_thor.training.progress import Bar, Lines, summarised
-from torch_thor.training.run_folder import RunFolder
 from torch_thor.training.tasks.task import primary
 
 # TensorBoard draws 1000 random points of a curve, and a point for each of very many steps would

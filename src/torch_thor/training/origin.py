@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_thor.files import write_text
-from torch_thor.training.recipe_files import is_file_name, read_keys
+from torch_thor.training.recipes import is_file_name, read_keys
 
 ORIGIN = ".origin"  # the name of the file in the run folder
 

@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_thor.capture.sharding import is_fully_sharded
 from torch_thor.curvature.blocks import wide_dtype
 from torch_thor.distributed.collectives import reduce_scatter
-from torch_thor.errors import ElsewhereError, UserError, first_line, require
-from torch_thor.training.recipe import Recipe
+from torch_thor.errors import UserError, first_line, require
+from torch_thor.training.errors import ElsewhereError
+from torch_thor.training.recipe_model import Recipe
 
 _CPU = torch.device("cpu")
 

@@ -33,7 +33,7 @@ import torch
 
 from torch_thor.errors import require
 from torch_thor.schedules import resnet50_damping, resnet50_lr
-from torch_thor.training.recipe import Phase, Recipe, Schedule
+from torch_thor.training.recipe_model import Phase, Recipe, Schedule
 
 FALLS = ("linear", "cosine", "polynomial")  # from 1 to `final`; like thor-lr, they end at a horizon
 

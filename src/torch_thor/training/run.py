@@ -28,15 +28,15 @@ from torch_thor.training import (
 from torch_thor.training.checkpoint import Checkpoint
 from torch_thor.training.checkpoint_saving import Saver, listening, settle
 from torch_thor.training.evaluation import counted
+from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Run, split, train
 from torch_thor.training.models.bert import CONFIGURATION
 from torch_thor.training.observers import observers_of
 from torch_thor.training.optimizers import build_optimizer, measured_split_dim
 from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, divide, processes
 from torch_thor.training.precision import Precision, averaged
-from torch_thor.training.recipe import Recipe, absolute
-from torch_thor.training.recipe_files import override
-from torch_thor.training.run_folder import RunFolder
+from torch_thor.training.recipe_model import Recipe, absolute
+from torch_thor.training.recipes import override
 from torch_thor.training.summary import report
 from torch_thor.training.tasks.opening import open_task, task_class
 from torch_thor.training.tasks.task import Metric, Task

@@ -16,8 +16,8 @@ from torch_thor.errors import UserError
 from torch_thor.files import write_text, writing
 from torch_thor.printing import milliseconds, printer
 from torch_thor.training.curves import draw_curves
-from torch_thor.training.recipe import Recipe
-from torch_thor.training.run_folder import RunFolder
+from torch_thor.training.folder import RunFolder
+from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.tasks.task import Metric, Task, primary
 
 TARGETS = 3  # rows of the table; with the three others it has six

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tiny import assert_same
-from torch_thor.errors import UnreadableError, UserError
+from torch_thor.errors import UserError
 from torch_thor.training.data.batches import (
     batches_per_epoch,
     epoch_order,
@@ -25,6 +25,7 @@ from torch_thor.training.data.batches import (
     smallest_part,
     training_keys,
 )
+from torch_thor.training.errors import UnreadableError
 from torch_thor.training.parallel import Ranks
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from command_line import assert_refused, call, contents
 from image_tree import write_tree
 from torch_thor.training.checkpoint import newest
 from torch_thor.training.data.checksums import values_checksum
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.folder import RunFolder
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import run_recipe
-from torch_thor.training.run_folder import RunFolder
 from torch_thor.training.tasks.opening import open_task
 
 FILES = (

@@ -25,7 +25,7 @@ from image_tree import CLASSES, write_tree
 from torch_thor.errors import UserError
 from torch_thor.training.data.batches import digest
 from torch_thor.training.data.images import collate, normalised, open_images
-from torch_thor.training.recipe import CIFAR, Data, Transform
+from torch_thor.training.recipe_model import CIFAR, Data, Transform
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 SMALL = Transform(size=24, resize=28)

@@ -18,7 +18,7 @@ from torch_thor.training.data.small import (
     python_text,
     read_idx,
 )
-from torch_thor.training.recipe import Data
+from torch_thor.training.recipe_model import Data
 
 
 def test_digits_are_split_and_keep_their_labels():

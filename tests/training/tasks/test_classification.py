@@ -12,12 +12,13 @@ from torch.nn import functional
 
 from image_tree import write_tree
 from tiny import assert_same
-from torch_thor.errors import UnreadableError, UserError
+from torch_thor.errors import UserError
+from torch_thor.training.errors import UnreadableError
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.loop import split
 from torch_thor.training.models.small import CLASSIFIERS
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.tasks.images import ImageClassification
 from torch_thor.training.tasks.opening import check_task, open_task
 

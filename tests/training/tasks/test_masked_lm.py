@@ -20,7 +20,7 @@ from torch_thor.training.evaluation import evaluate
 from torch_thor.training.loop import split, train
 from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
 from torch_thor.training.tasks.opening import open_task
 from torch_thor.training.text.pairs import PairMaker

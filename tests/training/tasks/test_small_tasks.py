@@ -13,7 +13,7 @@ from tiny import assert_same
 from torch_thor.training.data.small import load_characters, load_images
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Data, Recipe
+from torch_thor.training.recipe_model import Data, Recipe
 from torch_thor.training.tasks.char_lm import CONTEXT
 from torch_thor.training.tasks.opening import open_task
 

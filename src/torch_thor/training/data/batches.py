@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from torch_thor.errors import UnreadableError, UserError, first_line, require
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.torch_internals import tree_leaves, tree_map
 from torch_thor.training.cores import allowed_cores
+from torch_thor.training.errors import UnreadableError
 from torch_thor.training.parallel import Ranks
 
 Key = tuple[int, int]  # epoch and index of a sample

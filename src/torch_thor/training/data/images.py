@@ -35,7 +35,7 @@ from torch_thor.training.data.decoding import (
     read_image,
 )
 from torch_thor.training.data.listing import LeftOut, files_in, refuse_a_link_to_nothing
-from torch_thor.training.recipe import FOLDER, Data, Transform
+from torch_thor.training.recipe_model import FOLDER, Data, Transform
 
 SPLITS = (("train", "val"), ("train", "test"), ("ilsvrc", "ilsvrc_eval"))  # the first that is there
 
@@ -217,7 +217,7 @@ def list_images(folder: Path, say: Callable[[str], None]) -> list[Path]:
     """
     left = LeftOut()
     with _listing(folder):
-        paths = files_in(folder, left, _holds_an_image)
+        paths = _list_files(folder, left)
     left.tell(folder, "images", say)
     return sorted(map(Path, paths))
 
@@ -241,7 +241,7 @@ def _list(folder: Path, classes: Sequence[str], left: LeftOut, say: Callable[[st
         f"{folder} must contain a folder for each of two or more classes: sort the images into "
         "them",
     )
-    lists = [list(files_in(folder / name, left, _holds_an_image)) for name in classes]
+    lists = [_list_files(folder / name, left) for name in classes]
     left.tell(folder, "images", say)
     empty = [name for name, paths in zip(classes, lists, strict=True) if not paths]
     require(
@@ -253,6 +253,11 @@ def _list(folder: Path, classes: Sequence[str], left: LeftOut, say: Callable[[st
         torch.tensor([len(paths) for paths in lists])
     )
     return Files([path for paths in lists for path in paths]), labels, classes
+
+
+def _list_files(folder: Path, left: LeftOut | None = None) -> list[str]:
+    """Return the paths of the images in a folder, sorted; counts in `left` what is none."""
+    return list(files_in(folder, left or LeftOut(), _holds_an_image))
 
 
 def _holds_an_image(top: str, name: str) -> bool | None:

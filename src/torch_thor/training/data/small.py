@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_thor.errors import UserError, first_line, require
 from torch_thor.training.data.batches import epoch_order
-from torch_thor.training.recipe import Data
+from torch_thor.training.recipe_model import Data
 
 # Debian's package dataset-fashion-mnist
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")

@@ -22,7 +22,7 @@ from torch_thor.training.data.checksums import values_checksum
 from torch_thor.training.data.small import load_images
 from torch_thor.training.models.small import deep_autoencoder
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import IN_MEMORY, Recipe
+from torch_thor.training.recipe_model import IN_MEMORY, Recipe
 from torch_thor.training.tasks.task import OWN_IMAGES, Batch, Loss, Metric, Task, Terms
 
 MOST_HELD_OUT = 2000  # images of the test set that are used for evaluations

@@ -18,7 +18,7 @@ from torch_thor.training.data.checksums import values_checksum
 from torch_thor.training.data.small import SYMBOLS, load_characters
 from torch_thor.training.models.small import CharTransformer
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.tasks.task import OWN_TEXT, Batch, Loss, Metric, Task, Terms
 
 CONTEXT = 64  # characters per window

@@ -32,7 +32,7 @@ from torch_thor.training.data.checksums import names_checksum, values_checksum
 from torch_thor.training.data.small import load_images
 from torch_thor.training.models.library import build_model, check_fits, check_name
 from torch_thor.training.parallel import Ranks, world_size
-from torch_thor.training.recipe import CIFAR_SETS, FOLDER, IN_MEMORY, Recipe
+from torch_thor.training.recipe_model import CIFAR_SETS, FOLDER, IN_MEMORY, Recipe
 from torch_thor.training.tasks.task import OWN_IMAGES, Batch, Loss, Metric, Task, Terms
 
 EVALUATION_BATCH = 1000  # images in memory

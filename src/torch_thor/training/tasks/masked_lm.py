@@ -31,7 +31,7 @@ from torch_thor.training.data.batches import (
 )
 from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import TEXTS, Recipe
+from torch_thor.training.recipe_model import TEXTS, Recipe
 from torch_thor.training.tasks.task import OWN_TEXT, Batch, Loss, Metric, Task, Terms
 from torch_thor.training.text.corpus import HELD_OUT, TOKENIZER, TRAIN, Corpus
 from torch_thor.training.text.pairs import PairMaker

@@ -6,7 +6,7 @@ from importlib import import_module
 import torch
 
 from torch_thor.training.data.batches import warn_of_workers
-from torch_thor.training.recipe import IN_MEMORY, Data, Recipe
+from torch_thor.training.recipe_model import IN_MEMORY, Data, Recipe
 from torch_thor.training.tasks import TASKS
 from torch_thor.training.tasks.task import Task, primary
 

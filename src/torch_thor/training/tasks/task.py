@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipe_model import Recipe
 
 Batch = Any  # a tree of tensors
 # what a user types next (`Task.own_data`)

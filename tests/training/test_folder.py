@@ -15,10 +15,10 @@ from command_line import contents
 from torch_thor.errors import UserError
 from torch_thor.training import run as running
 from torch_thor.training.checkpoint import newest
+from torch_thor.training.folder import RunFolder
 from torch_thor.training.initial_weights import find_checkpoints
-from torch_thor.training.recipe_files import load_recipe
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import evaluate_saved, run_recipe
-from torch_thor.training.run_folder import RunFolder
 
 SILENT = Console(file=io.StringIO())
 GIVEN = {

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from torch_thor.errors import UserError, require
 from torch_thor.training.optimizers import KEYS_OF, Settings
-from torch_thor.training.recipe import (
+from torch_thor.training.recipe_keys import lines_of, meanings_of, nearest, rows
+from torch_thor.training.recipe_model import (
     Data,
     Phase,
     Recipe,
@@ -20,7 +21,6 @@ from torch_thor.training.recipe import (
     Transform,
     Workers,
 )
-from torch_thor.training.recipe_keys import lines_of, meanings_of, nearest, rows
 from torch_thor.training.tasks.opening import check_task
 from torch_thor.training.yaml12 import read_yaml, write_yaml
 

@@ -23,14 +23,15 @@ from pathlib import Path
 
 from filelock import BaseFileLock, Timeout
 
-from torch_thor.errors import DamagedCheckpointError, UserError, require
+from torch_thor.errors import UserError, require
 from torch_thor.files import REMAINS, check_place, locked, write_text, writing
 from torch_thor.training.checkpoint import PREFIX, newest
+from torch_thor.training.errors import DamagedCheckpointError
 from torch_thor.training.models.bert import CONFIGURATION
 from torch_thor.training.optimizers import OPTIMIZERS, settings_of
 from torch_thor.training.origin import ORIGIN, Origin, store_origin, stored_origin
-from torch_thor.training.recipe import FREE_ON_RESUME, Recipe
-from torch_thor.training.recipe_files import changes, differences, edited, load_recipe, to_yaml
+from torch_thor.training.recipe_model import FREE_ON_RESUME, Recipe
+from torch_thor.training.recipes import changes, differences, edited, load_recipe, to_yaml
 
 _LOCK, _OWNER, _JOB = ".lock", ".owner", ".job"
 
