@@ -127,7 +127,9 @@ def test_the_format_of_bert_keeps_its_lines_and_documents(tmp_path):
     assert len({name for name, _ in read}) == 200
     assert not faults
     lines = "".join(f"Sentence {n} of one document.\n" for n in range(50_000))
-    read, _ = found_in(tmp_path / "long.txt", lines)
+    (tmp_path / "long.txt").write_text(lines)
+    assert find(tmp_path / "long.txt")[0].form == "text"
+    read, _ = found(tmp_path / "long.txt", form="bert")
     assert len(read) >= 10
     assert "\n".join(line for _, own in read for line in own) == lines.strip()
 

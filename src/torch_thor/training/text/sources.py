@@ -161,7 +161,8 @@ def _is_of_bert(text: str) -> bool:
     several = [block for block in blocks if len(block) > 1]
     lines = list(chain.from_iterable(several))
     ending = sum(_SENTENCE_END.search(line) is not None for line in lines)
-    return 2 * len(several) > len(blocks) and ending >= 0.9 * len(lines)
+    # a list of sentences without any blank line says nothing of documents
+    return 2 * len(several) > len(blocks) > 1 and ending >= 0.9 * len(lines)
 
 
 def pieces(source: Source, cache: Path) -> Iterator[dict[str, Any]]:
