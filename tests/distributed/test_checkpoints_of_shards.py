@@ -100,17 +100,28 @@ CASES = [
     ("ddp-1", "before", "fsdp-2", "plainly", {}),
     pytest.param("ddp-2", "after", "hsdp", "plainly", {}, marks=pytest.mark.slow),
     ("fsdp-2", "at", "ddp-1", "plainly", {}),
-    ("fsdp-4", "at", "fsdp-2", "plainly", {}),
-    ("hsdp", "at", "hsdp", "plainly", {}),
+    pytest.param("fsdp-4", "at", "fsdp-2", "plainly", {}, marks=pytest.mark.slow),
+    pytest.param("hsdp", "at", "hsdp", "plainly", {}, marks=pytest.mark.slow),
     ("fsdp-2", "at", "fsdp-4", "in the background", {"method": ThorMuon}),
-    ("fsdp-2", "after", "fsdp-4", "in the background", {"factor_decay": 0.5}),
+    pytest.param(
+        "fsdp-2",
+        "after",
+        "fsdp-4",
+        "in the background",
+        {"factor_decay": 0.5},
+        marks=pytest.mark.slow,
+    ),
     ("ddp-2", "after", "ddp-2", "flattened", {}),
     ("fsdp-2", "after", "fsdp-2", "flattened", {}),
     ("fsdp-2", "after", "ddp-1", "whole", {}),
     pytest.param("fsdp-2", "after", "hsdp", "whole", {}, marks=pytest.mark.slow),
     ("ddp-2", "after", "fsdp-4", "plainly", DIVIDED),
-    ("fsdp-2", "after", "ddp-4", "plainly", {**DIVIDED, "then": WHOLE}),
-    ("ddp-2", "after", "ddp-4", "plainly", {**WHOLE, "then": DIVIDED}),
+    pytest.param(
+        "fsdp-2", "after", "ddp-4", "plainly", {**DIVIDED, "then": WHOLE}, marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "ddp-2", "after", "ddp-4", "plainly", {**WHOLE, "then": DIVIDED}, marks=pytest.mark.slow
+    ),
 ]
 
 

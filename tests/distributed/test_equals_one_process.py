@@ -243,7 +243,24 @@ def ranks_and_one(rank, world, name):
     return decisions, bits
 
 
-@pytest.mark.parametrize("name", CASES)
+# those that take longest, beside which others of their kind are fast
+SLOW = (
+    "divided, average",
+    "divided, whole factors, clipped",
+    "divided, experts",
+    "checkpointed, reentrant",
+    "unused allowed",
+    "static graph",
+    "every step",
+    "inner layers, frozen, accumulation",
+    "compile, then DDP",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES],
+)
 def test_equals_one_process_on_the_joined_batch(run, name):
     for world in (2, 4) if name in ON_FOUR_TOO else (2,):
         decisions, digests = zip(*run(world, ranks_and_one, name), strict=True)

@@ -279,6 +279,13 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
 
 # Combinations of what others tell apart.
 SLOW = (
+    "divided",
+    "split rows",
+    "split rows, whole matrices",
+    "whole matrices, bounded",
+    "whole matrices, shards without rows",
+    "bounded by kl_clip",
+    "accumulation",
     "trained before, divided",
     "split rows, divided",
     "split rows, whole matrices, shards without rows",
@@ -418,7 +425,14 @@ def as_shards(rank, world, go=ordinary, **options):
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+# those that take longest, beside which others of their kind are fast
+SLOW_CASES = ("checkpointed, reentrant", "uneven batches", "reduced once", "running average")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_CASES else []) for name in CASES],
+)
 def test_equals_one_process(run, name):
     for world in (2, 4):
         run(world, functools.partial(as_shards, **CASES[name]))

@@ -312,7 +312,9 @@ def test_a_whole_step_has_two_graph_breaks_and_never_compiles_again(kind):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("way", [of_the_step, beside_the_step])
+@pytest.mark.parametrize(
+    "way", [of_the_step, pytest.param(beside_the_step, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_a_compiled_step_has_no_graph(kind, way):
     assert_as_eager(kind, way, with_compiler, stream(4))

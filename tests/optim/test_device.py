@@ -184,7 +184,11 @@ def count_waits(label, name, dtype):
     assert training.waits(INTERVAL - 1) == [[]] * (INTERVAL - 1), "after loading"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)],
+    ids=["float32", "float64"],
+)
 @pytest.mark.parametrize(("label", "name"), CASES)
 def test_an_ordinary_step_waits_for_nothing_and_a_refresh_twice(label, name, dtype):
     pretend.run(count_waits, label, name, dtype)

@@ -65,7 +65,8 @@ CASES = [  # shards take seconds to start, so one way and one optimizer stand fo
     pytest.param(
         way,
         name,
-        marks=[pytest.mark.slow] * (way in SHARDED and (way, name) != ("fsdp", "thor-muon")),
+        marks=[pytest.mark.slow]
+        * (way in (*SHARDED, "ddp") and (way, name) != ("fsdp", "thor-muon")),
     )
     for way in WAYS
     for name in noisy.OPTIMIZERS

@@ -29,6 +29,7 @@ def checksums(*words, name="digits"):
     return open_task(recipe, torch.device("cpu"), lambda _: None).data_checksums
 
 
+@pytest.mark.slow
 def test_images_are_known_by_their_names_in_any_folder(tmp_path):
     write_tree(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "far/two")
