@@ -183,7 +183,8 @@ def failing(output, targets):
 
 
 @pytest.mark.usefixtures("asked")
-def test_the_model_and_the_random_numbers_stay_as_they_were():
+@pytest.mark.parametrize("optimizer", ["thor", "thor-muon"])
+def test_the_model_and_the_random_numbers_stay_as_they_were(optimizer):
     model = Net().double()
     images, labels = sample()
     F.cross_entropy(model(images), labels).backward()  # gradients that must stay
@@ -192,9 +193,9 @@ def test_the_model_and_the_random_numbers_stay_as_they_were():
     model.head.register_forward_hook(lambda *_: None)
     before = everything_of(model)
     with torch.no_grad():
-        choose_split_dim(model, (images, labels))
+        choose_split_dim(model, (images, labels), optimizer=optimizer)
         with pytest.raises(ZeroDivisionError):
-            choose_split_dim(model, (images, labels), loss_fn=failing)
+            choose_split_dim(model, (images, labels), loss_fn=failing, optimizer=optimizer)
     assert_same(everything_of(model), before)
 
 

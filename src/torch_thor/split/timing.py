@@ -45,8 +45,9 @@ def orthogonal_seconds(
 ) -> tuple[float, ...]:
     """Time the orthogonalisation of a model's matrices as in a step of ThorMuon."""
     # shapes: (groups, outputs, inputs) of each layer, whose matrices are laid wide.
+    generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers stay
     matrices = [
-        torch.randn((groups, *sorted(sides)), dtype=dtype, device=device)
+        torch.randn((groups, *sorted(sides)), generator=generator, dtype=dtype, device=device)
         for groups, *sides in shapes
     ]
     return _medians(partial(_orthogonalise_once, matrices, device=device), split_dims)

@@ -49,8 +49,7 @@ OF_DATA = {"digits": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}  #
 # minutes by devices (Ascend 910) for about 40 epochs of ResNet-50 on ImageNet (Chen et al. 2021)
 PAPER_MODEL, PAPER = "resnet50", {8: 66.7, 128: 4.1, 256: 2.7}
 PAPER_WORDS = (
-    "\nChen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the devices "
-    "too"
+    "Chen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the devices too"
 )
 TITLE = "MB that a device keeps and sends; the most work of one over the mean"
 COLUMNS = (
@@ -137,11 +136,9 @@ def plan(
     rows = [
         row for form in FORMS for number in devices for row in rows_of(thor, form, number, shards)
     ]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    say(
-        f"{subject}, {name}: {len(thor.curvature)} preconditioned layers, {quantity(trained)} "
-        "trained parameters"
-    )
+    trained = quantity(sum(p.numel() for p in model.parameters() if p.requires_grad))
+    layers = len(thor.curvature)
+    say(f"{subject}, {name}: {layers} preconditioned layers, {trained} trained parameters")
     _print(console, TITLE, SIZES, {row: _sizes(row) for row in rows})
     say(COLUMNS)
     measured, times = None, {row: dict[str, float]() for row in rows}
@@ -154,13 +151,8 @@ def plan(
             times[row] = dict(zip(("step", "network", "refresh"), seconds, strict=True))
             if samples is not None:
                 times[row]["training"] = _training(row, times[row], measured, interval, samples)
-        paper = PAPER if (recipe.model if recipe else subject) == PAPER_MODEL else {}
-        cells = {row: _times(row, own, measured.batch, paper) for row, own in times.items()}
-        _print(console, "Predicted times", TIMES, cells)
-        say(
-            f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and {latency:g} "
-            f"µs; nothing overlaps{PAPER_WORDS if paper else ''}"
-        )
+        is_papers = (recipe.model if recipe else subject) == PAPER_MODEL
+        _print_times(console, measured, times, PAPER if is_papers else {}, bandwidth, latency)
     if out is not None:
         content: dict[str, Any] = {"model": subject, "optimizer": name, "torch_thor": __version__}
         content["network"] = {"bandwidth": bandwidth, "latency": latency, "shards": shards}
@@ -357,6 +349,25 @@ def _print(
     for row, cells in rows.items():
         table.add_row(row.form, f"{row.devices:,}", *cells)
     console.print(table)
+
+
+def _print_times(
+    console: Console,
+    measured: Measured,
+    times: Mapping[Row, Mapping[str, float]],
+    paper: Mapping[int, float],
+    bandwidth: float,
+    latency: float,
+) -> None:
+    say = printer(console)
+    cells = {row: _times(row, own, measured.batch, paper) for row, own in times.items()}
+    _print(console, "Predicted times", TIMES, cells)
+    say(
+        f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and {latency:g} µs; "
+        "nothing overlaps"
+    )
+    if paper:
+        say(PAPER_WORDS)
 
 
 def _sizes(row: Row) -> list[str]:
