@@ -33,9 +33,10 @@ from torch_thor.training.loop import Run, split, train
 from torch_thor.training.models.bert import CONFIGURATION
 from torch_thor.training.observers import observers_of
 from torch_thor.training.optimizers import build_optimizer, measured_split_dim
+from torch_thor.training.origin import stored_origin
 from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, divide, processes
 from torch_thor.training.precision import Precision, averaged
-from torch_thor.training.recipe_model import Recipe, absolute
+from torch_thor.training.recipe_model import Recipe, absolute, path_of
 from torch_thor.training.recipes import override
 from torch_thor.training.summary import report
 from torch_thor.training.tasks.opening import open_task, task_class
@@ -280,10 +281,28 @@ def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
             f"inside data can: leave {key} out",
         )
     trained = saved.recipe
+    if not any(word.startswith("data.root=") for word in words):
+        _check_place(saved)
     recipe = override(trained, words)
     if any(word.startswith("data.transform") for word in words):
         return recipe
     return task_class(trained.task).recipe_of_evaluation(recipe, trained)
+
+
+def _check_place(saved: Checkpoint) -> None:
+    """Refuse to guess what the relative `data.root` of a recipe's file means in another folder."""
+    begun = next(filter(None, map(stored_origin, saved.path.absolute().parents)), None)
+    data, root = begun and begun.keys.get("data"), saved.recipe.data.root
+    written = data.get("root") if isinstance(data, dict) else None
+    if root is None or not isinstance(written, str):
+        return
+    here, trained = (path_of("data.root", absolute("data.root", text)) for text in (written, root))
+    replaced = not trained.match(written)  # by a word of the training
+    require(
+        replaced or here.resolve() == trained.resolve(),
+        f"data.root={written} in {begun and begun.name} is {here} in this folder, and was "
+        f"{trained} in the training: add data.root={root}, or the folder that you mean",
+    )
 
 
 def export(

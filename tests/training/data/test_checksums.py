@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from image_tree import write_tree
 from torch_thor.training.checkpoint import newest
 from torch_thor.training.data.checksums import values_checksum
 from torch_thor.training.folder import RunFolder
-from torch_thor.training.recipes import load_recipe
+from torch_thor.training.recipes import load_recipe, to_yaml
 from torch_thor.training.run import run_recipe
 from torch_thor.training.tasks.opening import open_task
 
@@ -96,3 +97,36 @@ def test_an_evaluation_tells_of_other_files(trained, tmp_path, monkeypatch, caps
     assert code == 0
     assert "the evaluation data are not those of the training" in err
     assert json.loads(fewer)[0]["loss"] != json.loads(out)[0]["loss"]
+
+
+def test_an_evaluation_does_not_guess_what_a_relative_place_of_a_file_means(
+    tmp_path, monkeypatch, capsys
+):
+    write_tree(tmp_path / "here/data")
+    shutil.copytree(tmp_path / "here/data", tmp_path / "pictures")
+    monkeypatch.chdir(tmp_path / "here")
+    words = [*FILES, "epochs=1"]
+    Path("mine.yaml").write_text(to_yaml(load_recipe("digits", [*words, "data.root=./data"])))
+    train = ("train", "mine.yaml", "--out")
+    assert call(monkeypatch, capsys, *train, tmp_path / "run")[0] == 0
+    assert (
+        call(monkeypatch, capsys, *train, tmp_path / "named", f"data.root={tmp_path}/pictures")[0]
+        == 0
+    )
+    code, out, _ = call(monkeypatch, capsys, "eval", tmp_path / "run", "--json")
+    assert code == 0
+
+    Path("deep").mkdir()
+    monkeypatch.chdir("deep")
+    place, said = tmp_path / "here/data", f"data.root={tmp_path / 'here/data'}"
+    for path in (tmp_path / "run", tmp_path / "run/sgd/checkpoints/best"):
+        result = call(monkeypatch, capsys, "eval", path)
+        assert_refused(
+            result, f"is {Path.cwd() / 'data'} in this folder, and was {place}", f"add {said}"
+        )
+    assert call(monkeypatch, capsys, "eval", tmp_path / "run", said, "--json")[:2] == (0, out)
+    for other in ("run", "named"):
+        resume = ("train", "--resume", "--out", tmp_path / other, "epochs=2")
+        assert call(monkeypatch, capsys, *resume)[0] == 0
+    code, _, err = call(monkeypatch, capsys, "eval", tmp_path / "named")
+    assert code == 0, err
