@@ -4,11 +4,20 @@ import sys
 
 import pytest
 
+import warm
 from benchmarks.__main__ import main
+from benchmarks.runner import study
 
 
 @pytest.fixture
-def bench(monkeypatch, capsys, tmp_path):
+def warm_studies(monkeypatch):
+    """The processes of studies start at once."""
+    context = warm.context()
+    monkeypatch.setattr(study.multiprocessing, "get_context", lambda method: context)
+
+
+@pytest.fixture
+def bench(monkeypatch, capsys, tmp_path, warm_studies):
     """Call it in an empty folder: `bench(*words)` gives (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
 

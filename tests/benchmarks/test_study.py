@@ -53,7 +53,7 @@ def tolerance(rows, job):
 
 
 @pytest.fixture
-def call(tmp_path, monkeypatch, capfd):
+def call(tmp_path, monkeypatch, capfd, warm_studies):
     """The runner with a study and its options: what it prints."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "toy.py").write_text(STUDY)

@@ -67,5 +67,11 @@ def main(plan, out, *words):
         sys.exit(2)
 
 
+def main_in(folder, *words):
+    """The same in a folder, as a function of a process that may have been forked."""
+    os.chdir(folder)
+    main(*words)
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -2,16 +2,17 @@
 are respected.
 """
 
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import run_script
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from command_line import checkpoints, command, contents, finish, lines
+import warm
+from command_line import checkpoints, command, contents, lines
 from tiny import assert_same
 
 NOTHING = "0:never:0:"
@@ -93,33 +94,42 @@ def test_a_signal_saves_and_stops(tmp_path, whole, name, ranks):
 
 
 def torchrun(place, *words):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=1",
-    ]
-    command += ["--monitor-interval=0.1", run_script.__file__, *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return finish(
-        subprocess.Popen(command, cwd=place, stdout=-1, stderr=-1, text=True, env=environment)
-    )
+    """What `torchrun --nproc-per-node=2 --max-restarts=1` does, with processes that start at once:
+    (whether all ended well, what they said on stdout, on stderr).
+    """
+    warm.context()
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    logs = place / f"logs of {len(list(place.glob('logs*')))}"
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(logs, redirects=Std.ALL),
+    )  # fmt: skip
+    ended_well = True
+    try:
+        launch_agent(config, run_script.main_in, [str(place), *words])
+    except ChildFailedError:
+        ended_well = False
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+    said = (sorted(logs.rglob(name)) for name in ("stdout.log", "stderr.log"))
+    return ended_well, *("".join(path.read_text() for path in paths) for paths in said)
 
 
 @pytest.mark.slow
 def test_torchrun_starts_again_and_the_run_continues(tmp_path, whole):
-    code, out, err = torchrun(tmp_path, f"1:step:7:SIGKILL,{NOTHING}", "run")
-    assert code == 0, out + err
+    ended_well, out, err = torchrun(tmp_path, f"1:step:7:SIGKILL,{NOTHING}", "run")
+    assert ended_well, out + err
     assert "torchrun has started the processes again: the run in run continues" in out
     assert_same(outcome(tmp_path / "run"), whole[2])
     # a job that is refused does not take the run of another one when it is started again
     for name in (".lock", ".owner"):
         (tmp_path / "run" / name).unlink()
     before = contents(tmp_path / "run")
-    code, out, err = torchrun(tmp_path, NOTHING, "run")
-    assert code != 0
+    ended_well, out, err = torchrun(tmp_path, NOTHING, "run")
+    assert not ended_well
     # each start is refused; torchrun ends its other process, perhaps before that has said why
     for number in (0, 1):
         assert (

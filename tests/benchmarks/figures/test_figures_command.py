@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+import forking
 from command_line import assert_refused, descendants, end, finish, start, wait_for
 
 NAMES = ["momentum", "thor", "thor_stop", "thor_nt", "thor, unbounded", "thor_nt, growing interval"]
@@ -24,7 +25,7 @@ def figures(bench):
 def test_measured_once_and_gone_on_with_after_a_kill(figures, tmp_path):
     folder = tmp_path / "runs" / "figures"
     store = folder / "curves.jsonl"
-    killed = start(tmp_path, "figures", *WORDS, module="benchmarks")
+    killed = start(tmp_path, "figures", *WORDS, script=forking.__file__)
     wait_for(killed, store.exists, "first result")
     for pid in (killed.pid, *descendants(killed.pid)):
         end(pid)
