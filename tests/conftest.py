@@ -1,5 +1,5 @@
 """Shared by all tests: one thread (two cores serve many processes), a fixed seed, the command line,
-pictures.
+ranks, pictures.
 """
 
 import functools
@@ -10,6 +10,7 @@ import torch
 from matplotlib.figure import Figure
 
 from command_line import call
+from ranks import Ranks
 from warm import save_blank
 
 torch.set_num_threads(1)
@@ -38,6 +39,14 @@ def blank_pictures(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """The processes of all tests that need several ranks."""
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture

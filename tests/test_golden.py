@@ -28,7 +28,13 @@ def _ranks():
     end_ranks()
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "fashion-mnist" else [])
+        for name in RUNS
+    ],
+)
 def test_every_bit_is_as_recorded(name):
     golden = read(name)
     assert golden is not None, f"{name} is not on record: python tests/golden/record.py {name}"

@@ -29,6 +29,9 @@ from torch import distributed as dist
 PRELOADED = (
     "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "transformers.pytorch_utils",
     "torch.utils.tensorboard",
     "torch_thor.training.run",
     "torch_thor.cli",

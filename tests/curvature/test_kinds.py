@@ -186,7 +186,11 @@ def close(found, wanted, **tolerances):
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@settings(max_examples=400)
+@pytest.mark.parametrize("examples", [80, pytest.param(400, marks=pytest.mark.slow)])
+def test_rows_and_matrices_of_any_layer(examples):
+    settings(max_examples=examples)(check_rows_and_matrices)()
+
+
 @given(
     case=st.one_of(of_vectors(), of_images((*STANDARDISED, *SCALED, Conv2dSame), 2), *CONVOLUTIONS),
     split_dim=st.none() | st.integers(1, 12),
@@ -199,7 +203,7 @@ def close(found, wanted, **tolerances):
     most=5,
     piece=64,
 )
-def test_rows_and_matrices_of_any_layer(case, split_dim, most, piece):
+def check_rows_and_matrices(case, split_dim, most, piece):
     """Rows go through memory a few images at a time, if a piece is small; of many, `most` are
     enough for A.
     """

@@ -1,15 +1,6 @@
-"""One pool of processes for all tests of this folder."""
+"""Functions on several ranks."""
 
 import pytest
-
-from ranks import Ranks
-
-
-@pytest.fixture(scope="session")
-def pool():
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture

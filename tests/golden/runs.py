@@ -4,7 +4,6 @@ Each is a function without arguments in `RUNS`; the seeds are fixed, all is floa
 two ranks are added in float64), on one thread.
 """
 
-import sys
 import tempfile
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from torch import distributed as dist
 
 from golden.outcome import outcome
+from ranks import Ranks as Pool
 from torch_thor import THOR, ThorMuon
 from torch_thor.errors import UserError
 from torch_thor.training.loop import Record, train
@@ -21,10 +21,6 @@ from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
 from torch_thor.training.tasks.opening import open_task
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # whose processes these are
-
-from ranks import Ranks as Pool
 
 KEPT = {"train": 2048, "test": 500}  # images of Fashion-MNIST: 16 steps an epoch
 _POOL = Pool(most=2)

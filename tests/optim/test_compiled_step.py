@@ -25,6 +25,11 @@ OPTIONS = {
     AGCSGD: {"lr": 0.05, "momentum": 0.9},
 }
 CURVATURE = [THOR, ThorMuon]
+# of each base class one is a fast test
+ONE_OF_EACH = [
+    pytest.param(kind, marks=[] if kind in (ThorMuon, AGCSGD) else pytest.mark.slow)
+    for kind in OPTIONS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -315,7 +320,7 @@ def test_a_whole_step_has_two_graph_breaks_and_never_compiles_again(kind):
 @pytest.mark.parametrize(
     "way", [of_the_step, pytest.param(beside_the_step, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
 def test_a_compiled_step_has_no_graph(kind, way):
     assert_as_eager(kind, way, with_compiler, stream(4))
     assert breaks() == counters["stats"]["unique_graphs"] == 0
@@ -346,7 +351,7 @@ def test_batches_of_several_sizes_share_a_graph(kind):
     assert counters["stats"]["unique_graphs"] == 2, "one for the first size, one for all"
 
 
-@pytest.mark.parametrize("kind", [THOR, LAMB])
+@pytest.mark.parametrize("kind", [THOR, pytest.param(LAMB, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "way", [whole, of_the_step, beside_the_step, of_a_function_that_steps, two_steps_in_a_row]
 )
@@ -377,7 +382,7 @@ def test_fullgraph_is_refused_after_a_refresh_too(kind):
         step()
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
 def test_fullgraph_is_no_matter_where_the_user_has_switched_the_compiler_off(kind):
     with torch.compiler.set_stance("force_eager"):
         assert_as_eager(
@@ -386,7 +391,7 @@ def test_fullgraph_is_no_matter_where_the_user_has_switched_the_compiler_off(kin
     assert compiled() == 0
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
 def test_options_and_state_gain_nothing_from_the_compiler(kind):
     model, optimizer = make(kind)
     other, twin = make(kind)
@@ -401,7 +406,7 @@ def test_options_and_state_gain_nothing_from_the_compiler(kind):
         assert set(optimizer.state[p]) == set(twin.state[q])
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
 def test_hooks_of_the_user_run_in_a_compiled_function(kind):
     model, optimizer = make(kind)
     called = []

@@ -162,6 +162,15 @@ CASES = [
 ]
 
 
+def cases_of(optimizer, *, fast):
+    """The names of an optimizer's cases, all but a few of which are slow tests."""
+    return [
+        pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
+        for label, name in CASES
+        if label == optimizer
+    ]
+
+
 def options_of(label, name):
     if OPTIONS[name] == "nesterov":
         return {"nesterov": label == "THOR"}
@@ -373,14 +382,18 @@ def compare_with_the_cpu(label, options, steps, *, same_polar=False):
     return of_weights, of_steps
 
 
-@pytest.mark.parametrize("name", [name for label, name in CASES if label == "THOR"])
+@pytest.mark.parametrize(
+    "name", cases_of("THOR", fast=("defaults", "split", "clip", "skip", "decay"))
+)
 def test_thor_takes_the_same_steps_as_on_a_cpu(name):
     options = {"lr": 0.02, **options_of("THOR", name)}
     of_weights, _ = pretend.run(compare_with_the_cpu, "THOR", options, 9)
     assert of_weights < 1e-12
 
 
-@pytest.mark.parametrize("name", [name for label, name in CASES if label == "ThorMuon"])
+@pytest.mark.parametrize(
+    "name", cases_of("ThorMuon", fast=("defaults", "split", "tight bound", "no momentum"))
+)
 def test_thor_muon_takes_the_same_steps_as_on_a_cpu(name):
     """With the same polar factors; six rounds of products differ from eigenvectors by 5e-3."""
     options = {"lr": 0.02, **options_of("ThorMuon", name)}
@@ -492,7 +505,7 @@ def kernels(label, network):
     ("label", "network", "most"),
     [
         ("THOR", "GPT-2", 80),
-        ("THOR", "ResNet-18", 90),
+        pytest.param("THOR", "ResNet-18", 90, marks=pytest.mark.slow),
         ("ThorMuon", "GPT-2", 200),
         ("ThorMuon", "ResNet-18", 500),
     ],

@@ -2,10 +2,8 @@
 in buffers.
 """
 
-import sys
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,8 +17,6 @@ from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.run import build
 from torch_thor.training.tasks.task import Loss, Metric, Terms
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # where the pool of processes is
 
 STEPS, PER_EPOCH = 12, 5
 CUTS = {1: (0, 12), 2: (0, 4, 12), 4: (0, 2, 5, 8, 12)}  # of a batch, by the number of processes

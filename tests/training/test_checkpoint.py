@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from command_line import contents
-from ranks import Ranks as Pool
 from tiny import assert_same
 from torch_thor.errors import UserError
 from torch_thor.training import checkpoint
@@ -33,13 +32,6 @@ from torch_thor.training.recipes import to_yaml
 from torch_thor.training.run import build
 
 WAYS = {"one": (1, "ddp"), "ddp": (2, "ddp"), "fsdp": (2, "fsdp"), "hsdp": (4, "hsdp")}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    ranks = Pool(most=4)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture

@@ -7,17 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from ranks import Ranks as Pool
 from torch_thor.errors import UserError
 from torch_thor.training.errors import ElsewhereError
 from torch_thor.training.parallel import Ranks, agreed, blocks, device_of, divide
-
-
-@pytest.fixture(scope="module")
-def pool():
-    ranks = Pool(most=4)
-    yield ranks
-    ranks.close()
 
 
 def train(rank, world, folder, given, name):
@@ -35,7 +27,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("world", "way"), WAYS)
-@pytest.mark.parametrize("name", ["thor", "sgd"])
+@pytest.mark.parametrize("name", ["thor", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_equals_one_process(pool, tmp_path, world, way, name):
     settings = {
         "thor": {**noisy.SETTINGS, "split_dim": 1, "max_update_ratio": None},
