@@ -10,13 +10,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
 from torch_thor import __version__
 from torch_thor.errors import require
-from torch_thor.printing import cell, is_first_rank, print_message, printer
+from torch_thor.printing import cell, columns, is_first_rank, print_message, printer
 from torch_thor.training.cores import allowed_cores
 from torch_thor.training.errors import StoppedError
 
@@ -186,13 +185,16 @@ def evaluate(
     if as_json or not is_first_rank():
         return
     shown = [metric for metric in scores[0].metrics if metric.primary or metric.name != "loss"]
-    table = Table("optimizer", "step", *(metric.title for metric in shown))
-    for one in scores:
-        name = f"{one.optimizer}, averaged weights" if one.averaged else one.optimizer
-        table.add_row(
-            cell(name), str(one.step), *(metric.text(one.values[metric.name]) for metric in shown)
-        )
-    Console().print(table)
+    found = [
+        [
+            f"{one.optimizer}, averaged weights" if one.averaged else one.optimizer,
+            str(one.step),
+            *(metric.text(one.values[metric.name]) for metric in shown),
+        ]
+        for one in scores
+    ]
+    headings = ["optimizer", "step", *(metric.title for metric in shown)]
+    Console().print(columns("", headings, found, left=1))
 
 
 @app.command("prepare", cls=_Command)

@@ -15,9 +15,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from torch_thor import __version__
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import UserError, explaining, first_line, require
 from torch_thor.files import check_place, whole_file, write_text, writing
-from torch_thor.printing import milliseconds, printer, visible
+from torch_thor.printing import columns, milliseconds, printer, visible
 from torch_thor.split.choice import FACTORS, SplitChoice, choose_split_dim
 from torch_thor.training.models.library import build_library_model, build_model
 from torch_thor.training.models.small import CLASSIFIERS
@@ -75,6 +75,12 @@ def split_dim(
     return choice
 
 
+def require_at_least(least: int, **given: int | None) -> None:
+    """Refuse smaller values of options."""
+    for option, value in given.items():
+        require(value is None or value >= least, f"--{option} {value}: give {least} or more")
+
+
 def measure_split_dim(
     model: str,
     console: Console,
@@ -87,8 +93,7 @@ def measure_split_dim(
     seed: int,
 ) -> tuple[SplitChoice, dict[str, Any]]:
     """Return the choice for a model, and all measured values and settings as JSON values."""
-    for option, value in (("batch", batch), ("pixels", pixels)):
-        require(value >= 1, f"--{option} {value}: give 1 or more")
+    require_at_least(1, batch=batch, pixels=pixels)
     require(
         0 <= seed < 2**63, f"--seed {seed}: must be between 0 and 2^63 - 1; give another number"
     )
@@ -108,15 +113,16 @@ def measure_split_dim(
         f"{model}, {optimizer} on {where}; sample: {settings['sample']}. Inverting large blocks "
         "takes long ..."
     )
-    try:
+    with explaining(
+        (RuntimeError, ValueError, TypeError, AttributeError),
+        lambda error: (
+            f"{model} could not be measured: {first_line(error)} (try other --pixels or --batch, "
+            "or give a FILE.py:FUNCTION that returns (model, batch, loss_fn))"
+        ),
+    ):
         choice = choose_split_dim(
             subject.model, sample, where, loss_fn=subject.loss_fn, optimizer=optimizer
         )
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{model} could not be measured: {first_line(error)} (try other --pixels or --batch, "
-            "or give a FILE.py:FUNCTION that returns (model, batch, loss_fn))"
-        ) from error
     versions = {"torch": torch.__version__, "torch_thor": __version__}
     return choice, {**settings, "seed": seed, **versions, **choice.as_dict()}
 
@@ -136,20 +142,19 @@ def load_subject(word: str, seed: int) -> Subject:
     if word in CLASSIFIERS:
         return Subject(build_model(word, CHANNELS, CLASSES))
     if not (colon and file.endswith(".py")):
-        try:
+        with explaining(
+            UserError, lambda error: f"{error}; for your own model give FILE.py:FUNCTION"
+        ):
             return Subject(build_library_model(word))
-        except UserError as error:
-            raise UserError(f"{error}; for your own model give FILE.py:FUNCTION") from error
     require(
         Path(file).is_file(),
         f"{file} does not exist: give FILE.py:FUNCTION, a function that returns a model",
     )
-    try:
+    with explaining(
+        Exception,
+        lambda error: f"{word} failed: {type(error).__name__}: {first_line(error)}; correct {file}",
+    ):
         returned = runpy.run_path(file)[function]()
-    except Exception as error:
-        raise UserError(
-            f"{word} failed: {type(error).__name__}: {first_line(error)}; correct {file}"
-        ) from error
     parts = returned if isinstance(returned, tuple) else (returned,)
     require(
         1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module),
@@ -204,15 +209,17 @@ def _images_of(folder: Path, count: int, seed: int, say: Callable[[str], None]) 
         f"--data {folder} contains {len(paths)} images, fewer than --batch {count}: give a smaller "
         "--batch or more images",
     )
-    images = []
-    for path in random.Random(seed).sample(paths, count):
-        try:
-            images.append(decode_rgb(read_image(path)))
-        except BrokenImageError as error:
-            raise UserError(
+
+    def decoded(path: Path) -> Tensor:
+        with explaining(
+            BrokenImageError,
+            lambda error: (
                 f"{path} cannot be read as an image ({first_line(error)}): remove or repair it"
-            ) from error
-    return images
+            ),
+        ):
+            return decode_rgb(read_image(path))
+
+    return [decoded(path) for path in random.Random(seed).sample(paths, count)]
 
 
 def verdict(choice: SplitChoice) -> str:
@@ -227,21 +234,24 @@ def verdict(choice: SplitChoice) -> str:
 
 def table(choice: SplitChoice) -> Table:
     """Make a table of both curves; `split_dim.json` has the losses of each layer too."""
-    found = Table(title=f"Split dimension on {choice.device}", title_justify="left")
-    for heading in (
-        "block size s",
-        "factors that lose < 1 %",
-        "p_1 / p_s",
-        "p_s: one refresh",
-        "",
-    ):
-        found.add_column(heading, justify="right")
-    for size, kept, speed, seconds in zip(
+    headings = ("block size s", "factors that lose < 1 %", "p_1 / p_s", "p_s: one refresh", "")
+    curves = zip(
         choice.candidates, choice.information, choice.performance, choice.seconds, strict=True
-    ):
-        mark = "<- chosen" if size == choice.split_dim else ""
-        found.add_row(str(size), f"{kept:.1%}", f"{speed:.3f}", milliseconds(seconds), mark)
-    return found
+    )
+    return columns(
+        f"Split dimension on {choice.device}",
+        headings,
+        [
+            (
+                str(size),
+                f"{kept:.1%}",
+                f"{speed:.3f}",
+                milliseconds(seconds),
+                "<- chosen" if size == choice.split_dim else "",
+            )
+            for size, kept, speed, seconds in curves
+        ],
+    )
 
 
 def draw_choice(

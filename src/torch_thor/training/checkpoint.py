@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from torch_thor.capture.sharding import is_sharded
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import explaining, first_line, require
 from torch_thor.files import sha256
 from torch_thor.training.errors import DamagedCheckpointError
 from torch_thor.training.loop import Run, Score
@@ -200,7 +200,13 @@ def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     order = [names[p] for group in run.optimizer.param_groups for p in group["params"]]
     number = {name: index for index, name in enumerate(order)}
-    try:
+    with explaining(
+        (ValueError, KeyError),
+        lambda error: (
+            f"{path}: the state of {run.name} does not fit ({first_line(error)}): continue with "
+            "the recipe that it was saved with, or start another run with weights="
+        ),
+    ):
         state = {
             number[name]: {
                 key: _like(value, own.get(name, {}).get(key)) for key, value in values.items()
@@ -212,11 +218,6 @@ def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
             for one in saved["param_groups"]
         ]
         run.optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except (ValueError, KeyError) as error:
-        raise UserError(
-            f"{path}: the state of {run.name} does not fit ({first_line(error)}): continue with "
-            "the recipe that it was saved with, or start another run with weights="
-        ) from error
 
 
 def digest(values: Any) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, Timeout
 
-from torch_thor.errors import UserError, require
+from torch_thor.errors import UserError, explaining, require
 from torch_thor.files import REMAINS, check_place, locked, write_text, writing
 from torch_thor.training.checkpoint import PREFIX, newest
 from torch_thor.training.errors import DamagedCheckpointError
@@ -130,13 +130,14 @@ class RunFolder:
                 f"{self.path} is not a run folder and not empty: choose another with --out",
             )
             return None
-        try:
-            return load_recipe(str(self.recipe))
-        except (UserError, UnicodeDecodeError) as error:
-            raise UserError(
+        with explaining(
+            (UserError, UnicodeDecodeError),
+            lambda error: (
                 f"{self.recipe} is damaged ({error}): copy that of a checkpoint over it, or choose "
                 "another folder with --out"
-            ) from error
+            ),
+        ):
+            return load_recipe(str(self.recipe))
 
     def continued(self, stored: Recipe, words: Sequence[str]) -> Recipe:
         """Return the recipe of the run in this folder with words, and what its file says anew.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_thor.capture.patterns import selected
 from torch_thor.distributed.data_parallel import Distributed
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import explaining, first_line, require
 from torch_thor.intervals import as_interval
 from torch_thor.optim import AGCSGD, LAMB, THOR, ThorMuon
 from torch_thor.optim.options import OPTIONS
@@ -211,7 +211,8 @@ def build_optimizer(
         options["model"] = model
     decayed = options.pop("decay_filter")
     params: Any = model.parameters()
-    try:
+    # such as a pattern that matches no layer of this network
+    with explaining((TypeError, ValueError), lambda error: f"optimizer {name}: {error}"):
         if "layers" in options:
             options["distributed"] = Distributed(divide_curvature=options.pop("divide_curvature"))
         if decayed is not None:
@@ -227,9 +228,6 @@ def build_optimizer(
             ]
             params = [group for group in groups if group["params"]]
         return kind(params, **options)
-    # such as a pattern that matches no layer of this network
-    except (TypeError, ValueError) as error:
-        raise UserError(f"optimizer {name}: {error}") from error
 
 
 class _Itself(nn.Module):
@@ -248,9 +246,8 @@ def measured_split_dim(
 ) -> int:
     """Choose a block size for an optimizer by `choose_split_dim`."""
     # The loss is that of a network on the first batch of the training.
-    try:
+    with explaining(
+        (ValueError, RuntimeError),
+        lambda error: f"split_dim=auto: {first_line(error)}; give a number, such as 128",
+    ):
         return choose_split_dim(_Itself(model), (), loss_fn=loss, optimizer=name).split_dim
-    except (ValueError, RuntimeError) as error:  # nothing to split, or memory was too small
-        raise UserError(
-            f"split_dim=auto: {first_line(error)}; give a number, such as 128"
-        ) from error

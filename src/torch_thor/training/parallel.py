@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_thor.capture.sharding import is_fully_sharded
 from torch_thor.curvature.blocks import wide_dtype
 from torch_thor.distributed.collectives import reduce_scatter
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import UserError, explaining, first_line, require
 from torch_thor.training.errors import ElsewhereError
 from torch_thor.training.recipe_model import Recipe
 
@@ -79,14 +79,15 @@ def device_of(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
+    # torch asserts when it was built without CUDA, and imports modules of other devices
+    with explaining(
+        (RuntimeError, AssertionError, ImportError),
+        lambda error: (
+            f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto"
+        ),
+    ):
         device = torch.device(name)
         torch.ones(1, device=device).tolist()  # of `meta` there are no values
-    # torch asserts when it was built without CUDA, and imports modules of other devices
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise UserError(
-            f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto"
-        ) from error
     return device
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from torch_thor.errors import UserError, require
+from torch_thor.errors import UserError, explaining, require
 from torch_thor.training.optimizers import OPTIMIZERS, Settings
 from torch_thor.training.recipe_keys import Count, Keys, NotNegative, Number, Positive, Share, Whole
 from torch_thor.training.tasks import TASKS
@@ -47,13 +47,14 @@ def path_of(key: str, text: str) -> Path:
         return "$" if name is None else os.environ[name]
 
     path = Path(re.sub(r"\$(?:\$|(\w+)|\{(\w+)\})", value, text))
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise UserError(
+    with explaining(
+        RuntimeError,
+        lambda _: (
             f"{key}={text}: {path.parts[0]} is no user's folder: write ./{path} for a folder of "
             "this name"
-        ) from error
+        ),
+    ):
+        return path.expanduser()
 
 
 def absolute(key: str, text: str) -> str:

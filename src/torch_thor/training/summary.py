@@ -14,7 +14,7 @@ from rich.table import Table
 
 from torch_thor.errors import UserError
 from torch_thor.files import write_text, writing
-from torch_thor.printing import milliseconds, printer
+from torch_thor.printing import columns, milliseconds, printer
 from torch_thor.training.curves import draw_curves
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.recipe_model import Recipe
@@ -162,27 +162,38 @@ def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
 def table(results: Sequence[Result], recipe: Recipe) -> Table:
     """Make the final table of at most six rows, a column per optimizer; `summary.json` has more."""
     metric, targets = results[0].metric, targets_of(recipe)
-    found = Table(title="Result", title_justify="left")
-    found.add_column("")
-    for one in results:
-        found.add_column(one.name, justify="right")
-    for target in targets[-TARGETS:] if metric.higher_is_better else targets[TARGETS - 1 :: -1]:
-        # such as 75.97 %, which is not rounded
-        exact = f"{100 * target:.6g}%" if metric.share else f"{target:.6g}"
-        found.add_row(
-            f"steps to {metric.word} {exact}", *(_when(one.reaching(target)) for one in results)
-        )
     averaged = " of averaged weights" if recipe.ema_decay is not None else ""
-    found.add_row(
-        f"final {metric.word}{averaged}", *(metric.text(one.value(one.final)) for one in results)
+    shown = targets[-TARGETS:] if metric.higher_is_better else targets[TARGETS - 1 :: -1]
+    return columns(
+        "Result",
+        ["", *(one.name for one in results)],
+        [
+            *(
+                [
+                    # such as 75.97 %, which is not rounded
+                    f"steps to {metric.word} "
+                    + (f"{100 * target:.6g}%" if metric.share else f"{target:.6g}"),
+                    *(_when(one.reaching(target)) for one in results),
+                ]
+                for target in shown
+            ),
+            [
+                f"final {metric.word}{averaged}",
+                *(metric.text(one.value(one.final)) for one in results),
+            ],
+            ["steps in total", *(_when(one.final) for one in results)],
+            [
+                "median step / refresh step",
+                *(
+                    " / ".join(
+                        milliseconds(median(kind)) for kind in (one.ordinary, one.refresh) if kind
+                    )
+                    for one in results
+                ),
+            ],
+        ],
+        left=1,
     )
-    found.add_row("steps in total", *(_when(one.final) for one in results))
-    steps = [
-        [milliseconds(median(kind)) for kind in (one.ordinary, one.refresh) if kind]
-        for one in results
-    ]
-    found.add_row("median step / refresh step", *map(" / ".join, steps))
-    return found
 
 
 def _when(line: dict[str, Any] | None) -> str:

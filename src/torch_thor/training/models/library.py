@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import UserError, explaining, first_line, require
 from torch_thor.training.models.small import CLASSIFIERS
 from torch_thor.training.recipe_keys import nearest
 
@@ -54,7 +54,10 @@ def build_library_model(name: str, **options: Any) -> nn.Module:
     """
     library, own = find_model(name)
     model: nn.Module
-    try:
+    with explaining(
+        (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError),
+        lambda error: f"model={name} could not be built: {first_line(error)}",
+    ):
         if library == TIMM:
             import timm
 
@@ -66,8 +69,6 @@ def build_library_model(name: str, **options: Any) -> nn.Module:
                 # the default is pretrained, whatever `weights` says
                 options["weights_backbone"] = None
             model = models.get_model(own, weights=None, **options)
-    except (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"model={name} could not be built: {first_line(error)}") from error
     return model
 
 

@@ -10,7 +10,7 @@ it stays on the CPU, so that counting loss terms does not wait for the device.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from torch_thor.errors import UserError, require
+from torch_thor.errors import UserError, explaining, require
 from torch_thor.files import sha256
 from torch_thor.training.data.batches import (
     Key,
@@ -113,14 +113,11 @@ class MaskedLM(Task):
         corpus = Corpus(self._folder, side, length)
         return PairMaker(corpus, text.masked, whole_words=text.whole_words, pairs=pairs, seed=seed)
 
-    @contextmanager
-    def _of_phase(self, number: int, key: str = "") -> Iterator[None]:
-        try:
-            yield
-        except UserError as error:
-            raise UserError(
-                f"phases[{number}]{key}: {error}" if self.recipe.phases else str(error)
-            ) from error
+    def _of_phase(self, number: int, key: str = "") -> AbstractContextManager[None]:
+        return explaining(
+            UserError,
+            lambda error: f"phases[{number}]{key}: {error}" if self.recipe.phases else str(error),
+        )
 
     @property
     def tokenizer_file(self) -> Path:
