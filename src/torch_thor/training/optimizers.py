@@ -1,7 +1,7 @@
 """The optimizers a recipe can name: keys are arguments of their classes, with equal defaults."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.thor import PRESETS
 from torch_thor.split.choice import choose_split_dim
 from torch_thor.training.muon import MuonAdamW
-from torch_thor.training.recipe_keys import Keys, NotNegative, Number, Positive, Share
+from torch_thor.training.recipe_keys import Keys, NotNegative, Number, Positive, Rules, Share
 
 AUTO = "auto"
 _THRESHOLDS = {
@@ -137,20 +137,23 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Mapping[str, A
 class OptimizerKeys(Keys):
     """The settings of an optimizer."""
 
-    def faults(self) -> Iterator[str]:
+    def rules(self) -> Rules:
         """Refuse Nesterov's momentum where the classes of torch and AGC-SGD refuse it."""
         own = self.model_dump(include={"nesterov", "momentum", "dampening", "dampen_first"})
-        if "dampening" in own and own["nesterov"]:
-            if not own["momentum"]:
-                yield (
-                    f"momentum={own['momentum']} must be above 0 for nesterov=true: raise it, or "
-                    "set nesterov=false"
-                )
-            if own["dampening"] and not own.get("dampen_first"):
-                yield (
-                    f"dampening={own['dampening']} must be 0 for nesterov=true: leave it out, or "
-                    "set nesterov=false"
-                )
+        if "dampening" not in own or not own["nesterov"]:
+            return ()
+        return (
+            (
+                not own["momentum"],
+                f"momentum={own['momentum']} must be above 0 for nesterov=true: raise it, or set "
+                "nesterov=false",
+            ),
+            (
+                own["dampening"] and not own.get("dampen_first"),
+                f"dampening={own['dampening']} must be 0 for nesterov=true: leave it out, or set "
+                "nesterov=false",
+            ),
+        )
 
 
 def _keys_of(name: str) -> type[OptimizerKeys]:
