@@ -22,22 +22,23 @@ from torch_thor.training.errors import StoppedError
 FIRST_RECIPE = "characters"  # of `torch-thor train` without a name
 
 
-def _without_type(params: list[Any]) -> list[Any]:
-    """Show no type of the flags among the parameters of a command in its help."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.metavar = ""
-    return params
+class _WithFlags:
+    """Shows no type of the flags among the parameters in the help."""
 
-
-class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_type(super().get_params(ctx))
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
 
 
-class _Group(TyperGroup):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_type(super().get_params(ctx))
+class _Command(_WithFlags, TyperCommand):
+    """A command."""
+
+
+class _Group(_WithFlags, TyperGroup):
+    """The program, which has commands."""
 
 
 app = typer.Typer(

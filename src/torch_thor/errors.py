@@ -21,13 +21,15 @@ def require(condition: bool, message: str) -> None:
 
 @contextmanager
 def explaining(
-    kinds: type[Exception] | tuple[type[Exception], ...], message: Callable[[Any], str]
+    kinds: type[Exception] | tuple[type[Exception], ...],
+    message: Callable[[Any], str],
+    as_kind: type[UserError] = UserError,
 ) -> Iterator[None]:
     """Raise errors of some kinds in the block as a `UserError`, whose message is made of them."""
     try:
         yield
     except kinds as error:
-        raise UserError(message(error)) from error
+        raise as_kind(message(error)) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -99,19 +99,11 @@ def measure_split_dim(
     )
     where, subject = device_of(device), load_subject(model, seed)
     sample, source = subject.batch, f"the batch that {model} returned"
-    settings: dict[str, Any] = {
-        "model": model,
-        "optimizer": optimizer,
-        "sample": source,
-        "batch": None,
-        "pixels": None,
-    }
-    if sample is None:
+    of_images = sample is None
+    if of_images:
         sample, source = sample_images(batch, pixels, data, seed, printer(console))
-        settings |= {"sample": source, "batch": batch, "pixels": pixels}
     printer(console)(
-        f"{model}, {optimizer} on {where}; sample: {settings['sample']}. Inverting large blocks "
-        "takes long ..."
+        f"{model}, {optimizer} on {where}; sample: {source}. Inverting large blocks takes long ..."
     )
     with explaining(
         (RuntimeError, ValueError, TypeError, AttributeError),
@@ -123,8 +115,17 @@ def measure_split_dim(
         choice = choose_split_dim(
             subject.model, sample, where, loss_fn=subject.loss_fn, optimizer=optimizer
         )
-    versions = {"torch": torch.__version__, "torch_thor": __version__}
-    return choice, {**settings, "seed": seed, **versions, **choice.as_dict()}
+    settings = {
+        "model": model,
+        "optimizer": optimizer,
+        "sample": source,
+        "batch": batch if of_images else None,
+        "pixels": pixels if of_images else None,
+        "seed": seed,
+        "torch": torch.__version__,
+        "torch_thor": __version__,
+    }
+    return choice, {**settings, **choice.as_dict()}
 
 
 class Subject(NamedTuple):

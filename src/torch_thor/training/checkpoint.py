@@ -93,17 +93,6 @@ class Checkpoint:
         found = getattr(task, "data_checksums", {})
         return [part for part in self.data if found.get(part, self.data[part]) != self.data[part]]
 
-    def check_data(self, task: Task) -> None:
-        """Refuse a task with other data than those of the run."""
-        changed = self.other_data(task)
-        require(
-            not changed,
-            f"the {' and the '.join(changed)} are not those that the run of {self.path} began "
-            "with: files were added, removed, renamed or changed, or data.root is another "
-            "folder; restore them, give their folder as data.root=FOLDER, or start another run "
-            "with --out",
-        )
-
     def restore(self, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
         """Load it into a run before its first step, bit for bit as if it had not stopped."""
         # Every process calls it.
@@ -115,16 +104,23 @@ class Checkpoint:
                 f"checkpoint {self.path} belongs to optimizer {self.optimizer}, not {run.name}: "
                 "move it to the folder of its optimizer",
             )
-            try:
+            with explaining(
+                (pickle.UnpicklingError, RuntimeError, EOFError),
+                lambda error: f"{self.path / STATE} cannot be loaded ({first_line(error)})",
+                DamagedCheckpointError,
+            ):
                 state: dict[str, Any] = torch.load(
                     self.path / STATE, map_location="cpu", weights_only=True
                 )
-            except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-                raise DamagedCheckpointError(
-                    f"{self.path / STATE} cannot be loaded ({first_line(error)})"
-                ) from error
             self.check_tokenizer(run.task)
-            self.check_data(run.task)
+            changed = self.other_data(run.task)
+            require(
+                not changed,
+                f"the {' and the '.join(changed)} are not those that the run of {self.path} began "
+                "with: files were added, removed, renamed or changed, or data.root is another "
+                "folder; restore them, give their folder as data.root=FOLDER, or start another run "
+                "with --out",
+            )
             require(
                 state["samples"] == run.task.samples,
                 f"the run of {self.path} began with {state['samples']} training samples, and the "

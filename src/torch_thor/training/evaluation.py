@@ -8,7 +8,7 @@ from torch import nn
 
 from torch_thor.curvature.blocks import widened
 from torch_thor.training.errors import UnreadableError
-from torch_thor.training.parallel import Ranks, agreed, release, share_buffers
+from torch_thor.training.parallel import Ranks, first_of, release, share_buffers
 from torch_thor.training.tasks.task import Task
 
 
@@ -66,9 +66,8 @@ def counted(
     finally:  # a caller may go on with the training after an error of the data or the task
         model.train(training)
         release(model)
-    with agreed(ranks):
-        if fault is not None:
-            raise fault
+    if (told := first_of(fault, ranks)) is not None:
+        raise told
     own = torch.stack(sums).tolist() if sums else [], terms, bool(stops)
     everywhere = ranks.gathered(own)
     if any(stopped for _, _, stopped in everywhere):

@@ -83,22 +83,19 @@ class RunFolder:
             [path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
         )
         taken: list[RunFolder] = []
-        for name in names:
-            folder = cls(name, origin)
-            if not folder._is_used():
-                break
+        while (folder := cls(next(names), origin))._is_used():
             taken.append(folder)
         own = [one for one in taken if one._is_restarted()]
         if resume or overwrite:
             own += [one for one in taken if one._is_of(origin)]
         if own:
             return own[-1]
-        if resume and taken:
-            raise UserError(
-                f"no run in {', '.join(str(one.path) for one in taken)} was begun with "
-                f"{origin and origin.name}: leave --resume out to start one, or name the folder of "
-                "the run with --out"
-            )
+        require(
+            not (resume and taken),
+            f"no run in {', '.join(str(one.path) for one in taken)} was begun with "
+            f"{origin and origin.name}: leave --resume out to start one, or name the folder of "
+            "the run with --out",
+        )
         folder._others = None if resume else names
         return folder
 
@@ -109,14 +106,6 @@ class RunFolder:
     def checkpoints(self, name: str) -> Path:
         """The folder of an optimizer's checkpoints."""
         return self.path / name / "checkpoints"
-
-    def tensorboard(self, name: str) -> Path:
-        """The folder of an optimizer's TensorBoard files."""
-        return self.path / name / "tensorboard"
-
-    def profile(self, name: str) -> Path:
-        """The folder of the traces that `--profile` writes for an optimizer."""
-        return self.path / name / "profile"
 
     def is_run(self) -> bool:
         """Whether the folder contains a run, damaged or not."""
@@ -254,14 +243,16 @@ class RunFolder:
         # the lock's own file may be what tells a dead process
         lock, owner = self.path / _LOCK, self.path / _OWNER
         with writing(lock, "choose another folder with --out"):
-            try:
-                self._lock = locked(lock)
-            except Timeout as error:  # a subclass of OSError
-                by = owner.read_text(encoding="utf-8", errors="replace") if owner.exists() else ""
-                raise InUseError(
+            by = owner.read_text(encoding="utf-8", errors="replace") if owner.exists() else ""
+            with explaining(  # a subclass of OSError
+                Timeout,
+                lambda _: (
                     f"the run in {self.path} is in use by {by.strip() or 'another process'}: wait "
                     "for it, end it, or choose another folder with --out"
-                ) from error
+                ),
+                InUseError,
+            ):
+                self._lock = locked(lock)
             owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def claim(self, recipe: Recipe, resume: bool, overwrite: bool) -> None:

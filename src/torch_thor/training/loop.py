@@ -6,23 +6,23 @@ A checkpoint is saved after a step, or not at all.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.errors import UserError, require
+from torch_thor.errors import UserError, explaining, require
 from torch_thor.optim import THOR
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.torch_internals import tree_flatten, tree_unflatten
 from torch_thor.training import recipe_schedules as schedules
 from torch_thor.training.errors import DivergedError, ElsewhereError, StoppedError, UnreadableError
 from torch_thor.training.evaluation import evaluate
-from torch_thor.training.parallel import Ranks, RankWeight, agreed, without_averaging
+from torch_thor.training.parallel import Ranks, RankWeight, agreed, first_of, without_averaging
 from torch_thor.training.precision import Precision
 from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.tasks.task import Batch, Task, Terms, primary
@@ -82,7 +82,7 @@ class Score:
         return (self.metrics if self.averaged is None else self.averaged)[name]
 
 
-class Observer(Protocol):
+class Observer:
     """An observer of a run, which by default does nothing.
 
     Those of the first process write files and print; one saves and stops.
@@ -90,19 +90,15 @@ class Observer(Protocol):
 
     def step(self, run: "Run", point: Point) -> None:
         """Called after each step."""
-        return
 
     def evaluation(self, run: "Run", score: Score) -> None:
         """Called after each evaluation."""
-        return
 
     def end_of_step(self, run: "Run") -> None:
         """Called after each step and its evaluation, if any."""
-        return
 
     def close(self) -> None:
         """Called once when the training has ended, also by an error."""
-        return
 
 
 class Record(Observer):
@@ -184,13 +180,12 @@ class Run:
     def done(self) -> bool:
         """Whether training ends: the last step is taken, or the last evaluation met the target."""
         goal, metric = self.recipe.stop_at, primary(self.task.metrics)
-        if (
+        is_met = (
             goal is not None
             and self.score is not None
             and not metric.better(goal, self.score.value(metric.name))
-        ):
-            return True
-        return self.step >= self.total_steps
+        )
+        return is_met or self.step >= self.total_steps
 
 
 def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] = ()) -> None:
@@ -235,12 +230,9 @@ def _finish_step(
                 observer.evaluation(run, score)
     fault = stopped or (None if run.done else fault)
     run.stopping = run.stopping or fault is not None
-    try:
+    with nullcontext() if fault is None else suppress(StoppedError):
         for observer in observers:
             observer.end_of_step(run)
-    except StoppedError:
-        if fault is None:
-            raise
     if fault is not None:
         raise fault
 
@@ -308,17 +300,8 @@ class Feed:
         )
         self.everywhere, self._run.stopping = found[1], found[2] > 0
         if found[3]:
-            self.fault = self._agreed(fault)
+            self.fault = first_of(fault, self._run.ranks)
         return found[0] / everywhere, int(everywhere)
-
-    def _agreed(self, fault: UserError | None) -> UserError | None:
-        try:
-            with agreed(self._run.ranks):
-                if fault is not None:
-                    raise fault
-        except UserError as error:
-            return error
-        return None
 
 
 def take_step(run: Run, feed: Feed) -> Point:
@@ -352,10 +335,10 @@ def take_step(run: Run, feed: Feed) -> Point:
     if recipe.clip_norm is not None:
         run.precision.clip(optimizer, recipe.clip_norm)
     skips = getattr(optimizer, "skipped_steps", 0)  # THOR with nonfinite="skip" counts its own
-    try:
+    with explaining(  # THOR refuses a gradient that is not finite
+        FloatingPointError, lambda error: f"step {run.step + 1}: {error}", DivergedError
+    ):
         taken = run.precision.step(optimizer)
-    except FloatingPointError as error:  # THOR refuses a gradient that is not finite
-        raise DivergedError(f"step {run.step + 1}: {error}") from error
     taken = taken and getattr(optimizer, "skipped_steps", 0) == skips
     optimizer.zero_grad()
     # a host-device synchronisation, because the step is timed and its loss recorded

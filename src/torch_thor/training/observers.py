@@ -39,12 +39,13 @@ def observers_of(
     # Last comes one that profiles what the others do not.
     for line in facts(run):
         printer(console)(line)
+    own = folder.path / run.name
     found = [
         Metrics(folder.metrics(run.name), offset),
-        TensorBoard(folder.tensorboard(run.name), run),
+        TensorBoard(own / "tensorboard", run),
+        Bar(run, console) if console.is_interactive else Lines(run, console),
     ]
-    found.append(Bar(run, console) if console.is_interactive else Lines(run, console))
-    return [*found, Profiler(folder.profile(run.name), console)] if profile else found
+    return [*found, Profiler(own / "profile", console)] if profile else found
 
 
 def facts(run: Run) -> list[str]:

@@ -1,7 +1,7 @@
 """The optimizers a recipe can name: keys are arguments of their classes, with equal defaults."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,19 +25,14 @@ _THRESHOLDS = {
 }
 
 
-def _checked_interval(value: Any) -> Any:
-    rule = OPTIONS["update_interval"]
-    if not (isinstance(value, Mapping | int) and rule.test(value)):
-        raise ValueError(f"must be {rule.rule}, such as {{kind: constant, interval: 5}}")
-    return value
-
-
-def _option(key: str, *words: str) -> PlainValidator:
+def _option(key: str, or_else: str, words: Collection[str] = ()) -> PlainValidator:
     """Check a value by the rule of the optimizer's option, or that it is one of some words."""
 
     def check(value: Any) -> Any:
-        if not (value in words if isinstance(value, str) else OPTIONS[key].test(value)):
-            raise ValueError(f"must be {OPTIONS[key].rule}; or one of {', '.join(words)}")
+        require(
+            value in words if isinstance(value, str) else bool(OPTIONS[key].test(value)),
+            f"must be {OPTIONS[key].rule}{or_else}{', '.join(words)}",
+        )
         return tuple(map(float, value)) if isinstance(value, list | tuple) else value
 
     return PlainValidator(check)
@@ -46,10 +41,10 @@ def _option(key: str, *words: str) -> PlainValidator:
 def _checked_patterns(value: Any) -> Any:
     if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
         return tuple(value)
-    if value is not None and not isinstance(value, str):
-        raise ValueError(
-            "must be a name, a pattern, or a list of them, such as ['*.weight', -head]"
-        )
+    require(
+        value is None or isinstance(value, str),
+        "must be a name, a pattern, or a list of them, such as ['*.weight', -head]",
+    )
     return value
 
 
@@ -62,16 +57,21 @@ KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of t
     "momentum": (Share, "μ; 0 switches momentum off"),
     "nesterov": (bool, "Nesterov's momentum"),
     "update_interval": (
-        Annotated[int | dict[str, Any], PlainValidator(_checked_interval)],
+        Annotated[
+            int | dict[str, Any],
+            _option("update_interval", ", such as {kind: constant, interval: 5}"),
+        ],
         "steps between refreshes, or {kind: constant, piecewise or geometric, ...} of "
         "torch_thor.intervals",
     ),
     "trace_thresholds": (
-        Annotated[tuple[Number, Number] | str, _option("trace_thresholds", *_THRESHOLDS)],
+        Annotated[
+            tuple[Number, Number] | str, _option("trace_thresholds", "; or one of ", _THRESHOLDS)
+        ],
         "(ω1, ω2) of the trace rule, or thor, thor_stop, thor_nt",
     ),
     "split_dim": (
-        Annotated[int | Literal["auto"] | None, _option("split_dim", AUTO)],
+        Annotated[int | Literal["auto"] | None, _option("split_dim", "; or one of ", [AUTO])],
         "block size of the factors; null: whole ones; auto measures it at the start",
     ),
     "factor_decay": (Share, _AVERAGE + "the factors; 0: the latest only"),
@@ -221,14 +221,9 @@ def build_optimizer(
         if decayed is not None:
             named = dict(model.named_parameters())
             chosen = selected("decay_filter", decayed, named, "parameter")
-            rest = {
-                "params": [p for key, p in named.items() if key not in chosen],
-                "weight_decay": 0.0,
-            }
-            groups: list[dict[str, Any]] = [
-                {"params": [p for key, p in named.items() if key in chosen]},
-                rest,
-            ]
+            with_decay = [p for key, p in named.items() if key in chosen]
+            without = [p for key, p in named.items() if key not in chosen]
+            groups = {"params": with_decay}, {"params": without, "weight_decay": 0.0}
             params = [group for group in groups if group["params"]]
         return kind(params, **options)
 

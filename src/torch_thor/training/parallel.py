@@ -125,6 +125,16 @@ def processes(recipe: Recipe) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
+def first_of(error: UserError | None, ranks: Ranks) -> UserError | None:
+    """Return the first error of any process on all of them, which must call it."""
+    # a process that has only heard of an error, in an inner block, does not report it
+    messages = ranks.gathered(
+        None if error is None or isinstance(error, ElsewhereError) else str(error)
+    )
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    return ElsewhereError(messages[failed[0]]) if failed and failed[0] != ranks.rank else error
+
+
 @contextmanager
 def agreed(ranks: Ranks) -> Iterator[None]:
     """Raise the first `UserError` of any process on all of them."""
@@ -134,15 +144,8 @@ def agreed(ranks: Ranks) -> Iterator[None]:
         yield
     except UserError as raised:
         error = raised
-    # a process that has only heard of an error, in an inner block, does not report it
-    messages = ranks.gathered(
-        None if error is None or isinstance(error, ElsewhereError) else str(error)
-    )
-    failed = [rank for rank, message in enumerate(messages) if message is not None]
-    if failed and failed[0] != ranks.rank:
-        raise ElsewhereError(messages[failed[0]]) from error
-    if error is not None:
-        raise error
+    if (first := first_of(error, ranks)) is not None:
+        raise first
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torch_thor.capture.sharding import is_sharded
-from torch_thor.errors import UserError
+from torch_thor.errors import require
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NEVER = 2**31 - 1  # growth interval in steps of a fixed scale, which never grows
@@ -63,11 +63,11 @@ class Precision:
         self.scaler.update()
         taken = self.scaler.get_scale() >= before  # the scale decreases only after an overflow
         self._skipped_in_a_row = 0 if taken else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= MOST_SKIPPED:
-            raise UserError(
-                f"{MOST_SKIPPED} consecutive steps overflowed float16, and the loss scale is "
-                f"{self.scaler.get_scale():g}: lower lr, or use precision=bf16"
-            )
+        require(
+            self._skipped_in_a_row < MOST_SKIPPED,
+            f"{MOST_SKIPPED} consecutive steps overflowed float16, and the loss scale is "
+            f"{self.scaler.get_scale():g}: lower lr, or use precision=bf16",
+        )
         if self.fixed is not None and not taken:
             self.scaler.update(new_scale=self.fixed)
         return taken

@@ -446,10 +446,9 @@ class Recipe(Training):
     @field_validator("optimizer")
     @classmethod
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if not names or not set(names) <= set(OPTIMIZERS):
-            raise ValueError(f"must name one or more of {', '.join(OPTIMIZERS)}")
-        if len(set(names)) < len(names):
-            raise ValueError("names an optimizer twice: name each once")
+        known = names != () and set(names) <= set(OPTIMIZERS)
+        require(known, f"must name one or more of {', '.join(OPTIMIZERS)}")
+        require(len(set(names)) == len(names), "names an optimizer twice: name each once")
         return names
 
     @field_validator("optimizers", mode="before")

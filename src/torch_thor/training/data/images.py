@@ -25,7 +25,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import normalize
 
-from torch_thor.errors import UserError, explaining, first_line, require
+from torch_thor.errors import explaining, first_line, require
 from torch_thor.training.data.batches import digest
 from torch_thor.training.data.decoding import (
     BrokenImageError,
@@ -173,14 +173,14 @@ def _open_folders(
     for folder in (folder for pair in pairs for folder in pair):
         refuse_a_link_to_nothing(folder, "images")
     folders = next(
-        (pair for pair in pairs if pair[1].is_dir() and (pair[0].is_dir() or not train)), None
+        (pair for pair in pairs if pair[1].is_dir() and (pair[0].is_dir() or not train)), []
     )
-    if folders is None:
-        raise UserError(
-            f"data.root={data.folder()} must contain "
-            f"{' or '.join(' and '.join(names) for names in SPLITS)}, each with a folder for each "
-            "class: choose another folder, or sort the images into them"
-        )
+    require(
+        folders != [],
+        f"data.root={data.folder()} must contain "
+        f"{' or '.join(' and '.join(names) for names in SPLITS)}, each with a folder for each "
+        "class: choose another folder, or sort the images into them",
+    )
     with _listing(data.folder()):
         found = [(folder, LeftOut()) for folder in folders if folder.is_dir()]
         classes = [_classes(folder, left) for folder, left in found]
