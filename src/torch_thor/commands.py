@@ -304,8 +304,7 @@ def choose_split_dim(
     - `torch-thor split-dim timm:vit_tiny_patch16_224 --device cuda --data photographs/`
 
     - `torch-thor split-dim mine.py:build`, for a function that returns a model,
-      `(model, sample_batch)` or
-    `(model, sample_batch, loss_fn)`
+      `(model, sample_batch)` or `(model, sample_batch, loss_fn)`
     """
     given = locals()
     from torch_thor.tools.split_dim import split_dim

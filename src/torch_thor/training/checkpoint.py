@@ -7,9 +7,10 @@ A checkpoint is a folder `step-00000123`, which is complete or absent, with
     model.safetensors      the weights, whole and by name; of a weight with several names, the first
     averaged.safetensors   the averaged weights, if the run has any
     state.pt               the state of the optimizer by parameter name, of the loss scale and of
-    random generators recipe.yaml            the recipe of the run
+                           random generators
+    recipe.yaml            the recipe of the run
     manifest.json          step, optimizer, tokenizer, checksums of the data, length of
-    `metrics.jsonl`, and SHA-256 of each file above
+                           `metrics.jsonl`, and SHA-256 of each file above
 
 Nothing in it is executed. It is written under a temporary name, flushed to the disk and renamed;
 opening it verifies the checksums. Beside the newest ones that of the best evaluation is kept, to

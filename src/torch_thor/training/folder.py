@@ -1,8 +1,11 @@
 """The folder of a run: its files, and the conditions under which a training may write to it.
 
-    recipe.yaml       the recipe of the run             curves.png     loss and primary metric of
-    all optimizers .lock             the process that writes to it     summary.json   the results as
-    JSON .origin           what it was begun from, to notice an edit of the recipe's file
+    recipe.yaml       the recipe of the run
+    curves.png        loss and primary metric of all optimizers
+    summary.json      the results as JSON
+    .lock, .owner     the process that writes to it
+    .job              the `torchrun` that has begun it, which may start its processes again
+    .origin           what it was begun from, to notice an edit of the recipe's file
 
 and for each optimizer, in a folder with its name
 
