@@ -173,10 +173,9 @@ def evaluate(
 
     scores = evaluate_saved(path, words or [], print_message)
     if as_json and is_first_rank():
-        own = ("optimizer", "averaged", "step", "path")
         rows = [
             {
-                **{key: getattr(one, key) for key in own},
+                **{key: getattr(one, key) for key in ("optimizer", "averaged", "step", "path")},
                 one.unit.replace(" ", "_"): one.number,
                 **one.values,
             }

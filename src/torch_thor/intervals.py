@@ -25,7 +25,6 @@ from torch_thor.errors import explaining, require
 from torch_thor.plain import plain
 
 UpdateInterval = int | Callable[[int], int] | Mapping[str, Any]
-_EXAMPLE = '{"kind": "geometric", "first": 5, "last": 100, "factor": 1.5}'
 
 
 class Schedule(Protocol):
@@ -272,7 +271,11 @@ def schedule_of(interval: Mapping[str, Any]) -> Schedule:
     """
     arguments = {str(key): value for key, value in interval.items() if key != "kind"}
     kind: Any = interval.get("kind")
-    require(kind in KINDS, f"kind must be one of {', '.join(KINDS)}, as in {_EXAMPLE}")
+    require(
+        kind in KINDS,
+        f"kind must be one of {', '.join(KINDS)}, as in "
+        '{"kind": "geometric", "first": 5, "last": 100, "factor": 1.5}',
+    )
     with explaining(  # unknown or missing arguments
         TypeError,
         lambda _: (

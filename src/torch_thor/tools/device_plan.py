@@ -177,7 +177,7 @@ def _chosen(
 ) -> tuple[str, dict[str, Any]]:
     """Return the name of the optimizer to plan for, and its options."""
     used = [name for name in (recipe.optimizer if recipe else KINDS) if name in KINDS]
-    name = optimizer or (used[0] if used else "none")
+    name = optimizer or next(iter(used), "none")
     require(
         name in KINDS,
         f"--optimizer {name}: only {' and '.join(KINDS)} have curvature to plan for; give one",
@@ -280,8 +280,7 @@ def _optimizer(name: str, model: nn.Module, given: Mapping[str, Any]) -> Curvatu
     with warnings.catch_warnings():
         # of little that is preconditioned: a line tells how many layers
         warnings.simplefilter("ignore", UserWarning)
-        found: Any = build_optimizer(name, model, given)
-    return found  # type: ignore[no-any-return]
+        return build_optimizer(name, model, given)  # type: ignore[return-value]
 
 
 def measure(
@@ -295,10 +294,10 @@ def measure(
     """Measure ordinary steps and refreshes in turn, and the inversion of all blocks."""
     # The arguments are as in `plan`.
     model, sample, loss_fn = subject_of(subject, recipe, batch)
-    remedy = "return (model, (inputs, targets)) or (model, (inputs, targets), loss function)"
     require(
         sample is not None,
-        f"{subject} returned a model alone, and its times are to be measured: {remedy}",
+        f"{subject} returned a model alone, and its times are to be measured: return (model, "
+        "(inputs, targets)) or (model, (inputs, targets), loss function)",
     )
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
     require(

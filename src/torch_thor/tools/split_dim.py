@@ -6,7 +6,6 @@ import random
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -191,11 +190,14 @@ def sample_images(
             f"crops of {count} images of {folder}",
         )
     usual = Transform()
-    crop = v2.RandomResizedCrop(pixels, scale=usual.scale, antialias=True)
-    normalise = v2.Compose(
-        [v2.ToDtype(torch.float32, scale=True), v2.Normalize(usual.mean, usual.std)]
+    prepare = v2.Compose(
+        [
+            v2.RandomResizedCrop(pixels, scale=usual.scale, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(usual.mean, usual.std),
+        ]
     )
-    prepare = v2.Compose([crop, v2.RandomHorizontalFlip(), normalise])
     torch.manual_seed(seed)
     return torch.stack([prepare(photographs[i % len(photographs)]) for i in range(count)]), source
 
@@ -225,23 +227,22 @@ def _images_of(folder: Path, count: int, seed: int, say: Callable[[str], None]) 
 
 def verdict(choice: SplitChoice) -> str:
     """Describe the choice and its reason in a sentence."""
-    if choice.crossing is None:
-        return (
-            "The curves do not cross, because even unsplit factors are cheap: "
-            f"split_dim={choice.split_dim}"
-        )
-    return f"The curves cross at {choice.crossing:.0f}: split_dim={choice.split_dim}"
+    reason = (
+        "The curves do not cross, because even unsplit factors are cheap"
+        if choice.crossing is None
+        else f"The curves cross at {choice.crossing:.0f}"
+    )
+    return f"{reason}: split_dim={choice.split_dim}"
 
 
 def table(choice: SplitChoice) -> Table:
     """Make a table of both curves; `split_dim.json` has the losses of each layer too."""
-    headings = ("block size s", "factors that lose < 1 %", "p_1 / p_s", "p_s: one refresh", "")
     curves = zip(
         choice.candidates, choice.information, choice.performance, choice.seconds, strict=True
     )
     return columns(
         f"Split dimension on {choice.device}",
-        headings,
+        ("block size s", "factors that lose < 1 %", "p_1 / p_s", "p_s: one refresh", ""),
         [
             (
                 str(size),
@@ -259,7 +260,7 @@ def draw_choice(
     choice: SplitChoice,
     title: str,
     path: Path,
-    elsewhere: Mapping[str, float] = MappingProxyType({}),
+    elsewhere: Mapping[str, float] | None = None,
 ) -> None:
     """Draw both curves and mark where they cross.
 
@@ -275,7 +276,7 @@ def draw_choice(
     if choice.crossing is not None:
         label = f"crossing at {choice.crossing:.0f}: split_dim={choice.split_dim}"
         axes.axvline(choice.crossing, color="grey", linestyle="--", label=label)
-    for label, crossing in elsewhere.items():
+    for label, crossing in (elsewhere or {}).items():
         axes.axvline(crossing, color="#d55e00", linestyle=":", label=label)
     axes.set_xscale("log", base=2)
     sizes = zip(choice.candidates, (*choice.candidates[1:], math.inf), strict=True)

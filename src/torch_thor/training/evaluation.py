@@ -68,8 +68,8 @@ def counted(
         release(model)
     if (told := first_of(fault, ranks)) is not None:
         raise told
-    own = torch.stack(sums).tolist() if sums else [], terms, bool(stops)
-    everywhere = ranks.gathered(own)
+    rows = torch.stack(sums).tolist() if sums else []
+    everywhere = ranks.gathered((rows, terms, bool(stops)))
     if any(stopped for _, _, stopped in everywhere):
         return None
     total = sum(number for _, number, _ in everywhere)
@@ -82,8 +82,7 @@ def counted(
         one.name: totals[one.name] / (total if one.over is None else totals[one.over])
         for one in means
     }
-    metrics = {
+    return {
         one.name: found[one.name] if one.derived is None else one.derived(found)
         for one in task.metrics
-    }
-    return metrics, total
+    }, total

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,15 +101,15 @@ class Observer:
         """Called once when the training has ended, also by an error."""
 
 
+@dataclass
 class Record(Observer):
     """An observer that keeps what a short training measures, for scripts.
 
     Its memory grows with the steps.
     """
 
-    def __init__(self) -> None:
-        self.points: list[Point] = []
-        self.scores: list[Score] = []
+    points: list[Point] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
 
     def step(self, run: "Run", point: Point) -> None:
         """Keep the measurements of a step."""
@@ -173,8 +173,11 @@ class Run:
     @property
     def unevaluated(self) -> bool:
         """Whether the evaluation that follows the latest step is still to come."""
-        is_known = self.score is not None and self.score.step == self.step
-        return self.step > 0 and self.evaluates and not is_known
+        return (
+            self.step > 0
+            and self.evaluates
+            and (self.score is None or self.score.step != self.step)
+        )
 
     @property
     def done(self) -> bool:
@@ -342,8 +345,7 @@ def take_step(run: Run, feed: Feed) -> Point:
     taken = taken and getattr(optimizer, "skipped_steps", 0) == skips
     optimizer.zero_grad()
     # a host-device synchronisation, because the step is timed and its loss recorded
-    value = float(loss)
-    mean, count = feed.exchange(value)
+    mean, count = feed.exchange(float(loss))
     lr = float(optimizer.param_groups[0]["lr"])
     if not math.isfinite(mean) and taken:
         raise DivergedError(

@@ -111,19 +111,31 @@ class Metrics(Observer):
             "step", {name: value for name, value in vars(point).items() if name != "events"}
         )
         for event in point.events:
-            decided = {"step": point.step, "layer": event.layer, "decision": event.decision.value}
             self._write(
-                "refresh", {**decided, "trace_change": event.trace_change, "trace": event.trace}
+                "refresh",
+                {
+                    "step": point.step,
+                    "layer": event.layer,
+                    "decision": event.decision.value,
+                    "trace_change": event.trace_change,
+                    "trace": event.trace,
+                },
             )
 
     def evaluation(self, run: Run, score: Score) -> None:
         """Write the line of an evaluation."""
         averages = {f"averaged_{name}": (score.averaged or {}).get(name) for name in score.metrics}
         metric = primary(run.task.metrics)
-        decides = {"primary": metric.name, "higher_is_better": metric.higher_is_better}
         self._write(
             "eval",
-            {"step": score.step, "seconds": score.seconds, **score.metrics, **averages, **decides},
+            {
+                "step": score.step,
+                "seconds": score.seconds,
+                **score.metrics,
+                **averages,
+                "primary": metric.name,
+                "higher_is_better": metric.higher_is_better,
+            },
         )
 
     def offset(self) -> int:

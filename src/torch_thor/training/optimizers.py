@@ -140,18 +140,17 @@ class OptimizerKeys(Keys):
     def rules(self) -> Rules:
         """Refuse Nesterov's momentum where the classes of torch and AGC-SGD refuse it."""
         own = self.model_dump(include={"nesterov", "momentum", "dampening", "dampen_first"})
-        if "dampening" not in own or not own["nesterov"]:
-            return ()
+        refuses = "dampening" in own and own["nesterov"]
         return (
             (
-                not own["momentum"],
-                f"momentum={own['momentum']} must be above 0 for nesterov=true: raise it, or set "
-                "nesterov=false",
+                refuses and not own["momentum"],
+                f"momentum={own.get('momentum')} must be above 0 for nesterov=true: raise it, or "
+                "set nesterov=false",
             ),
             (
-                own["dampening"] and not own.get("dampen_first"),
-                f"dampening={own['dampening']} must be 0 for nesterov=true: leave it out, or set "
-                "nesterov=false",
+                refuses and own["dampening"] and not own.get("dampen_first"),
+                f"dampening={own.get('dampening')} must be 0 for nesterov=true: leave it out, or "
+                "set nesterov=false",
             ),
         )
 

@@ -196,11 +196,11 @@ def _average(
     return torch.futures.collect_all(sums).then(lambda _: buffer)
 
 
+@dataclass
 class _WeightedReduceScatter:
     """Reduces the gradients as `fully_shard` does by itself, after they are weighted."""
 
-    def __init__(self, weight: RankWeight) -> None:
-        self.weight = weight
+    weight: RankWeight
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Make the buffer of a collective."""
@@ -226,9 +226,8 @@ def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
     from torch.distributed.device_mesh import init_device_mesh  # takes a second, as the next one
     from torch.distributed.fsdp import fully_shard
 
-    hybrid, shards = recipe.parallel == "hsdp", ranks.world
-    if hybrid:
-        shards = recipe.shards or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    hybrid, of_machine = recipe.parallel == "hsdp", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shards = recipe.shards or of_machine if hybrid else ranks.world
     require(
         shards > 1 and ranks.world % shards == 0,
         f"parallel={recipe.parallel} cannot divide {ranks.world} processes into groups of "
@@ -299,6 +298,5 @@ def without_averaging(net: nn.Module) -> AbstractContextManager[None]:
     Divided networks average those of each micro-batch, because otherwise every process would hold
     whole ones.
     """
-    inner = getattr(net, "_orig_mod", net)  # torch.compile's wrapper
-    context: AbstractContextManager[None] = getattr(inner, "no_sync", nullcontext)()
+    context: AbstractContextManager[None] = getattr(net, "no_sync", nullcontext)()
     return context

@@ -27,9 +27,12 @@ class Precision:
         self.dtype, self.device = PRECISIONS[name], device
         # torch does not accept an int
         self.fixed = None if loss_scale is None else float(loss_scale)
-        scaling = self.dtype == torch.float16
-        options = {} if self.fixed is None else {"init_scale": self.fixed, "growth_interval": NEVER}
-        self.scaler = torch.amp.GradScaler(device.type, enabled=scaling, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = (
+            {} if self.fixed is None else {"init_scale": self.fixed, "growth_interval": NEVER}
+        )
+        self.scaler = torch.amp.GradScaler(
+            device.type, enabled=self.dtype == torch.float16, **options
+        )
         self._skipped_in_a_row = 0
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -46,8 +49,7 @@ class Precision:
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float) -> None:
         """Scale all parameters' joint gradient down to a norm, after dividing by the loss scale."""
-        if self.scaler.is_enabled():
-            self.scaler.unscale_(optimizer)
+        self.scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(
             [p for group in optimizer.param_groups for p in group["params"]], norm
         )
@@ -55,9 +57,6 @@ class Precision:
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the optimizer's step unless a gradient overflowed; return whether it was taken."""
         # Many overflows are an error.
-        if not self.scaler.is_enabled():
-            optimizer.step()
-            return True
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()

@@ -3,11 +3,11 @@
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch has no __all__ there
-from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import (
     ProfilerActivity,
     profile,
@@ -137,7 +137,7 @@ def slowest(finished: profile, points: list[Point]) -> Table:
     return table
 
 
-def _in_step(event: FunctionEvent | None) -> bool:
+def _in_step(event: Any) -> bool:
     while event is not None and event.key != BETWEEN:
         event = event.cpu_parent
     return event is None

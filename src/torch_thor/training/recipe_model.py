@@ -38,7 +38,6 @@ FREE_ON_RESUME = (
 
 Factor = Annotated[Number, Field(gt=0, le=1)]
 Tokens = Annotated[Whole, Field(ge=16)]
-Channels = tuple[Number, Number, Number]
 Pair = tuple[Positive, Positive]
 
 
@@ -93,7 +92,9 @@ class Transform(Keys):
     padding: Annotated[Whole, Field(ge=0)] | None = Field(
         None, description="pixels around a random crop of fixed size; null crops at random sizes"
     )
-    mean: Channels = Field((0.485, 0.456, 0.406), description="mean of each channel, in [0, 1]")
+    mean: tuple[Number, Number, Number] = Field(
+        (0.485, 0.456, 0.406), description="mean of each channel, in [0, 1]"
+    )
     std: tuple[Positive, Positive, Positive] = Field(
         (0.229, 0.224, 0.225), description="deviation of each channel"
     )

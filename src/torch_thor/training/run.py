@@ -77,8 +77,9 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
             )
         return int(ranks.broadcast(number))
 
-    given = recipe.optimizers.get(name, {})
-    optimizer = build_optimizer(name, model, given, sample=None if resumed else split_dim)
+    optimizer = build_optimizer(
+        name, model, recipe.optimizers.get(name, {}), sample=None if resumed else split_dim
+    )
     schedules.check(optimizer, recipe, task.steps_per_epoch)
     if ranks.rank:
         torch.manual_seed(recipe.seed + ranks.rank)  # the same weights, but not the same dropout

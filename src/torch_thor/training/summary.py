@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from torch_thor.errors import UserError
+from torch_thor.errors import explaining
 from torch_thor.files import write_text, writing
 from torch_thor.printing import columns, milliseconds, printer
 from torch_thor.training.curves import draw_curves
@@ -45,16 +45,17 @@ def report(folder: RunFolder, recipe: Recipe, task: Task, console: Console) -> N
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a `metrics.jsonl`, without an incomplete last one left by a killed run."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    yield json.loads(line)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"{path} cannot be read ({why}): start again with --overwrite or --out"
-        ) from error
+    unreadable = explaining(
+        (OSError, ValueError),
+        lambda error: (
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): start again "
+            "with --overwrite or --out"
+        ),
+    )
+    with unreadable, path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
 
 
 class Result:

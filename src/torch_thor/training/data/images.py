@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unicodedata import is_normalized
 from unicodedata import normalize as normalize_text
-from urllib.error import URLError
 
 import numpy as np
 import torch
@@ -141,7 +140,7 @@ def _open_cifar(data: Data) -> tuple[_Part, _Part]:
     root = data.folder()
     remedy = "check the network" if data.download else "set data.download=true"
     with explaining(
-        (RuntimeError, URLError, OSError),
+        (RuntimeError, OSError),
         lambda error: (
             f"{data.name} is missing or incomplete in {root / kind.base_folder} "
             f"({first_line(error).removesuffix('.')}): {remedy}, or unpack the archive there"

@@ -4,7 +4,6 @@ import gzip
 import pydoc_data.topics
 import zlib
 from pathlib import Path
-from urllib.error import URLError
 
 import numpy as np
 import torch
@@ -67,7 +66,7 @@ def _fashion_mnist(data: Data) -> tuple[Labelled, Labelled]:
 
         folder = places[1]
         with explaining(
-            (RuntimeError, URLError, OSError),
+            (RuntimeError, OSError),
             lambda error: (
                 f"Fashion-MNIST is not in {', '.join(map(str, places))} ({first_line(error)}): set "
                 "data.root to the folder of its four files (.gz), install Debian's package "

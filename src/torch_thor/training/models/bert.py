@@ -6,8 +6,6 @@ They are BERT in common sizes, or any model by its config file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ from torch_thor.errors import explaining, first_line, require
 
 if TYPE_CHECKING:  # recipes are checked without importing torch
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
 # layers, hidden size, attention heads, feed-forward width (Devlin et al. 2019; Turc et al. 2019 for
 # tiny and mini)
@@ -106,8 +105,7 @@ def build(
     return model.train()
 
 
-@contextmanager
-def scored_tokens(model: nn.Module, rows: Tensor) -> Iterator[None]:
+def scored_tokens(model: nn.Module, rows: Tensor) -> RemovableHandle:
     """Let a network score selected tokens only: a hook selects the inputs of its output layer.
 
     The scores are a product with the whole vocabulary, which takes most of the time of a step in
@@ -118,12 +116,12 @@ def scored_tokens(model: nn.Module, rows: Tensor) -> Iterator[None]:
             compiled.
         rows: The numbers of the tokens in the flattened batch, whose logits are (tokens,
             vocabulary).
+
+    Returns:
+        The hook, at the end of whose context it is removed.
     """
     inner: Any = getattr(model, "module", model)
-    hook = inner.get_output_embeddings().register_forward_pre_hook(
+    hook: RemovableHandle = inner.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: (inputs[0].flatten(0, 1)[rows],)
     )
-    try:
-        yield
-    finally:
-        hook.remove()
+    return hook

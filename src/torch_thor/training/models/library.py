@@ -128,28 +128,25 @@ def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes:
     size = " x ".join(map(str, image_shape))
     parameter, training, least = next(model.parameters()), model.training, [1]
 
-    def look(norm: Any, inputs: tuple[Tensor, ...]) -> None:
-        if inputs[0].numel() == 2 * norm.num_features:  # of two images
+    def look(module: Any, inputs: tuple[Tensor, ...]) -> None:
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if is_norm and inputs[0].numel() == 2 * module.num_features:  # of two images
             least.append(2)
 
-    hooks = [
-        module.register_forward_pre_hook(look)
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
-    try:
-        scores = model.eval()(
-            torch.zeros(2, *image_shape, dtype=parameter.dtype, device=parameter.device)
-        )
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise UserError(
+    unfit = explaining(
+        (RuntimeError, ValueError, AssertionError),
+        lambda error: (
             f"model={name} cannot process the data's images ({size}): {first_line(error)}; use "
             "another model, or other data"
-        ) from error
+        ),
+    )
+    try:
+        with unfit, nn.modules.module.register_module_forward_pre_hook(look):
+            scores = model.eval()(
+                torch.zeros(2, *image_shape, dtype=parameter.dtype, device=parameter.device)
+            )
     finally:
         model.train(training)
-        for hook in hooks:
-            hook.remove()
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     require(
         shape == (2, classes),

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import default_collate
 
 from torch_thor.errors import UserError, explaining, require
 from torch_thor.files import sha256
@@ -39,7 +38,6 @@ from torch_thor.training.text.pairs import PairMaker
 EVALUATION_BATCH = 32  # number of examples in a batch
 _INPUTS, _KINDS = ("input_ids", "attention_mask"), "token_type_ids"
 _MASKED, _FOLLOWING = "masked", "next-sentence accuracy"
-_CPU = torch.device("cpu")
 
 
 class MaskedLM(Task):
@@ -170,9 +168,11 @@ class MaskedLM(Task):
             name, maker.vocab_size, self.longest, maker.pad, next_sentence=maker.pairs
         )
         if self.recipe.activation_checkpointing:
-            kind = f"{type(model).__name__} of model={name}"
-            rule = f"activation_checkpointing=true: {kind} does not support it; leave it false"
-            require(bool(model.supports_gradient_checkpointing), rule)
+            require(
+                bool(model.supports_gradient_checkpointing),
+                f"activation_checkpointing=true: {type(model).__name__} of model={name} does not "
+                "support it; leave it false",
+            )
             # transformers before 5.20 has only the second name
             enable = (
                 getattr(model, "activation_checkpointing_enable", None)
@@ -208,9 +208,14 @@ class MaskedLM(Task):
     def _loaded(self, maker: PairMaker, keys: Iterator[list[Key]]) -> Iterator[Batch]:
         data = self.recipe.data
         for batch, _ in loaded(
-            maker, keys, workers=data.workers.count, prefetch=data.workers.prefetch, device=_CPU,
-            max_broken=data.max_broken, say=self._say, collate=default_collate,
-        ):  # fmt: skip
+            maker,
+            keys,
+            workers=data.workers.count,
+            prefetch=data.workers.prefetch,
+            device=torch.device("cpu"),
+            max_broken=data.max_broken,
+            say=self._say,
+        ):
             ready = (
                 {key: value.pin_memory() for key, value in batch.items()}
                 if self.device.type == "cuda"

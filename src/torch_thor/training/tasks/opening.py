@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import torch
 
@@ -87,7 +86,7 @@ def check_task(recipe: Recipe) -> list[str]:
     return [line for broken, line in rules if broken]
 
 
-def _setting(key: str, value: Any) -> str:
+def _setting(key: str, value: object) -> str:
     """Write a setting in a few words."""
     text = str(value).lower() if isinstance(value, bool) else value
     return f"{key} is set" if isinstance(value, tuple) else f"{key}={text}"
