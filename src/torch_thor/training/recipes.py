@@ -211,8 +211,8 @@ def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
         chosen = tree.get("optimizer", Recipe.model_fields["optimizer"].default)
         takers = [
             name
-            for name in (chosen if isinstance(chosen, list | tuple) else ())
-            if name in KEYS_OF and path[0] in KEYS_OF[name].model_fields
+            for name, own in KEYS_OF.items()
+            if isinstance(chosen, list | tuple) and name in chosen and path[0] in own.model_fields
         ]
         places = [["optimizers", name, *path] for name in takers]
         for place in [path] if path[0] in Recipe.model_fields or not takers else places:
