@@ -137,8 +137,13 @@ def plan(
     trained = quantity(sum(p.numel() for p in model.parameters() if p.requires_grad))
     layers = len(thor.curvature)
     say(f"{subject}, {name}: {layers} preconditioned layers, {trained} trained parameters")
-    title = "MB that a device keeps and sends; the most work of one over the mean"
-    console.print(columns(title, SIZES, map(_sizes, rows)))
+    console.print(
+        columns(
+            "MB that a device keeps and sends; the most work of one over the mean",
+            SIZES,
+            map(_sizes, rows),
+        )
+    )
     say(COLUMNS)
     measured, times = None, {row: dict[str, float]() for row in rows}
     if batch is not None:

@@ -23,7 +23,6 @@ from torch_thor.training.models.small import CLASSIFIERS
 from torch_thor.training.parallel import device_of
 from torch_thor.training.recipe_model import Transform
 
-FIGURE_FILE, NUMBERS_FILE = "split_dim.png", "split_dim.json"
 CHANNELS, CLASSES = 3, 1000  # of ImageNet; models of torchvision and timm have as many by default
 
 
@@ -42,7 +41,8 @@ def split_dim(
 ) -> SplitChoice:
     """Choose the split dimension of an optimizer for a model, and print a table."""
     # It also writes `split_dim.png` and `split_dim.json`.
-    figure, numbers, say = folder / FIGURE_FILE, folder / NUMBERS_FILE, printer(console)
+    figure, numbers = folder / "split_dim.png", folder / "split_dim.json"
+    say = printer(console)
     for file in (figure, numbers):
         require(
             overwrite or not file.exists(),
@@ -271,11 +271,19 @@ def draw_choice(
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.plot(choice.candidates, choice.performance, marker="o", label="performance: $p_1 / p_s$")
-    information = "information: factors that lose < 1 % of their norm"
-    axes.plot(choice.candidates, choice.information, marker="s", label=information)
+    axes.plot(
+        choice.candidates,
+        choice.information,
+        marker="s",
+        label="information: factors that lose < 1 % of their norm",
+    )
     if choice.crossing is not None:
-        label = f"crossing at {choice.crossing:.0f}: split_dim={choice.split_dim}"
-        axes.axvline(choice.crossing, color="grey", linestyle="--", label=label)
+        axes.axvline(
+            choice.crossing,
+            color="grey",
+            linestyle="--",
+            label=f"crossing at {choice.crossing:.0f}: split_dim={choice.split_dim}",
+        )
     for label, crossing in (elsewhere or {}).items():
         axes.axvline(crossing, color="#d55e00", linestyle=":", label=label)
     axes.set_xscale("log", base=2)

@@ -152,12 +152,14 @@ class Checkpoint:
 
 def by_first_name(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Name the tensors of a network by the first of the names that each has in it."""
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
     first: dict[int, str] = {}
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    names = {
+        name: first.setdefault(id(tensor), name)
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    }
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 

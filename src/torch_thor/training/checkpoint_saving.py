@@ -223,5 +223,6 @@ def _write(
         "offset": offset,
         "sha256": {path.name: sha256(path) for path in sorted(folder.iterdir())},
     }
-    text = json.dumps({**about, CHECKSUM: digest(about)}, indent=2) + "\n"
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    (folder / MANIFEST).write_text(
+        json.dumps({**about, CHECKSUM: digest(about)}, indent=2) + "\n", encoding="utf-8"
+    )

@@ -246,16 +246,14 @@ class RunFolder:
         # the lock's own file may be what tells a dead process
         lock, owner = self.path / _LOCK, self.path / _OWNER
         with writing(lock, "choose another folder with --out"):
-            by = owner.read_text(encoding="utf-8", errors="replace") if owner.exists() else ""
-            with explaining(  # a subclass of OSError
-                Timeout,
-                lambda _: (
+            try:
+                self._lock = locked(lock)
+            except Timeout as error:  # a subclass of OSError
+                by = owner.read_text(encoding="utf-8", errors="replace") if owner.exists() else ""
+                raise InUseError(
                     f"the run in {self.path} is in use by {by.strip() or 'another process'}: wait "
                     "for it, end it, or choose another folder with --out"
-                ),
-                InUseError,
-            ):
-                self._lock = locked(lock)
+                ) from error
             owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def claim(self, recipe: Recipe, resume: bool, overwrite: bool) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -82,7 +82,7 @@ class Score:
         return (self.metrics if self.averaged is None else self.averaged)[name]
 
 
-class Observer:
+class Observer(Protocol):
     """An observer of a run, which by default does nothing.
 
     Those of the first process write files and print; one saves and stops.
@@ -90,15 +90,19 @@ class Observer:
 
     def step(self, run: "Run", point: Point) -> None:
         """Called after each step."""
+        return
 
     def evaluation(self, run: "Run", score: Score) -> None:
         """Called after each evaluation."""
+        return
 
     def end_of_step(self, run: "Run") -> None:
         """Called after each step and its evaluation, if any."""
+        return
 
     def close(self) -> None:
         """Called once when the training has ended, also by an error."""
+        return
 
 
 @dataclass

@@ -70,12 +70,12 @@ def facts(run: Run) -> list[str]:
             f"biases of {kind}" if name in optimizer.curvature else kind for kind, name in modules
         )
         others = ", ".join(f"{kind} ({number})" for kind, number in sorted(kinds.items()))
-        line = (
-            f"preconditions {len(optimizer.curvature)} layers with {covered / max(1, total):.2%} "
-            "of the parameters"
-        )
         rest = " and ".join(sorted({one.rest for one in plain}))
-        found.append(f"{run.name}: {line}" + (f"; {rest} for the rest: {others}" if others else ""))
+        found.append(
+            f"{run.name}: preconditions {len(optimizer.curvature)} layers with "
+            f"{covered / max(1, total):.2%} of the parameters"
+            + (f"; {rest} for the rest: {others}" if others else "")
+        )
     if recipe.optimizers.get(run.name, {}).get("split_dim") == "auto":
         measured = optimizer.param_groups[0]["split_dim"]
         found.append(f"{run.name}: split_dim={measured} was measured for this network and device")

@@ -125,10 +125,11 @@ def slowest(finished: profile, points: list[Point]) -> Table:
             calls[event.key] += 1
             times[event.key] += getattr(event, device)
     total, refreshes = sum(times.values()) or 1, sum(point.refresh for point in points)
-    title = (
-        f"Steps {points[0].step} to {points[-1].step}, {refreshes} of {len(points)} with a refresh"
+    table = Table(
+        title=f"Steps {points[0].step} to {points[-1].step}, {refreshes} of {len(points)} with a "
+        "refresh",
+        title_justify="left",
     )
-    table = Table(title=title, title_justify="left")
     table.add_column("operation", overflow="ellipsis", no_wrap=True, max_width=48)
     for heading in ("calls", "GPU time" if "device" in device else "CPU time", "share"):
         table.add_column(heading, justify="right")

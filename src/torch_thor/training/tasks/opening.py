@@ -48,7 +48,6 @@ def open_task(
 def check_task(recipe: Recipe) -> list[str]:
     """List the faults of the settings that a task cannot use, whatever the data are."""
     name, data, task = recipe.task, recipe.data, task_class(recipe.task)
-    is_share = primary(task.metrics).share
     rules = (
         (
             task.models != () and not recipe.model.endswith(task.models),
@@ -74,7 +73,7 @@ def check_task(recipe: Recipe) -> list[str]:
         ),
         *(
             (
-                is_share and max(values, default=0) > 1,
+                primary(task.metrics).share and max(values, default=0) > 1,
                 f"{key}={shown} must lie in (0, 1]: accuracies are fractions, not per cent",
             )
             for key, shown, values in (
