@@ -214,7 +214,7 @@ def front(found: list[Contest]) -> str:
         for one in found if one.problem in README
     ]  # fmt: skip
     heads = (
-        "task",
+        "problem",
         "best of six others, tuned",
         "ThorMuon, one setting",
         "steps to it",

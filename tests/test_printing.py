@@ -239,3 +239,16 @@ def test_closed_standard_streams_end_no_training(tmp_path):
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words]
     assert subprocess.run(closed, cwd=tmp_path, check=False).returncode == 0
     assert (tmp_path / "run/summary.json").exists()
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_tables_are_flush_right_but_for_their_first_columns(left):
+    """And what others have written does nothing in them."""
+    console = Console(width=60, record=True, force_terminal=True)
+    rows = [["sgd", "1.5"], ["[red]thor\x1b[0m", "22.25"]]
+    console.print(printing.columns("Title [bold]", ["name", "number"], rows, left=left))
+    lines = console.export_text().splitlines()
+    assert "Title [bold]" in lines[0]
+    assert any("[red]thor\\x1b[0m │  22.25 │" in line for line in lines)
+    name = "sgd".ljust(16) if left else "sgd".rjust(16)
+    assert any(f"│ {name} │    1.5 │" in line for line in lines)

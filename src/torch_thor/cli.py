@@ -6,7 +6,6 @@ It turns errors into lines and an exit code.
 import errno
 import os
 import sys
-from io import TextIOWrapper
 
 from torch_thor.errors import UserError
 from torch_thor.printing import is_first_rank, print_message
@@ -65,7 +64,7 @@ def main() -> None:
     # The exit code is 0, 2 (an error that the user can correct) or 130 (stopped by a signal).
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
+        if hasattr(stream, "reconfigure"):
             # for characters that the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
     code = USER_ERROR

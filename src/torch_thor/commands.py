@@ -10,35 +10,35 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
 from torch_thor import __version__
 from torch_thor.errors import require
-from torch_thor.printing import cell, is_first_rank, print_message, printer
+from torch_thor.printing import cell, columns, is_first_rank, print_message, printer
 from torch_thor.training.cores import allowed_cores
 from torch_thor.training.errors import StoppedError
 
 FIRST_RECIPE = "characters"  # of `torch-thor train` without a name
 
 
-def _without_type(params: list[Any]) -> list[Any]:
-    """Show no type of the flags among the parameters of a command in its help."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.metavar = ""
-    return params
+class _WithFlags:
+    """Shows no type of the flags among the parameters in the help."""
 
-
-class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_type(super().get_params(ctx))
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
 
 
-class _Group(TyperGroup):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_type(super().get_params(ctx))
+class _Command(_WithFlags, TyperCommand):
+    """A command."""
+
+
+class _Group(_WithFlags, TyperGroup):
+    """The program, which has commands."""
 
 
 app = typer.Typer(
@@ -173,10 +173,9 @@ def evaluate(
 
     scores = evaluate_saved(path, words or [], print_message)
     if as_json and is_first_rank():
-        own = ("optimizer", "averaged", "step", "path")
         rows = [
             {
-                **{key: getattr(one, key) for key in own},
+                **{key: getattr(one, key) for key in ("optimizer", "averaged", "step", "path")},
                 one.unit.replace(" ", "_"): one.number,
                 **one.values,
             }
@@ -186,13 +185,16 @@ def evaluate(
     if as_json or not is_first_rank():
         return
     shown = [metric for metric in scores[0].metrics if metric.primary or metric.name != "loss"]
-    table = Table("optimizer", "step", *(metric.title for metric in shown))
-    for one in scores:
-        name = f"{one.optimizer}, averaged weights" if one.averaged else one.optimizer
-        table.add_row(
-            cell(name), str(one.step), *(metric.text(one.values[metric.name]) for metric in shown)
-        )
-    Console().print(table)
+    found = [
+        [
+            f"{one.optimizer}, averaged weights" if one.averaged else one.optimizer,
+            str(one.step),
+            *(metric.text(one.values[metric.name]) for metric in shown),
+        ]
+        for one in scores
+    ]
+    headings = ["optimizer", "step", *(metric.title for metric in shown)]
+    Console().print(columns("", headings, found, left=1))
 
 
 @app.command("prepare", cls=_Command)
@@ -301,8 +303,7 @@ def choose_split_dim(
     - `torch-thor split-dim timm:vit_tiny_patch16_224 --device cuda --data photographs/`
 
     - `torch-thor split-dim mine.py:build`, for a function that returns a model,
-      `(model, sample_batch)` or
-    `(model, sample_batch, loss_fn)`
+      `(model, sample_batch)` or `(model, sample_batch, loss_fn)`
     """
     given = locals()
     from torch_thor.tools.split_dim import split_dim

@@ -4,6 +4,10 @@ The message of a `UserError` names the value, the rule and the remedy, in one li
 The command line prints it and exits with code 2.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 
 class UserError(ValueError):
     """An error that the user can correct."""
@@ -13,6 +17,19 @@ def require(condition: bool, message: str) -> None:
     """Raise a `UserError` with a message (value, rule and remedy) unless a rule holds."""
     if not condition:
         raise UserError(message)
+
+
+@contextmanager
+def explaining(
+    kinds: type[Exception] | tuple[type[Exception], ...],
+    message: Callable[[Any], str],
+    as_kind: type[UserError] = UserError,
+) -> Iterator[None]:
+    """Raise errors of some kinds in the block as a `UserError`, whose message is made of them."""
+    try:
+        yield
+    except kinds as error:
+        raise as_kind(message(error)) from error
 
 
 def first_line(error: BaseException) -> str:

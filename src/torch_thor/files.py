@@ -15,13 +15,13 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from filelock import BaseFileLock, FileLock, SoftFileLock
 
-from torch_thor.errors import UserError, require
+from torch_thor.errors import explaining, require
 from torch_thor.printing import print_message
 
 REMAINS = ".writing-"  # the prefix of the names of incomplete files and folders
@@ -161,16 +161,15 @@ def flush(path: Path) -> None:
             os.close(descriptor)
 
 
-@contextmanager
-def writing(path: Path, remedy: str | None = None) -> Iterator[None]:
+def writing(path: Path, remedy: str | None = None) -> AbstractContextManager[None]:
     """Convert an `OSError` of the block into a `UserError` with path, reason and remedy."""
     # Such an error is that of a full disk, for example.
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
+    return explaining(
+        OSError,
+        lambda error: (
             f"{path} cannot be written ({error.strerror or error}): {remedy or remedy_for(error)}"
-        ) from error
+        ),
+    )
 
 
 def check_place(folder: Path, option: str = "--out") -> None:

@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+from torch_thor.errors import explaining, require
 from torch_thor.plain import plain
 
 UpdateInterval = int | Callable[[int], int] | Mapping[str, Any]
-_EXAMPLE = '{"kind": "geometric", "first": 5, "last": 100, "factor": 1.5}'
 
 
 class Schedule(Protocol):
@@ -53,11 +53,11 @@ def check_interval(name: str, value: Any) -> int:
         ValueError: it is not a whole number of at least 1.
     """
     steps = plain(value)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(
-            f"{name}={value!r}: {name} must be a whole number of steps ≥ 1; 1 refreshes every step"
-        )
-    return steps
+    require(
+        isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1,
+        f"{name}={value!r}: {name} must be a whole number of steps ≥ 1; 1 refreshes every step",
+    )
+    return int(steps)
 
 
 def _hold_plain(schedule: Any) -> None:
@@ -67,9 +67,11 @@ def _hold_plain(schedule: Any) -> None:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: {name} must be a finite number, such as 1.5")
-    return value
+    require(
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
+        f"{name}={value!r}: {name} must be a finite number, such as 1.5",
+    )
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -131,30 +133,30 @@ class Piecewise:
         _hold_plain(self)
         for name in ("boundaries", "intervals"):
             value = getattr(self, name)
-            if not isinstance(value, list | tuple):
-                raise ValueError(
-                    f"{name}={value!r}: {name} must be a list; one number of it is [{value!r}]"
-                )
+            require(
+                isinstance(value, list | tuple),
+                f"{name}={value!r}: {name} must be a list; one number of it is [{value!r}]",
+            )
             object.__setattr__(self, name, tuple(value))
         if self.steps_per_epoch is not None:
             check_interval("steps_per_epoch", self.steps_per_epoch)
-        elif not all(isinstance(b, int) for b in self.boundaries):
-            raise ValueError(
-                f"boundaries={self.boundaries!r}: boundaries must be whole steps; give "
-                f"steps_per_epoch where they are epochs"
-            )
+        require(
+            self.steps_per_epoch is not None or all(isinstance(b, int) for b in self.boundaries),
+            f"boundaries={self.boundaries!r}: boundaries must be whole steps; give "
+            "steps_per_epoch where they are epochs",
+        )
         edges = [0.0, *(_number("a boundary", b) for b in self.boundaries)]
-        if any(later <= earlier for earlier, later in itertools.pairwise(edges)):
-            raise ValueError(
-                f"boundaries={self.boundaries!r}: boundaries must be above 0 and rise; sort them"
-            )
+        require(
+            all(earlier < later for earlier, later in itertools.pairwise(edges)),
+            f"boundaries={self.boundaries!r}: boundaries must be above 0 and rise; sort them",
+        )
         for interval in self.intervals:
             check_interval("an interval", interval)
-        if len(self.intervals) != len(self.boundaries) + 1:
-            raise ValueError(
-                f"intervals={self.intervals!r}: there must be one more than there are boundaries "
-                f"({len(self.boundaries)}); the first holds from step 0 on"
-            )
+        require(
+            len(self.intervals) == len(self.boundaries) + 1,
+            f"intervals={self.intervals!r}: there must be one more than there are boundaries "
+            f"({len(self.boundaries)}); the first holds from step 0 on",
+        )
 
     def __call__(self, step: int) -> int:
         """Return the interval in force.
@@ -198,14 +200,14 @@ class Geometric:
         _hold_plain(self)
         check_interval("first", self.first)
         check_interval("last", self.last)
-        if self.last < self.first:
-            raise ValueError(
-                f"last={self.last!r}: last must be first={self.first!r} or more: the interval grows"
-            )
-        if _number("factor", self.factor) <= 1:
-            raise ValueError(
-                f"factor={self.factor!r}: factor must be above 1; Constant does not grow"
-            )
+        require(
+            self.last >= self.first,
+            f"last={self.last!r}: last must be first={self.first!r} or more: the interval grows",
+        )
+        require(
+            _number("factor", self.factor) > 1,
+            f"factor={self.factor!r}: factor must be above 1; Constant does not grow",
+        )
 
     def __call__(self, step: int) -> int:
         """Return the interval in force.
@@ -268,14 +270,20 @@ def schedule_of(interval: Mapping[str, Any]) -> Schedule:
         ValueError: the kind is not known, or an argument is missing, unknown or out of range.
     """
     arguments = {str(key): value for key, value in interval.items() if key != "kind"}
-    if (kind := interval.get("kind")) not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, as in {_EXAMPLE}")
-    try:
+    kind: Any = interval.get("kind")
+    require(
+        kind in KINDS,
+        f"kind must be one of {', '.join(KINDS)}, as in "
+        '{"kind": "geometric", "first": 5, "last": 100, "factor": 1.5}',
+    )
+    with explaining(  # unknown or missing arguments
+        TypeError,
+        lambda _: (
+            f"{kind} takes {', '.join(field.name for field in fields(KINDS[kind]))}, not "
+            f"{', '.join(arguments) or 'nothing'}"
+        ),
+    ):
         schedule: Schedule = KINDS[kind](**arguments)
-    except TypeError as error:  # unknown or missing arguments
-        known = ", ".join(field.name for field in fields(KINDS[kind]))
-        given = ", ".join(arguments) or "nothing"
-        raise ValueError(f"{kind} takes {known}, not {given}") from error
     return schedule
 
 

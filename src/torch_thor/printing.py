@@ -6,12 +6,13 @@ Their markup and control sequences do nothing.
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
 
@@ -28,6 +29,20 @@ def cell(text: str) -> "Text":
     from rich.text import Text  # may not be installed, which is told by `print_message`
 
     return Text(visible(text))
+
+
+def columns(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0
+) -> "Table":
+    """Make a table of plain text, whose columns are flush right but for the first `left` ones."""
+    from rich.table import Table
+
+    found = Table(title=title and cell(title), title_justify="left")
+    for number, heading in enumerate(headings):
+        found.add_column(cell(heading), justify="left" if number < left else "right")
+    for row in rows:
+        found.add_row(*map(cell, row))
+    return found
 
 
 def printer(console: "Console") -> Callable[[str], None]:

@@ -21,6 +21,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torch_thor.errors import explaining, require
+
 
 def resnet50_lr(
     step: int,
@@ -117,24 +119,24 @@ class LambdaDamping:
         damping_lambda: Callable[[int], float] | Sequence[Callable[[int], float]],
     ) -> None:
         groups = optimizer.param_groups
-        if not all("damping" in group for group in groups):
-            raise ValueError(
-                f"LambdaDamping({type(optimizer).__name__}): its parameter groups must have a "
-                f"damping; give THOR or ThorMuon"
-            )
+        require(
+            all("damping" in group for group in groups),
+            f"LambdaDamping({type(optimizer).__name__}): its parameter groups must have a "
+            "damping; give THOR or ThorMuon",
+        )
         one = damping_lambda if callable(damping_lambda) else None
         given = list(damping_lambda) if isinstance(damping_lambda, Iterable) else [damping_lambda]
-        if not all(map(callable, given)):
-            raise ValueError(
-                f"damping_lambda={damping_lambda!r}: must be a function from the number of steps "
-                "taken to a factor, or a list with one for each group; give lambda step: ..."
-            )
+        require(
+            all(map(callable, given)),
+            f"damping_lambda={damping_lambda!r}: must be a function from the number of steps "
+            "taken to a factor, or a list with one for each group; give lambda step: ...",
+        )
         lambdas: list[Any] = given if one is None else [one] * len(groups)
-        if len(lambdas) != len(groups):
-            raise ValueError(
-                f"damping_lambda: {len(lambdas)} functions for {len(groups)} parameter groups; "
-                f"give one, or one for each group"
-            )
+        require(
+            len(lambdas) == len(groups),
+            f"damping_lambda: {len(lambdas)} functions for {len(groups)} parameter groups; "
+            "give one, or one for each group",
+        )
         self.optimizer, self.damping_lambdas = optimizer, lambdas
         self._of_later = one  # the function of groups that are added later, if there is one
         self.base_dampings: list[float] = []
@@ -164,12 +166,12 @@ class LambdaDamping:
         self.base_dampings, self.damping_lambdas, self.last_epoch = bases, lambdas, epoch
 
     def _check_number(self, known: int, when: str) -> None:
-        groups = self.optimizer.param_groups
-        if known > len(groups):
-            raise ValueError(
-                f"the optimizer has {len(groups)} parameter groups and had {known} when {when}: "
-                "add the groups first, in the order that they had"
-            )
+        number = len(self.optimizer.param_groups)
+        require(
+            known <= number,
+            f"the optimizer has {number} parameter groups and had {known} when {when}: add the "
+            "groups first, in the order that they had",
+        )
 
     def get_last_damping(self) -> list[float]:
         """Return the damping of each group.
@@ -200,12 +202,12 @@ class LambdaDamping:
             ValueError: it is that of another schedule, or knows more groups than the optimizer has;
                 nothing has changed.
         """
-        if not state_dict.keys() >= {"last_epoch", "base_dampings"}:
-            raise ValueError(
-                "this is not the state dict of a LambdaDamping, which has 'last_epoch' and "
-                f"'base_dampings': found {', '.join(map(repr, state_dict))}; pass what its "
-                "state_dict() gave"
-            )
+        require(
+            state_dict.keys() >= {"last_epoch", "base_dampings"},
+            "this is not the state dict of a LambdaDamping, which has 'last_epoch' and "
+            f"'base_dampings': found {', '.join(map(repr, state_dict))}; pass what its "
+            "state_dict() gave",
+        )
         epoch = int(state_dict["last_epoch"])
         bases = [float(base) for base in state_dict["base_dampings"]]
         self._check_number(len(bases), "the state dict was saved")
@@ -215,10 +217,11 @@ class LambdaDamping:
 def _factor(function: Callable[[int], float], step: int) -> float:
     """Return what a function of the user gives for a step, as a number."""
     value = function(step)
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
+    with explaining(
+        (TypeError, ValueError),
+        lambda _: (
             f"damping_lambda returned {value!r} for step {step}: it must return the factor on the "
             "damping, a number > 0"
-        ) from error
+        ),
+    ):
+        return float(value)

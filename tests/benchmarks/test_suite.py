@@ -56,7 +56,7 @@ def test_each_is_tuned_alike_and_reported_with_other_seeds():
             best = suite.best(rows, tried)
             assert all(key_of(job) in rows for job in suite.confirm(best))
     rates = suite.one_rates(rows)
-    # what most tasks want
+    # what most problems want
     assert rates == {name: suite.CONTENDERS[name].lr for name in suite.PEERS}
     found = suite.contests(rows, suite.chosen(rows), rates)
     assert [one.problem for one in found] == list(suite.PROBLEMS)

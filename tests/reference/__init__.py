@@ -4,10 +4,15 @@ Written from the mathematics alone, with explicit loops, dense matrices and `num
 no hook, no `unfold`, no Cholesky and no batching, and torch only for the gradients of the loss.
 
 Legend:
-    x       what goes into a layer             y       what comes out of it
-    a       a row of the input (a patch)       g       gradient of ONE loss term by the matching row
-    of y R       rows of a layer in one step        N       loss terms in one step             T = R
-    / N A, G    second moments of a and g          λ       damping
+    x       what goes into a layer
+    y       what comes out of it
+    a       a row of the input (a patch)
+    g       gradient of ONE loss term by the matching row of y
+    R       rows of a layer in one step
+    N       loss terms in one step
+    T       R / N
+    A, G    second moments of a and g
+    λ       damping
     d       the direction: W ← W − lr · (momentum of d)
 """
 

@@ -151,7 +151,7 @@ def test_a_loss_is_reached_from_above(tmp_path):
     assert result.best()["step"] == 2
     assert compared([result]) == ""
     table = summary.table([result], Recipe(targets=(1.5, 2.0, 2.5, 3.0), optimizer=("sgd",)))
-    assert list(table.columns[0].cells)[:3] == [
+    assert [str(cell) for cell in table.columns[0].cells][:3] == [
         f"steps to held-out loss {goal}" for goal in ("2.5", "2", "1.5")
     ]
 

@@ -12,27 +12,26 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from torch_thor import __version__
 from torch_thor.curvature.blocks import has_values
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import explaining, first_line, require
 from torch_thor.files import check_place, write_text, writing
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.printing import printer, quantity
+from torch_thor.printing import columns, printer, quantity
 from torch_thor.split.observe import loss_of
 from torch_thor.split.timing import device_name, inverse_seconds
 from torch_thor.tools import traffic
-from torch_thor.tools.split_dim import CHANNELS, CLASSES, Subject, load_subject
+from torch_thor.tools.split_dim import CHANNELS, CLASSES, Subject, load_subject, require_at_least
 from torch_thor.torch_internals import tree_leaves
 from torch_thor.training.models import bert
 from torch_thor.training.models.library import build_model
@@ -40,7 +39,7 @@ from torch_thor.training.optimizers import AUTO, build_optimizer
 from torch_thor.training.parallel import device_of
 from torch_thor.training.precision import Precision
 from torch_thor.training.recipe_model import Recipe
-from torch_thor.training.recipes import load_recipe, recipe_names
+from torch_thor.training.recipes import is_file_name, load_recipe, recipe_names
 
 FILE, ROUNDS = "plan.json", 5
 KINDS, FORMS = ("thor-muon", "thor"), ("ddp", "divided", "fsdp", "hsdp")
@@ -51,14 +50,13 @@ PAPER_MODEL, PAPER = "resnet50", {8: 66.7, 128: 4.1, 256: 2.7}
 PAPER_WORDS = (
     "Chen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the devices too"
 )
-TITLE = "MB that a device keeps and sends; the most work of one over the mean"
 COLUMNS = (
     "in all: weights, gradients, moments, factors and inverses (and sums, on refreshes alone) of "
     "the device that keeps most; sent: by it in a step, and in addition on a refresh; work: how "
     "much longer than the mean it inverts"
 )
-SIZES = ("in all", "factors", "sums", "sent, step", "+ refresh", "work")
-TIMES = ("batch", "step, ms", "network", "refresh", "all, min", "paper, min")
+SIZES = ("", "devices", "in all", "factors", "sums", "sent, step", "+ refresh", "work")
+TIMES = ("", "devices", "batch", "step, ms", "network", "refresh", "all, min", "paper, min")
 
 
 @dataclass(frozen=True)
@@ -114,15 +112,15 @@ def plan(
 ) -> list[Row]:
     """Print and return the rows of all ways to train and numbers of devices."""
     # The options are those of `torch-thor plan`.
-    _require_at_least(1, devices=min(devices), batch=batch, samples=samples)
-    _require_at_least(2, shards=shards)
+    require_at_least(1, devices=min(devices), batch=batch, samples=samples)
+    require_at_least(2, shards=shards)
     require(
         bandwidth > 0 <= latency,
         f"--bandwidth {bandwidth} must be above 0, --latency {latency} at least 0",
     )
     if out is not None:
         check_place(out)
-    is_recipe = subject in recipe_names() or Path(subject).suffix in {".yaml", ".yml"}
+    is_recipe = subject in recipe_names() or is_file_name(subject)
     require(is_recipe or not words, f"{subject} is no recipe: leave {' '.join(words)} out")
     recipe = load_recipe(subject, words) if is_recipe else None
     name, given = _chosen(recipe, optimizer, split_dim)
@@ -139,33 +137,44 @@ def plan(
     trained = quantity(sum(p.numel() for p in model.parameters() if p.requires_grad))
     layers = len(thor.curvature)
     say(f"{subject}, {name}: {layers} preconditioned layers, {trained} trained parameters")
-    _print(console, TITLE, SIZES, {row: _sizes(row) for row in rows})
+    console.print(
+        columns(
+            "MB that a device keeps and sends; the most work of one over the mean",
+            SIZES,
+            map(_sizes, rows),
+        )
+    )
     say(COLUMNS)
     measured, times = None, {row: dict[str, float]() for row in rows}
     if batch is not None:
         say(f"Measuring a step on {device_of(device)} ...")
         measured = measure(subject, recipe, name, given, device_of(device), batch)
         interval = thor.param_groups[0]["update_interval"]
-        for row in rows:
-            seconds = row.seconds(measured, 1e9 * bandwidth, 1e-6 * latency)
-            times[row] = dict(zip(("step", "network", "refresh"), seconds, strict=True))
-            if samples is not None:
-                times[row]["training"] = _training(row, times[row], measured, interval, samples)
-        is_papers = (recipe.model if recipe else subject) == PAPER_MODEL
-        _print_times(console, measured, times, PAPER if is_papers else {}, bandwidth, latency)
+        links = 1e9 * bandwidth, 1e-6 * latency
+        times = {row: _seconds(row, measured, links, interval, samples) for row in rows}
+        paper = PAPER if (recipe.model if recipe else subject) == PAPER_MODEL else {}
+        cells = [_times(row, own, measured.batch, paper) for row, own in times.items()]
+        console.print(columns("Predicted times", TIMES, cells))
+        say(
+            f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and "
+            f"{latency:g} µs; nothing overlaps"
+        )
+        if paper:
+            say(PAPER_WORDS)
     if out is not None:
-        content: dict[str, Any] = {"model": subject, "optimizer": name, "torch_thor": __version__}
-        content["network"] = {"bandwidth": bandwidth, "latency": latency, "shards": shards}
-        content["measured"] = measured and asdict(measured)
-        content["rows"] = [{**asdict(row), "seconds": own} for row, own in times.items()]
-        _write(out, content)
+        content = {
+            "model": subject,
+            "optimizer": name,
+            "torch_thor": __version__,
+            "network": {"bandwidth": bandwidth, "latency": latency, "shards": shards},
+            "measured": measured and asdict(measured),
+            "rows": [{**asdict(row), "seconds": own} for row, own in times.items()],
+        }
+        with writing(out, "choose another folder with --out"):
+            out.mkdir(parents=True, exist_ok=True)
+            write_text(out / FILE, json.dumps(content, indent=1) + "\n")
         say(f"Numbers are in {out}")
     return rows
-
-
-def _require_at_least(least: int, **given: int | None) -> None:
-    for option, value in given.items():
-        require(value is None or value >= least, f"--{option} {value}: give {least} or more")
 
 
 def _chosen(
@@ -173,7 +182,7 @@ def _chosen(
 ) -> tuple[str, dict[str, Any]]:
     """Return the name of the optimizer to plan for, and its options."""
     used = [name for name in (recipe.optimizer if recipe else KINDS) if name in KINDS]
-    name = optimizer or (used[0] if used else "none")
+    name = optimizer or next(iter(used), "none")
     require(
         name in KINDS,
         f"--optimizer {name}: only {' and '.join(KINDS)} have curvature to plan for; give one",
@@ -187,19 +196,21 @@ def _chosen(
     return name, given
 
 
-def _training(
-    row: Row, seconds: Mapping[str, float], measured: Measured, interval: Any, samples: int
-) -> float:
-    """Return the seconds of a training on so many samples."""
-    steps = -(-samples // (measured.batch * row.devices))
-    refreshes = _refreshes(interval, steps)
-    return refreshes * seconds["refresh"] + (steps - refreshes) * seconds["step"]
-
-
-def _write(out: Path, content: Mapping[str, Any]) -> None:
-    with writing(out, "choose another folder with --out"):
-        out.mkdir(parents=True, exist_ok=True)
-        write_text(out / FILE, json.dumps(content, indent=1) + "\n")
+def _seconds(
+    row: Row,
+    measured: Measured,
+    links: tuple[float, float],
+    interval: Any,
+    samples: int | None,
+) -> dict[str, float]:
+    """Name the times of a row; that of a training is among them if its samples are given."""
+    step, network, refresh = row.seconds(measured, *links)
+    found = {"step": step, "network": network, "refresh": refresh}
+    if samples is not None:
+        steps = -(-samples // (measured.batch * row.devices))
+        refreshes = _refreshes(interval, steps)
+        found["training"] = refreshes * refresh + (steps - refreshes) * step
+    return found
 
 
 def rows_of(optimizer: CurvatureOptimizer, form: str, devices: int, shards: int) -> list[Row]:
@@ -274,8 +285,7 @@ def _optimizer(name: str, model: nn.Module, given: Mapping[str, Any]) -> Curvatu
     with warnings.catch_warnings():
         # of little that is preconditioned: a line tells how many layers
         warnings.simplefilter("ignore", UserWarning)
-        found: Any = build_optimizer(name, model, given)
-    return found  # type: ignore[no-any-return]
+        return build_optimizer(name, model, given)  # type: ignore[return-value]
 
 
 def measure(
@@ -289,10 +299,10 @@ def measure(
     """Measure ordinary steps and refreshes in turn, and the inversion of all blocks."""
     # The arguments are as in `plan`.
     model, sample, loss_fn = subject_of(subject, recipe, batch)
-    remedy = "return (model, (inputs, targets)) or (model, (inputs, targets), loss function)"
     require(
         sample is not None,
-        f"{subject} returned a model alone, and its times are to be measured: {remedy}",
+        f"{subject} returned a model alone, and its times are to be measured: return (model, "
+        "(inputs, targets)) or (model, (inputs, targets), loss function)",
     )
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
     require(
@@ -306,7 +316,13 @@ def measure(
         "update_interval": 2,
     }
     seconds: tuple[list[float], list[float]] = [], []
-    try:
+    with explaining(
+        (RuntimeError, ValueError, TypeError, AttributeError),
+        lambda error: (
+            f"{subject} could not be measured ({first_line(error)}): try another --batch or "
+            "--device"
+        ),
+    ):
         optimizer = _optimizer(name, model.to(device), given)
         for group in optimizer.param_groups:  # every refresh takes new factors
             group["trace_thresholds"] = (0.0, 0.0)
@@ -325,11 +341,6 @@ def measure(
         sizes = [one.shape for one in blocks if one.shape[1] > 1]
         largest = max(one.shape[1] for one in blocks)
         (inverting,) = inverse_seconds(sizes, (largest,), dtype=blocks[0].dtype, device=device)
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        reason = first_line(error)
-        raise UserError(
-            f"{subject} could not be measured ({reason}): try another --batch or --device"
-        ) from error
     # the first is a warm-up
     refresh, ordinary = (statistics.median(times[1:]) for times in seconds)
     if ".py:" in subject:
@@ -340,39 +351,10 @@ def measure(
     )
 
 
-def _print(
-    console: Console, title: str, headings: Sequence[str], rows: Mapping[Row, Iterable[str]]
-) -> None:
-    table = Table(title=title, title_justify="left")
-    for heading in ("", "devices", *headings):
-        table.add_column(heading, justify="right")
-    for row, cells in rows.items():
-        table.add_row(row.form, f"{row.devices:,}", *cells)
-    console.print(table)
-
-
-def _print_times(
-    console: Console,
-    measured: Measured,
-    times: Mapping[Row, Mapping[str, float]],
-    paper: Mapping[int, float],
-    bandwidth: float,
-    latency: float,
-) -> None:
-    say = printer(console)
-    cells = {row: _times(row, own, measured.batch, paper) for row, own in times.items()}
-    _print(console, "Predicted times", TIMES, cells)
-    say(
-        f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and {latency:g} µs; "
-        "nothing overlaps"
-    )
-    if paper:
-        say(PAPER_WORDS)
-
-
 def _sizes(row: Row) -> list[str]:
     sizes = (row.memory.whole, row.memory.curvature, row.memory.sums, row.sent, row.sent_more)
-    return [*(f"{size / 1e6:,.1f}" for size in sizes), f"{row.most_work:.2f}"]
+    shown = (f"{size / 1e6:,.1f}" for size in sizes)
+    return [row.form, f"{row.devices:,}", *shown, f"{row.most_work:.2f}"]
 
 
 def _times(
@@ -380,4 +362,5 @@ def _times(
 ) -> list[str]:
     steps = (f"{1000 * seconds[key]:,.1f}" for key in ("step", "network", "refresh"))
     whole = f"{seconds['training'] / 60:,.1f}" if "training" in seconds else ""
-    return [f"{batch * row.devices:,}", *steps, whole, str(paper.get(row.devices, ""))]
+    of_row = row.form, f"{row.devices:,}", f"{batch * row.devices:,}"
+    return [*of_row, *steps, whole, str(paper.get(row.devices, ""))]

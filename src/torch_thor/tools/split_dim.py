@@ -6,7 +6,6 @@ import random
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +14,15 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from torch_thor import __version__
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import UserError, explaining, first_line, require
 from torch_thor.files import check_place, whole_file, write_text, writing
-from torch_thor.printing import milliseconds, printer, visible
+from torch_thor.printing import columns, milliseconds, printer, visible
 from torch_thor.split.choice import FACTORS, SplitChoice, choose_split_dim
 from torch_thor.training.models.library import build_library_model, build_model
 from torch_thor.training.models.small import CLASSIFIERS
 from torch_thor.training.parallel import device_of
 from torch_thor.training.recipe_model import Transform
 
-FIGURE_FILE, NUMBERS_FILE = "split_dim.png", "split_dim.json"
 CHANNELS, CLASSES = 3, 1000  # of ImageNet; models of torchvision and timm have as many by default
 
 
@@ -43,7 +41,8 @@ def split_dim(
 ) -> SplitChoice:
     """Choose the split dimension of an optimizer for a model, and print a table."""
     # It also writes `split_dim.png` and `split_dim.json`.
-    figure, numbers, say = folder / FIGURE_FILE, folder / NUMBERS_FILE, printer(console)
+    figure, numbers = folder / "split_dim.png", folder / "split_dim.json"
+    say = printer(console)
     for file in (figure, numbers):
         require(
             overwrite or not file.exists(),
@@ -75,6 +74,12 @@ def split_dim(
     return choice
 
 
+def require_at_least(least: int, **given: int | None) -> None:
+    """Refuse smaller values of options."""
+    for option, value in given.items():
+        require(value is None or value >= least, f"--{option} {value}: give {least} or more")
+
+
 def measure_split_dim(
     model: str,
     console: Console,
@@ -87,38 +92,39 @@ def measure_split_dim(
     seed: int,
 ) -> tuple[SplitChoice, dict[str, Any]]:
     """Return the choice for a model, and all measured values and settings as JSON values."""
-    for option, value in (("batch", batch), ("pixels", pixels)):
-        require(value >= 1, f"--{option} {value}: give 1 or more")
+    require_at_least(1, batch=batch, pixels=pixels)
     require(
         0 <= seed < 2**63, f"--seed {seed}: must be between 0 and 2^63 - 1; give another number"
     )
     where, subject = device_of(device), load_subject(model, seed)
     sample, source = subject.batch, f"the batch that {model} returned"
-    settings: dict[str, Any] = {
-        "model": model,
-        "optimizer": optimizer,
-        "sample": source,
-        "batch": None,
-        "pixels": None,
-    }
-    if sample is None:
+    of_images = sample is None
+    if of_images:
         sample, source = sample_images(batch, pixels, data, seed, printer(console))
-        settings |= {"sample": source, "batch": batch, "pixels": pixels}
     printer(console)(
-        f"{model}, {optimizer} on {where}; sample: {settings['sample']}. Inverting large blocks "
-        "takes long ..."
+        f"{model}, {optimizer} on {where}; sample: {source}. Inverting large blocks takes long ..."
     )
-    try:
+    with explaining(
+        (RuntimeError, ValueError, TypeError, AttributeError),
+        lambda error: (
+            f"{model} could not be measured: {first_line(error)} (try other --pixels or --batch, "
+            "or give a FILE.py:FUNCTION that returns (model, batch, loss_fn))"
+        ),
+    ):
         choice = choose_split_dim(
             subject.model, sample, where, loss_fn=subject.loss_fn, optimizer=optimizer
         )
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{model} could not be measured: {first_line(error)} (try other --pixels or --batch, "
-            "or give a FILE.py:FUNCTION that returns (model, batch, loss_fn))"
-        ) from error
-    versions = {"torch": torch.__version__, "torch_thor": __version__}
-    return choice, {**settings, "seed": seed, **versions, **choice.as_dict()}
+    settings = {
+        "model": model,
+        "optimizer": optimizer,
+        "sample": source,
+        "batch": batch if of_images else None,
+        "pixels": pixels if of_images else None,
+        "seed": seed,
+        "torch": torch.__version__,
+        "torch_thor": __version__,
+    }
+    return choice, {**settings, **choice.as_dict()}
 
 
 class Subject(NamedTuple):
@@ -136,20 +142,19 @@ def load_subject(word: str, seed: int) -> Subject:
     if word in CLASSIFIERS:
         return Subject(build_model(word, CHANNELS, CLASSES))
     if not (colon and file.endswith(".py")):
-        try:
+        with explaining(
+            UserError, lambda error: f"{error}; for your own model give FILE.py:FUNCTION"
+        ):
             return Subject(build_library_model(word))
-        except UserError as error:
-            raise UserError(f"{error}; for your own model give FILE.py:FUNCTION") from error
     require(
         Path(file).is_file(),
         f"{file} does not exist: give FILE.py:FUNCTION, a function that returns a model",
     )
-    try:
+    with explaining(
+        Exception,
+        lambda error: f"{word} failed: {type(error).__name__}: {first_line(error)}; correct {file}",
+    ):
         returned = runpy.run_path(file)[function]()
-    except Exception as error:
-        raise UserError(
-            f"{word} failed: {type(error).__name__}: {first_line(error)}; correct {file}"
-        ) from error
     parts = returned if isinstance(returned, tuple) else (returned,)
     require(
         1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module),
@@ -185,11 +190,14 @@ def sample_images(
             f"crops of {count} images of {folder}",
         )
     usual = Transform()
-    crop = v2.RandomResizedCrop(pixels, scale=usual.scale, antialias=True)
-    normalise = v2.Compose(
-        [v2.ToDtype(torch.float32, scale=True), v2.Normalize(usual.mean, usual.std)]
+    prepare = v2.Compose(
+        [
+            v2.RandomResizedCrop(pixels, scale=usual.scale, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(usual.mean, usual.std),
+        ]
     )
-    prepare = v2.Compose([crop, v2.RandomHorizontalFlip(), normalise])
     torch.manual_seed(seed)
     return torch.stack([prepare(photographs[i % len(photographs)]) for i in range(count)]), source
 
@@ -204,51 +212,55 @@ def _images_of(folder: Path, count: int, seed: int, say: Callable[[str], None]) 
         f"--data {folder} contains {len(paths)} images, fewer than --batch {count}: give a smaller "
         "--batch or more images",
     )
-    images = []
-    for path in random.Random(seed).sample(paths, count):
-        try:
-            images.append(decode_rgb(read_image(path)))
-        except BrokenImageError as error:
-            raise UserError(
+
+    def decoded(path: Path) -> Tensor:
+        with explaining(
+            BrokenImageError,
+            lambda error: (
                 f"{path} cannot be read as an image ({first_line(error)}): remove or repair it"
-            ) from error
-    return images
+            ),
+        ):
+            return decode_rgb(read_image(path))
+
+    return [decoded(path) for path in random.Random(seed).sample(paths, count)]
 
 
 def verdict(choice: SplitChoice) -> str:
     """Describe the choice and its reason in a sentence."""
-    if choice.crossing is None:
-        return (
-            "The curves do not cross, because even unsplit factors are cheap: "
-            f"split_dim={choice.split_dim}"
-        )
-    return f"The curves cross at {choice.crossing:.0f}: split_dim={choice.split_dim}"
+    reason = (
+        "The curves do not cross, because even unsplit factors are cheap"
+        if choice.crossing is None
+        else f"The curves cross at {choice.crossing:.0f}"
+    )
+    return f"{reason}: split_dim={choice.split_dim}"
 
 
 def table(choice: SplitChoice) -> Table:
     """Make a table of both curves; `split_dim.json` has the losses of each layer too."""
-    found = Table(title=f"Split dimension on {choice.device}", title_justify="left")
-    for heading in (
-        "block size s",
-        "factors that lose < 1 %",
-        "p_1 / p_s",
-        "p_s: one refresh",
-        "",
-    ):
-        found.add_column(heading, justify="right")
-    for size, kept, speed, seconds in zip(
+    curves = zip(
         choice.candidates, choice.information, choice.performance, choice.seconds, strict=True
-    ):
-        mark = "<- chosen" if size == choice.split_dim else ""
-        found.add_row(str(size), f"{kept:.1%}", f"{speed:.3f}", milliseconds(seconds), mark)
-    return found
+    )
+    return columns(
+        f"Split dimension on {choice.device}",
+        ("block size s", "factors that lose < 1 %", "p_1 / p_s", "p_s: one refresh", ""),
+        [
+            (
+                str(size),
+                f"{kept:.1%}",
+                f"{speed:.3f}",
+                milliseconds(seconds),
+                "<- chosen" if size == choice.split_dim else "",
+            )
+            for size, kept, speed, seconds in curves
+        ],
+    )
 
 
 def draw_choice(
     choice: SplitChoice,
     title: str,
     path: Path,
-    elsewhere: Mapping[str, float] = MappingProxyType({}),
+    elsewhere: Mapping[str, float] | None = None,
 ) -> None:
     """Draw both curves and mark where they cross.
 
@@ -259,12 +271,20 @@ def draw_choice(
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.plot(choice.candidates, choice.performance, marker="o", label="performance: $p_1 / p_s$")
-    information = "information: factors that lose < 1 % of their norm"
-    axes.plot(choice.candidates, choice.information, marker="s", label=information)
+    axes.plot(
+        choice.candidates,
+        choice.information,
+        marker="s",
+        label="information: factors that lose < 1 % of their norm",
+    )
     if choice.crossing is not None:
-        label = f"crossing at {choice.crossing:.0f}: split_dim={choice.split_dim}"
-        axes.axvline(choice.crossing, color="grey", linestyle="--", label=label)
-    for label, crossing in elsewhere.items():
+        axes.axvline(
+            choice.crossing,
+            color="grey",
+            linestyle="--",
+            label=f"crossing at {choice.crossing:.0f}: split_dim={choice.split_dim}",
+        )
+    for label, crossing in (elsewhere or {}).items():
         axes.axvline(crossing, color="#d55e00", linestyle=":", label=label)
     axes.set_xscale("log", base=2)
     sizes = zip(choice.candidates, (*choice.candidates[1:], math.inf), strict=True)

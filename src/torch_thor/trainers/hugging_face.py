@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from torch_thor.optim.callers import USUAL, about_usual
@@ -60,7 +59,7 @@ class CurvatureCallback(TrainerCallback):
         self._end()
 
 
-def _give_lr(optimizer: torch.optim.Optimizer, lr: float, scheduler: Any) -> None:
+def _give_lr(optimizer: Any, lr: float, scheduler: Any) -> None:
     """Give a learning rate to the groups without one, and to the scheduler that lowers it."""
     scheduler = getattr(scheduler, "scheduler", scheduler)  # which Accelerate wraps
     for number, group in enumerate(optimizer.param_groups):

@@ -7,9 +7,10 @@ A checkpoint is a folder `step-00000123`, which is complete or absent, with
     model.safetensors      the weights, whole and by name; of a weight with several names, the first
     averaged.safetensors   the averaged weights, if the run has any
     state.pt               the state of the optimizer by parameter name, of the loss scale and of
-    random generators recipe.yaml            the recipe of the run
+                           random generators
+    recipe.yaml            the recipe of the run
     manifest.json          step, optimizer, tokenizer, checksums of the data, length of
-    `metrics.jsonl`, and SHA-256 of each file above
+                           `metrics.jsonl`, and SHA-256 of each file above
 
 Nothing in it is executed. It is written under a temporary name, flushed to the disk and renamed;
 opening it verifies the checksums. Beside the newest ones that of the best evaluation is kept, to
@@ -29,7 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from torch_thor.capture.sharding import is_sharded
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import explaining, first_line, require
 from torch_thor.files import sha256
 from torch_thor.training.errors import DamagedCheckpointError
 from torch_thor.training.loop import Run, Score
@@ -93,17 +94,6 @@ class Checkpoint:
         found = getattr(task, "data_checksums", {})
         return [part for part in self.data if found.get(part, self.data[part]) != self.data[part]]
 
-    def check_data(self, task: Task) -> None:
-        """Refuse a task with other data than those of the run."""
-        changed = self.other_data(task)
-        require(
-            not changed,
-            f"the {' and the '.join(changed)} are not those that the run of {self.path} began "
-            "with: files were added, removed, renamed or changed, or data.root is another "
-            "folder; restore them, give their folder as data.root=FOLDER, or start another run "
-            "with --out",
-        )
-
     def restore(self, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
         """Load it into a run before its first step, bit for bit as if it had not stopped."""
         # Every process calls it.
@@ -115,16 +105,23 @@ class Checkpoint:
                 f"checkpoint {self.path} belongs to optimizer {self.optimizer}, not {run.name}: "
                 "move it to the folder of its optimizer",
             )
-            try:
+            with explaining(
+                (pickle.UnpicklingError, RuntimeError, EOFError),
+                lambda error: f"{self.path / STATE} cannot be loaded ({first_line(error)})",
+                DamagedCheckpointError,
+            ):
                 state: dict[str, Any] = torch.load(
                     self.path / STATE, map_location="cpu", weights_only=True
                 )
-            except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-                raise DamagedCheckpointError(
-                    f"{self.path / STATE} cannot be loaded ({first_line(error)})"
-                ) from error
             self.check_tokenizer(run.task)
-            self.check_data(run.task)
+            changed = self.other_data(run.task)
+            require(
+                not changed,
+                f"the {' and the '.join(changed)} are not those that the run of {self.path} began "
+                "with: files were added, removed, renamed or changed, or data.root is another "
+                "folder; restore them, give their folder as data.root=FOLDER, or start another run "
+                "with --out",
+            )
             require(
                 state["samples"] == run.task.samples,
                 f"the run of {self.path} began with {state['samples']} training samples, and the "
@@ -155,12 +152,14 @@ class Checkpoint:
 
 def by_first_name(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Name the tensors of a network by the first of the names that each has in it."""
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
     first: dict[int, str] = {}
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    names = {
+        name: first.setdefault(id(tensor), name)
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    }
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
@@ -200,7 +199,13 @@ def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     order = [names[p] for group in run.optimizer.param_groups for p in group["params"]]
     number = {name: index for index, name in enumerate(order)}
-    try:
+    with explaining(
+        (ValueError, KeyError),
+        lambda error: (
+            f"{path}: the state of {run.name} does not fit ({first_line(error)}): continue with "
+            "the recipe that it was saved with, or start another run with weights="
+        ),
+    ):
         state = {
             number[name]: {
                 key: _like(value, own.get(name, {}).get(key)) for key, value in values.items()
@@ -212,11 +217,6 @@ def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
             for one in saved["param_groups"]
         ]
         run.optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except (ValueError, KeyError) as error:
-        raise UserError(
-            f"{path}: the state of {run.name} does not fit ({first_line(error)}): continue with "
-            "the recipe that it was saved with, or start another run with weights="
-        ) from error
 
 
 def digest(values: Any) -> str:

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from threading import current_thread, main_thread
-from types import FrameType
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ def listening() -> Iterator[list[int]]:
         if (handler := signal.getsignal(number)) != signal.SIG_IGN or number.name != "SIGHUP"
     }
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: Any) -> None:
         received.append(number)
         signal.signal(number, before[number])
 
@@ -224,5 +223,6 @@ def _write(
         "offset": offset,
         "sha256": {path.name: sha256(path) for path in sorted(folder.iterdir())},
     }
-    text = json.dumps({**about, CHECKSUM: digest(about)}, indent=2) + "\n"
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    (folder / MANIFEST).write_text(
+        json.dumps({**about, CHECKSUM: digest(about)}, indent=2) + "\n", encoding="utf-8"
+    )

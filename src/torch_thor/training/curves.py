@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Sequence, Sized
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch_thor.files import whole_file
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -62,26 +61,25 @@ def marker(points: Sized) -> str:
 
 def label_in_full(axes: "Axes") -> None:
     """Label ticks with numbers in full, without powers of ten and offsets."""
-    from matplotlib.ticker import LogFormatter, ScalarFormatter
+    from matplotlib.ticker import LogFormatter
 
     class InFull(LogFormatter):
         def __call__(self, x: float, pos: int | None = None) -> str:
             is_shown = super().__call__(x, pos)
             return f"{Decimal(f'{x:.6g}'):f}" if is_shown else ""
 
-    for axis in (axes.xaxis, axes.yaxis):
+    for name in ("x", "y"):
+        axis = getattr(axes, f"{name}axis")
         if axis.get_scale() == "log":
             axis.set_major_formatter(InFull())
             axis.set_minor_formatter(InFull())
         else:
-            linear = ScalarFormatter(useOffset=False)
-            linear.set_scientific(False)
-            axis.set_major_formatter(linear)
+            axes.ticklabel_format(axis=name, style="plain", useOffset=False)
 
 
 def legend_below(figure: "Figure", axes: Iterable["Axes"]) -> None:
     """Name each curve once, below the axes, where nothing is covered."""
-    named: dict[str, Artist] = {}
+    named: dict[str, Any] = {}
     for one in axes:
         for line, label in zip(*one.get_legend_handles_labels(), strict=True):
             named.setdefault(label, line)

@@ -8,7 +8,7 @@ from torch import nn
 
 from torch_thor.curvature.blocks import widened
 from torch_thor.training.errors import UnreadableError
-from torch_thor.training.parallel import Ranks, agreed, release, share_buffers
+from torch_thor.training.parallel import Ranks, first_of, release, share_buffers
 from torch_thor.training.tasks.task import Task
 
 
@@ -66,11 +66,10 @@ def counted(
     finally:  # a caller may go on with the training after an error of the data or the task
         model.train(training)
         release(model)
-    with agreed(ranks):
-        if fault is not None:
-            raise fault
-    own = torch.stack(sums).tolist() if sums else [], terms, bool(stops)
-    everywhere = ranks.gathered(own)
+    if (told := first_of(fault, ranks)) is not None:
+        raise told
+    rows = torch.stack(sums).tolist() if sums else []
+    everywhere = ranks.gathered((rows, terms, bool(stops)))
     if any(stopped for _, _, stopped in everywhere):
         return None
     total = sum(number for _, number, _ in everywhere)
@@ -83,8 +82,7 @@ def counted(
         one.name: totals[one.name] / (total if one.over is None else totals[one.over])
         for one in means
     }
-    metrics = {
+    return {
         one.name: found[one.name] if one.derived is None else one.derived(found)
         for one in task.metrics
-    }
-    return metrics, total
+    }, total

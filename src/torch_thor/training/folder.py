@@ -1,8 +1,11 @@
 """The folder of a run: its files, and the conditions under which a training may write to it.
 
-    recipe.yaml       the recipe of the run             curves.png     loss and primary metric of
-    all optimizers .lock             the process that writes to it     summary.json   the results as
-    JSON .origin           what it was begun from, to notice an edit of the recipe's file
+    recipe.yaml       the recipe of the run
+    curves.png        loss and primary metric of all optimizers
+    summary.json      the results as JSON
+    .lock, .owner     the process that writes to it
+    .job              the `torchrun` that has begun it, which may start its processes again
+    .origin           what it was begun from, to notice an edit of the recipe's file
 
 and for each optimizer, in a folder with its name
 
@@ -23,7 +26,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, Timeout
 
-from torch_thor.errors import UserError, require
+from torch_thor.errors import UserError, explaining, require
 from torch_thor.files import REMAINS, check_place, locked, write_text, writing
 from torch_thor.training.checkpoint import PREFIX, newest
 from torch_thor.training.errors import DamagedCheckpointError
@@ -83,22 +86,19 @@ class RunFolder:
             [path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
         )
         taken: list[RunFolder] = []
-        for name in names:
-            folder = cls(name, origin)
-            if not folder._is_used():
-                break
+        while (folder := cls(next(names), origin))._is_used():
             taken.append(folder)
         own = [one for one in taken if one._is_restarted()]
         if resume or overwrite:
             own += [one for one in taken if one._is_of(origin)]
         if own:
             return own[-1]
-        if resume and taken:
-            raise UserError(
-                f"no run in {', '.join(str(one.path) for one in taken)} was begun with "
-                f"{origin and origin.name}: leave --resume out to start one, or name the folder of "
-                "the run with --out"
-            )
+        require(
+            not (resume and taken),
+            f"no run in {', '.join(str(one.path) for one in taken)} was begun with "
+            f"{origin and origin.name}: leave --resume out to start one, or name the folder of "
+            "the run with --out",
+        )
         folder._others = None if resume else names
         return folder
 
@@ -109,14 +109,6 @@ class RunFolder:
     def checkpoints(self, name: str) -> Path:
         """The folder of an optimizer's checkpoints."""
         return self.path / name / "checkpoints"
-
-    def tensorboard(self, name: str) -> Path:
-        """The folder of an optimizer's TensorBoard files."""
-        return self.path / name / "tensorboard"
-
-    def profile(self, name: str) -> Path:
-        """The folder of the traces that `--profile` writes for an optimizer."""
-        return self.path / name / "profile"
 
     def is_run(self) -> bool:
         """Whether the folder contains a run, damaged or not."""
@@ -130,13 +122,14 @@ class RunFolder:
                 f"{self.path} is not a run folder and not empty: choose another with --out",
             )
             return None
-        try:
-            return load_recipe(str(self.recipe))
-        except (UserError, UnicodeDecodeError) as error:
-            raise UserError(
+        with explaining(
+            (UserError, UnicodeDecodeError),
+            lambda error: (
                 f"{self.recipe} is damaged ({error}): copy that of a checkpoint over it, or choose "
                 "another folder with --out"
-            ) from error
+            ),
+        ):
+            return load_recipe(str(self.recipe))
 
     def continued(self, stored: Recipe, words: Sequence[str]) -> Recipe:
         """Return the recipe of the run in this folder with words, and what its file says anew.

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from torch_thor.capture.patterns import matches
-from torch_thor.errors import UserError, require
+from torch_thor.errors import explaining, require
 from torch_thor.files import sha256
 from torch_thor.training.checkpoint import (
     AVERAGED,
@@ -76,13 +76,14 @@ def load(model: nn.Module, recipe: Recipe, task: Task) -> None:
         f"not weights_sha256={recipe.weights_sha256}; give the original file, or start another run "
         "with --out",
     )
-    try:
-        given = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(
+    with explaining(
+        (SafetensorError, OSError),
+        lambda error: (
             f"weights={recipe.weights} is not a safetensors file ({error}): write one with "
             "safetensors.torch.save_file"
-        ) from error
+        ),
+    ):
+        given = load_file(path)
     own, left_out = model.state_dict(), set()
     for pattern in recipe.weights_except:
         matched = {name for name in (*own, *given) if matches(pattern, name)}
@@ -125,9 +126,8 @@ def _find(word: str, say: Callable[[str], None]) -> tuple[Path, Checkpoint | Non
         path = saved.path / WEIGHTS
     elif path.name in (WEIGHTS, AVERAGED) and (path.parent / MANIFEST).exists():
         saved = open_checkpoint(path.parent)
-    try:
+    with explaining(
+        OSError,
+        lambda error: f"weights={word} cannot be read ({error.strerror}): choose another file",
+    ):
         return path, saved, sha256(path)
-    except OSError as error:
-        raise UserError(
-            f"weights={word} cannot be read ({error.strerror}): choose another file"
-        ) from error

@@ -6,8 +6,8 @@ A checkpoint is saved after a step, or not at all.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,14 +15,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.errors import UserError, require
+from torch_thor.errors import UserError, explaining, require
 from torch_thor.optim import THOR
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.torch_internals import tree_flatten, tree_unflatten
 from torch_thor.training import recipe_schedules as schedules
 from torch_thor.training.errors import DivergedError, ElsewhereError, StoppedError, UnreadableError
 from torch_thor.training.evaluation import evaluate
-from torch_thor.training.parallel import Ranks, RankWeight, agreed, without_averaging
+from torch_thor.training.parallel import Ranks, RankWeight, agreed, first_of, without_averaging
 from torch_thor.training.precision import Precision
 from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.tasks.task import Batch, Task, Terms, primary
@@ -105,15 +105,15 @@ class Observer(Protocol):
         return
 
 
+@dataclass
 class Record(Observer):
     """An observer that keeps what a short training measures, for scripts.
 
     Its memory grows with the steps.
     """
 
-    def __init__(self) -> None:
-        self.points: list[Point] = []
-        self.scores: list[Score] = []
+    points: list[Point] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
 
     def step(self, run: "Run", point: Point) -> None:
         """Keep the measurements of a step."""
@@ -177,20 +177,22 @@ class Run:
     @property
     def unevaluated(self) -> bool:
         """Whether the evaluation that follows the latest step is still to come."""
-        is_known = self.score is not None and self.score.step == self.step
-        return self.step > 0 and self.evaluates and not is_known
+        return (
+            self.step > 0
+            and self.evaluates
+            and (self.score is None or self.score.step != self.step)
+        )
 
     @property
     def done(self) -> bool:
         """Whether training ends: the last step is taken, or the last evaluation met the target."""
         goal, metric = self.recipe.stop_at, primary(self.task.metrics)
-        if (
+        is_met = (
             goal is not None
             and self.score is not None
             and not metric.better(goal, self.score.value(metric.name))
-        ):
-            return True
-        return self.step >= self.total_steps
+        )
+        return is_met or self.step >= self.total_steps
 
 
 def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] = ()) -> None:
@@ -235,12 +237,9 @@ def _finish_step(
                 observer.evaluation(run, score)
     fault = stopped or (None if run.done else fault)
     run.stopping = run.stopping or fault is not None
-    try:
+    with nullcontext() if fault is None else suppress(StoppedError):
         for observer in observers:
             observer.end_of_step(run)
-    except StoppedError:
-        if fault is None:
-            raise
     if fault is not None:
         raise fault
 
@@ -308,17 +307,8 @@ class Feed:
         )
         self.everywhere, self._run.stopping = found[1], found[2] > 0
         if found[3]:
-            self.fault = self._agreed(fault)
+            self.fault = first_of(fault, self._run.ranks)
         return found[0] / everywhere, int(everywhere)
-
-    def _agreed(self, fault: UserError | None) -> UserError | None:
-        try:
-            with agreed(self._run.ranks):
-                if fault is not None:
-                    raise fault
-        except UserError as error:
-            return error
-        return None
 
 
 def take_step(run: Run, feed: Feed) -> Point:
@@ -352,15 +342,14 @@ def take_step(run: Run, feed: Feed) -> Point:
     if recipe.clip_norm is not None:
         run.precision.clip(optimizer, recipe.clip_norm)
     skips = getattr(optimizer, "skipped_steps", 0)  # THOR with nonfinite="skip" counts its own
-    try:
+    with explaining(  # THOR refuses a gradient that is not finite
+        FloatingPointError, lambda error: f"step {run.step + 1}: {error}", DivergedError
+    ):
         taken = run.precision.step(optimizer)
-    except FloatingPointError as error:  # THOR refuses a gradient that is not finite
-        raise DivergedError(f"step {run.step + 1}: {error}") from error
     taken = taken and getattr(optimizer, "skipped_steps", 0) == skips
     optimizer.zero_grad()
     # a host-device synchronisation, because the step is timed and its loss recorded
-    value = float(loss)
-    mean, count = feed.exchange(value)
+    mean, count = feed.exchange(float(loss))
     lr = float(optimizer.param_groups[0]["lr"])
     if not math.isfinite(mean) and taken:
         raise DivergedError(

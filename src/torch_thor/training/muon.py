@@ -60,19 +60,19 @@ class MuonAdamW(torch.optim.Optimizer):
                 module.weight for module in model.modules() if isinstance(module, nn.Embedding)
             }
         given: list[Any] = list(params.parameters() if isinstance(params, nn.Module) else params)
-        options: dict[str, Any] = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-        }
         self._inner: dict[str, torch.optim.Optimizer] = {}
         groups: list[dict[str, Any]] = []
         for own in given if given and isinstance(given[0], dict) else [{"params": given}]:
             halves: dict[str, list[Tensor]] = {"muon": [], "adamw": []}
             for p in own["params"]:
                 halves["muon" if p.ndim >= 2 and p not in embeddings else "adamw"].append(p)
-            its = {**options, **{key: value for key, value in own.items() if key != "params"}}
+            its: dict[str, Any] = {
+                "lr": lr,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "weight_decay": weight_decay,
+                **{key: value for key, value in own.items() if key != "params"},
+            }
             if matrices := halves["muon"]:
                 flat = [p.detach().flatten(1) for p in matrices]
                 self._inner["muon"] = torch.optim.Muon(flat, **its, adjust_lr_fn=adjust_lr_fn)

@@ -39,12 +39,13 @@ def observers_of(
     # Last comes one that profiles what the others do not.
     for line in facts(run):
         printer(console)(line)
+    own = folder.path / run.name
     found = [
         Metrics(folder.metrics(run.name), offset),
-        TensorBoard(folder.tensorboard(run.name), run),
+        TensorBoard(own / "tensorboard", run),
+        Bar(run, console) if console.is_interactive else Lines(run, console),
     ]
-    found.append(Bar(run, console) if console.is_interactive else Lines(run, console))
-    return [*found, Profiler(folder.profile(run.name), console)] if profile else found
+    return [*found, Profiler(own / "profile", console)] if profile else found
 
 
 def facts(run: Run) -> list[str]:
@@ -69,12 +70,12 @@ def facts(run: Run) -> list[str]:
             f"biases of {kind}" if name in optimizer.curvature else kind for kind, name in modules
         )
         others = ", ".join(f"{kind} ({number})" for kind, number in sorted(kinds.items()))
-        line = (
-            f"preconditions {len(optimizer.curvature)} layers with {covered / max(1, total):.2%} "
-            "of the parameters"
-        )
         rest = " and ".join(sorted({one.rest for one in plain}))
-        found.append(f"{run.name}: {line}" + (f"; {rest} for the rest: {others}" if others else ""))
+        found.append(
+            f"{run.name}: preconditions {len(optimizer.curvature)} layers with "
+            f"{covered / max(1, total):.2%} of the parameters"
+            + (f"; {rest} for the rest: {others}" if others else "")
+        )
     if recipe.optimizers.get(run.name, {}).get("split_dim") == "auto":
         measured = optimizer.param_groups[0]["split_dim"]
         found.append(f"{run.name}: split_dim={measured} was measured for this network and device")
@@ -110,19 +111,31 @@ class Metrics(Observer):
             "step", {name: value for name, value in vars(point).items() if name != "events"}
         )
         for event in point.events:
-            decided = {"step": point.step, "layer": event.layer, "decision": event.decision.value}
             self._write(
-                "refresh", {**decided, "trace_change": event.trace_change, "trace": event.trace}
+                "refresh",
+                {
+                    "step": point.step,
+                    "layer": event.layer,
+                    "decision": event.decision.value,
+                    "trace_change": event.trace_change,
+                    "trace": event.trace,
+                },
             )
 
     def evaluation(self, run: Run, score: Score) -> None:
         """Write the line of an evaluation."""
         averages = {f"averaged_{name}": (score.averaged or {}).get(name) for name in score.metrics}
         metric = primary(run.task.metrics)
-        decides = {"primary": metric.name, "higher_is_better": metric.higher_is_better}
         self._write(
             "eval",
-            {"step": score.step, "seconds": score.seconds, **score.metrics, **averages, **decides},
+            {
+                "step": score.step,
+                "seconds": score.seconds,
+                **score.metrics,
+                **averages,
+                "primary": metric.name,
+                "higher_is_better": metric.higher_is_better,
+            },
         )
 
     def offset(self) -> int:

@@ -1,7 +1,7 @@
 """The optimizers a recipe can name: keys are arguments of their classes, with equal defaults."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from torch_thor.capture.patterns import selected
 from torch_thor.distributed.data_parallel import Distributed
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import explaining, first_line, require
 from torch_thor.intervals import as_interval
 from torch_thor.optim import AGCSGD, LAMB, THOR, ThorMuon
 from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.thor import PRESETS
 from torch_thor.split.choice import choose_split_dim
 from torch_thor.training.muon import MuonAdamW
-from torch_thor.training.recipe_keys import Keys, NotNegative, Number, Positive, Share
+from torch_thor.training.recipe_keys import Keys, NotNegative, Number, Positive, Rules, Share
 
 AUTO = "auto"
 _THRESHOLDS = {
@@ -25,19 +25,14 @@ _THRESHOLDS = {
 }
 
 
-def _checked_interval(value: Any) -> Any:
-    rule = OPTIONS["update_interval"]
-    if not (isinstance(value, Mapping | int) and rule.test(value)):
-        raise ValueError(f"must be {rule.rule}, such as {{kind: constant, interval: 5}}")
-    return value
-
-
-def _option(key: str, *words: str) -> PlainValidator:
+def _option(key: str, or_else: str, words: Collection[str] = ()) -> PlainValidator:
     """Check a value by the rule of the optimizer's option, or that it is one of some words."""
 
     def check(value: Any) -> Any:
-        if not (value in words if isinstance(value, str) else OPTIONS[key].test(value)):
-            raise ValueError(f"must be {OPTIONS[key].rule}; or one of {', '.join(words)}")
+        require(
+            value in words if isinstance(value, str) else bool(OPTIONS[key].test(value)),
+            f"must be {OPTIONS[key].rule}{or_else}{', '.join(words)}",
+        )
         return tuple(map(float, value)) if isinstance(value, list | tuple) else value
 
     return PlainValidator(check)
@@ -46,10 +41,10 @@ def _option(key: str, *words: str) -> PlainValidator:
 def _checked_patterns(value: Any) -> Any:
     if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
         return tuple(value)
-    if value is not None and not isinstance(value, str):
-        raise ValueError(
-            "must be a name, a pattern, or a list of them, such as ['*.weight', -head]"
-        )
+    require(
+        value is None or isinstance(value, str),
+        "must be a name, a pattern, or a list of them, such as ['*.weight', -head]",
+    )
     return value
 
 
@@ -62,16 +57,21 @@ KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of t
     "momentum": (Share, "μ; 0 switches momentum off"),
     "nesterov": (bool, "Nesterov's momentum"),
     "update_interval": (
-        Annotated[int | dict[str, Any], PlainValidator(_checked_interval)],
+        Annotated[
+            int | dict[str, Any],
+            _option("update_interval", ", such as {kind: constant, interval: 5}"),
+        ],
         "steps between refreshes, or {kind: constant, piecewise or geometric, ...} of "
         "torch_thor.intervals",
     ),
     "trace_thresholds": (
-        Annotated[tuple[Number, Number] | str, _option("trace_thresholds", *_THRESHOLDS)],
+        Annotated[
+            tuple[Number, Number] | str, _option("trace_thresholds", "; or one of ", _THRESHOLDS)
+        ],
         "(ω1, ω2) of the trace rule, or thor, thor_stop, thor_nt",
     ),
     "split_dim": (
-        Annotated[int | Literal["auto"] | None, _option("split_dim", AUTO)],
+        Annotated[int | Literal["auto"] | None, _option("split_dim", "; or one of ", [AUTO])],
         "block size of the factors; null: whole ones; auto measures it at the start",
     ),
     "factor_decay": (Share, _AVERAGE + "the factors; 0: the latest only"),
@@ -137,20 +137,22 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Mapping[str, A
 class OptimizerKeys(Keys):
     """The settings of an optimizer."""
 
-    def faults(self) -> Iterator[str]:
+    def rules(self) -> Rules:
         """Refuse Nesterov's momentum where the classes of torch and AGC-SGD refuse it."""
         own = self.model_dump(include={"nesterov", "momentum", "dampening", "dampen_first"})
-        if "dampening" in own and own["nesterov"]:
-            if not own["momentum"]:
-                yield (
-                    f"momentum={own['momentum']} must be above 0 for nesterov=true: raise it, or "
-                    "set nesterov=false"
-                )
-            if own["dampening"] and not own.get("dampen_first"):
-                yield (
-                    f"dampening={own['dampening']} must be 0 for nesterov=true: leave it out, or "
-                    "set nesterov=false"
-                )
+        refuses = "dampening" in own and own["nesterov"]
+        return (
+            (
+                refuses and not own["momentum"],
+                f"momentum={own.get('momentum')} must be above 0 for nesterov=true: raise it, or "
+                "set nesterov=false",
+            ),
+            (
+                refuses and own["dampening"] and not own.get("dampen_first"),
+                f"dampening={own.get('dampening')} must be 0 for nesterov=true: leave it out, or "
+                "set nesterov=false",
+            ),
+        )
 
 
 def _keys_of(name: str) -> type[OptimizerKeys]:
@@ -211,25 +213,18 @@ def build_optimizer(
         options["model"] = model
     decayed = options.pop("decay_filter")
     params: Any = model.parameters()
-    try:
+    # such as a pattern that matches no layer of this network
+    with explaining((TypeError, ValueError), lambda error: f"optimizer {name}: {error}"):
         if "layers" in options:
             options["distributed"] = Distributed(divide_curvature=options.pop("divide_curvature"))
         if decayed is not None:
             named = dict(model.named_parameters())
             chosen = selected("decay_filter", decayed, named, "parameter")
-            rest = {
-                "params": [p for key, p in named.items() if key not in chosen],
-                "weight_decay": 0.0,
-            }
-            groups: list[dict[str, Any]] = [
-                {"params": [p for key, p in named.items() if key in chosen]},
-                rest,
-            ]
+            with_decay = [p for key, p in named.items() if key in chosen]
+            without = [p for key, p in named.items() if key not in chosen]
+            groups = {"params": with_decay}, {"params": without, "weight_decay": 0.0}
             params = [group for group in groups if group["params"]]
         return kind(params, **options)
-    # such as a pattern that matches no layer of this network
-    except (TypeError, ValueError) as error:
-        raise UserError(f"optimizer {name}: {error}") from error
 
 
 class _Itself(nn.Module):
@@ -248,9 +243,8 @@ def measured_split_dim(
 ) -> int:
     """Choose a block size for an optimizer by `choose_split_dim`."""
     # The loss is that of a network on the first batch of the training.
-    try:
+    with explaining(
+        (ValueError, RuntimeError),
+        lambda error: f"split_dim=auto: {first_line(error)}; give a number, such as 128",
+    ):
         return choose_split_dim(_Itself(model), (), loss_fn=loss, optimizer=name).split_dim
-    except (ValueError, RuntimeError) as error:  # nothing to split, or memory was too small
-        raise UserError(
-            f"split_dim=auto: {first_line(error)}; give a number, such as 128"
-        ) from error

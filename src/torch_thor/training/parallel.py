@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_thor.capture.sharding import is_fully_sharded
 from torch_thor.curvature.blocks import wide_dtype
 from torch_thor.distributed.collectives import reduce_scatter
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import UserError, explaining, first_line, require
 from torch_thor.training.errors import ElsewhereError
 from torch_thor.training.recipe_model import Recipe
 
@@ -79,14 +79,15 @@ def device_of(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
+    # torch asserts when it was built without CUDA, and imports modules of other devices
+    with explaining(
+        (RuntimeError, AssertionError, ImportError),
+        lambda error: (
+            f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto"
+        ),
+    ):
         device = torch.device(name)
         torch.ones(1, device=device).tolist()  # of `meta` there are no values
-    # torch asserts when it was built without CUDA, and imports modules of other devices
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise UserError(
-            f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto"
-        ) from error
     return device
 
 
@@ -124,6 +125,16 @@ def processes(recipe: Recipe) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
+def first_of(error: UserError | None, ranks: Ranks) -> UserError | None:
+    """Return the first error of any process on all of them, which must call it."""
+    # a process that has only heard of an error, in an inner block, does not report it
+    messages = ranks.gathered(
+        None if error is None or isinstance(error, ElsewhereError) else str(error)
+    )
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    return ElsewhereError(messages[failed[0]]) if failed and failed[0] != ranks.rank else error
+
+
 @contextmanager
 def agreed(ranks: Ranks) -> Iterator[None]:
     """Raise the first `UserError` of any process on all of them."""
@@ -133,15 +144,8 @@ def agreed(ranks: Ranks) -> Iterator[None]:
         yield
     except UserError as raised:
         error = raised
-    # a process that has only heard of an error, in an inner block, does not report it
-    messages = ranks.gathered(
-        None if error is None or isinstance(error, ElsewhereError) else str(error)
-    )
-    failed = [rank for rank, message in enumerate(messages) if message is not None]
-    if failed and failed[0] != ranks.rank:
-        raise ElsewhereError(messages[failed[0]]) from error
-    if error is not None:
-        raise error
+    if (first := first_of(error, ranks)) is not None:
+        raise first
 
 
 @dataclass
@@ -192,11 +196,11 @@ def _average(
     return torch.futures.collect_all(sums).then(lambda _: buffer)
 
 
+@dataclass
 class _WeightedReduceScatter:
     """Reduces the gradients as `fully_shard` does by itself, after they are weighted."""
 
-    def __init__(self, weight: RankWeight) -> None:
-        self.weight = weight
+    weight: RankWeight
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Make the buffer of a collective."""
@@ -222,9 +226,8 @@ def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
     from torch.distributed.device_mesh import init_device_mesh  # takes a second, as the next one
     from torch.distributed.fsdp import fully_shard
 
-    hybrid, shards = recipe.parallel == "hsdp", ranks.world
-    if hybrid:
-        shards = recipe.shards or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    hybrid, of_machine = recipe.parallel == "hsdp", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shards = recipe.shards or of_machine if hybrid else ranks.world
     require(
         shards > 1 and ranks.world % shards == 0,
         f"parallel={recipe.parallel} cannot divide {ranks.world} processes into groups of "
@@ -295,6 +298,5 @@ def without_averaging(net: nn.Module) -> AbstractContextManager[None]:
     Divided networks average those of each micro-batch, because otherwise every process would hold
     whole ones.
     """
-    inner = getattr(net, "_orig_mod", net)  # torch.compile's wrapper
-    context: AbstractContextManager[None] = getattr(inner, "no_sync", nullcontext)()
+    context: AbstractContextManager[None] = getattr(net, "no_sync", nullcontext)()
     return context

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torch_thor.capture.sharding import is_sharded
-from torch_thor.errors import UserError
+from torch_thor.errors import require
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NEVER = 2**31 - 1  # growth interval in steps of a fixed scale, which never grows
@@ -27,9 +27,12 @@ class Precision:
         self.dtype, self.device = PRECISIONS[name], device
         # torch does not accept an int
         self.fixed = None if loss_scale is None else float(loss_scale)
-        scaling = self.dtype == torch.float16
-        options = {} if self.fixed is None else {"init_scale": self.fixed, "growth_interval": NEVER}
-        self.scaler = torch.amp.GradScaler(device.type, enabled=scaling, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = (
+            {} if self.fixed is None else {"init_scale": self.fixed, "growth_interval": NEVER}
+        )
+        self.scaler = torch.amp.GradScaler(
+            device.type, enabled=self.dtype == torch.float16, **options
+        )
         self._skipped_in_a_row = 0
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -46,8 +49,7 @@ class Precision:
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float) -> None:
         """Scale all parameters' joint gradient down to a norm, after dividing by the loss scale."""
-        if self.scaler.is_enabled():
-            self.scaler.unscale_(optimizer)
+        self.scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(
             [p for group in optimizer.param_groups for p in group["params"]], norm
         )
@@ -55,19 +57,16 @@ class Precision:
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the optimizer's step unless a gradient overflowed; return whether it was taken."""
         # Many overflows are an error.
-        if not self.scaler.is_enabled():
-            optimizer.step()
-            return True
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
         taken = self.scaler.get_scale() >= before  # the scale decreases only after an overflow
         self._skipped_in_a_row = 0 if taken else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= MOST_SKIPPED:
-            raise UserError(
-                f"{MOST_SKIPPED} consecutive steps overflowed float16, and the loss scale is "
-                f"{self.scaler.get_scale():g}: lower lr, or use precision=bf16"
-            )
+        require(
+            self._skipped_in_a_row < MOST_SKIPPED,
+            f"{MOST_SKIPPED} consecutive steps overflowed float16, and the loss scale is "
+            f"{self.scaler.get_scale():g}: lower lr, or use precision=bf16",
+        )
         if self.fixed is not None and not taken:
             self.scaler.update(new_scale=self.fixed)
         return taken

@@ -3,11 +3,11 @@
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch has no __all__ there
-from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import (
     ProfilerActivity,
     profile,
@@ -125,10 +125,11 @@ def slowest(finished: profile, points: list[Point]) -> Table:
             calls[event.key] += 1
             times[event.key] += getattr(event, device)
     total, refreshes = sum(times.values()) or 1, sum(point.refresh for point in points)
-    title = (
-        f"Steps {points[0].step} to {points[-1].step}, {refreshes} of {len(points)} with a refresh"
+    table = Table(
+        title=f"Steps {points[0].step} to {points[-1].step}, {refreshes} of {len(points)} with a "
+        "refresh",
+        title_justify="left",
     )
-    table = Table(title=title, title_justify="left")
     table.add_column("operation", overflow="ellipsis", no_wrap=True, max_width=48)
     for heading in ("calls", "GPU time" if "device" in device else "CPU time", "share"):
         table.add_column(heading, justify="right")
@@ -137,7 +138,7 @@ def slowest(finished: profile, points: list[Point]) -> Table:
     return table
 
 
-def _in_step(event: FunctionEvent | None) -> bool:
+def _in_step(event: Any) -> bool:
     while event is not None and event.key != BETWEEN:
         event = event.cpu_parent
     return event is None

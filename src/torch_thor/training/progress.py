@@ -64,13 +64,14 @@ class Bar(Observer):
 
     def __init__(self, run: Run, console: Console) -> None:
         self._points: deque[Point] = deque(maxlen=WINDOW)
-        columns = (
+        self._bar = Progress(
             TextColumn("{task.description:>9}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[metric]}"),
         )
-        self._bar = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[metric]}"))
         self._task = self._bar.add_task(
             run.name, total=run.total_steps, completed=run.step, metric=""
         )

@@ -3,7 +3,7 @@
 import json
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
@@ -24,20 +24,22 @@ _WORDS = {
     Any: "any",
 }  # fmt: skip
 
+Rules = Iterable[tuple[bool, str]]  # whether each is broken, and the line that says so
+
 
 class Keys(BaseModel):
     """A mapping of a recipe. Each field is a key, and its description the meaning of the key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
-    def faults(self) -> Iterator[str]:
-        """Yield a line for each broken rule between keys; it begins with a key of this mapping."""
-        yield from ()
+    def rules(self) -> Rules:
+        """Return the rules between keys; the lines begin with a key of this mapping."""
+        return ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         # pydantic keeps one error of a mapping, so all rules are checked here
-        if found := list(self.faults()):
+        if found := [line for broken, line in self.rules() if broken]:
             raise PydanticCustomError(_FAULTS, "{lines}", {"lines": found})
         return self
 

@@ -2,15 +2,23 @@
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from torch_thor.errors import UserError, require
+from torch_thor.errors import UserError, explaining, require
 from torch_thor.training.optimizers import OPTIMIZERS, Settings
-from torch_thor.training.recipe_keys import Count, Keys, NotNegative, Number, Positive, Share, Whole
+from torch_thor.training.recipe_keys import (
+    Count,
+    Keys,
+    NotNegative,
+    Number,
+    Positive,
+    Rules,
+    Share,
+    Whole,
+)
 from torch_thor.training.tasks import TASKS
 
 IN_MEMORY = {"digits": (1, 8, 8), "fashion-mnist": (1, 28, 28)}  # shapes of their images
@@ -30,7 +38,6 @@ FREE_ON_RESUME = (
 
 Factor = Annotated[Number, Field(gt=0, le=1)]
 Tokens = Annotated[Whole, Field(ge=16)]
-Channels = tuple[Number, Number, Number]
 Pair = tuple[Positive, Positive]
 
 
@@ -47,13 +54,14 @@ def path_of(key: str, text: str) -> Path:
         return "$" if name is None else os.environ[name]
 
     path = Path(re.sub(r"\$(?:\$|(\w+)|\{(\w+)\})", value, text))
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise UserError(
+    with explaining(
+        RuntimeError,
+        lambda _: (
             f"{key}={text}: {path.parts[0]} is no user's folder: write ./{path} for a folder of "
             "this name"
-        ) from error
+        ),
+    ):
+        return path.expanduser()
 
 
 def absolute(key: str, text: str) -> str:
@@ -84,25 +92,31 @@ class Transform(Keys):
     padding: Annotated[Whole, Field(ge=0)] | None = Field(
         None, description="pixels around a random crop of fixed size; null crops at random sizes"
     )
-    mean: Channels = Field((0.485, 0.456, 0.406), description="mean of each channel, in [0, 1]")
+    mean: tuple[Number, Number, Number] = Field(
+        (0.485, 0.456, 0.406), description="mean of each channel, in [0, 1]"
+    )
     std: tuple[Positive, Positive, Positive] = Field(
         (0.229, 0.224, 0.225), description="deviation of each channel"
     )
 
-    def faults(self) -> Iterator[str]:
+    def rules(self) -> Rules:
         """Compare the sizes, and the ends of the ranges."""
-        if self.resize < self.size:
-            yield (
+        return (
+            (
+                self.resize < self.size,
                 f"resize={self.resize} must be size={self.size} or more: the centre is cropped "
-                "from it"
-            )
-        if not self.scale[0] <= self.scale[1] <= 1:
-            yield (
+                "from it",
+            ),
+            (
+                not self.scale[0] <= self.scale[1] <= 1,
                 f"scale={list(self.scale)} must be two shares of the area, 0 < smallest <= largest "
-                "<= 1"
-            )
-        if self.ratio[0] > self.ratio[1]:
-            yield f"ratio={list(self.ratio)} must be two ratios, 0 < smallest <= largest"
+                "<= 1",
+            ),
+            (
+                self.ratio[0] > self.ratio[1],
+                f"ratio={list(self.ratio)} must be two ratios, 0 < smallest <= largest",
+            ),
+        )
 
 
 CIFAR = Transform(size=32, resize=32, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
@@ -154,10 +168,10 @@ class Data(Keys):
     )
     text: Text = Field(Text(), description="examples of a masked language model")
 
-    def faults(self) -> Iterator[str]:
+    def rules(self) -> Rules:
         """Refuse crops of what is not cropped."""
-        if self.transform is not None and self.name in (*IN_MEMORY, *TEXTS):
-            yield f"transform is set, but {self.name} is used without crops: leave it out"
+        broken = self.transform is not None and self.name in (*IN_MEMORY, *TEXTS)
+        return [(broken, f"transform is set, but {self.name} is used without crops: leave it out")]
 
     @property
     def crops(self) -> Transform:
@@ -214,30 +228,34 @@ class Schedule(Keys):
     )
     horizon_steps: Count | None = Field(None, description="the same in steps")
 
-    def faults(self) -> Iterator[str]:
+    def rules(self) -> Rules:
         """Refuse what is said twice, and milestones that are missing or do not increase."""
-        if self.warmup_steps is not None and self.warmup_epochs:
-            yield (
+        return (
+            (
+                self.warmup_steps is not None and self.warmup_epochs > 0,
                 f"warmup_epochs={self.warmup_epochs} and warmup_steps={self.warmup_steps} say the "
-                "same: give one"
-            )
-        if self.end is not None and self.final:
-            yield f"end={self.end} and final={self.final} both set the last value: give one"
-        if self.horizon_epochs is not None and self.horizon_steps is not None:
-            yield (
+                "same: give one",
+            ),
+            (
+                self.end is not None and self.final > 0,
+                f"end={self.end} and final={self.final} both set the last value: give one",
+            ),
+            (
+                self.horizon_epochs is not None and self.horizon_steps is not None,
                 f"horizon_epochs={self.horizon_epochs} and horizon_steps={self.horizon_steps} say "
-                "the same: give one"
-            )
-        if list(self.milestones) != sorted(set(self.milestones)):
-            yield (
+                "the same: give one",
+            ),
+            (
+                list(self.milestones) != sorted(set(self.milestones)),
                 f"milestones={list(self.milestones)} must increase: they are epochs, such as [30, "
-                "60, 80]"
-            )
-        if self.kind == "step" and not self.milestones:
-            yield (
+                "60, 80]",
+            ),
+            (
+                self.kind == "step" and not self.milestones,
                 "kind=step needs milestones: give the epochs after which to multiply, such as [30, "
-                "60, 80]"
-            )
+                "60, 80]",
+            ),
+        )
 
     @property
     def ends_with_training(self) -> bool:
@@ -312,42 +330,46 @@ class Training(Keys):
         None, description="value of the primary metric at which the training ends"
     )
 
-    def faults(self) -> Iterator[str]:
+    def rules(self) -> Rules:
         """Compare the lengths and sizes."""
         lengths = [phase.steps for phase in self.phases]
-        if self.phases and self.epochs != 1:
-            yield (
-                f"epochs={self.epochs}: with phases a training ends after {sum(lengths)} steps; "
-                "leave epochs out"
-            )
-        if self.phases and self.steps not in (None, sum(lengths)):
-            terms = " + ".join(map(str, lengths))
-            yield (
-                f"steps={self.steps} is not the sum of the phases' steps ({terms} = "
-                f"{sum(lengths)}): leave steps out"
-            )
-        for number, phase in enumerate(self.phases):
-            size, parts = (
-                phase.batch_size or self.batch_size,
+        parts = {
+            f"phases[{number}].": (
                 phase.accumulation or self.accumulation,
+                phase.batch_size or self.batch_size,
             )
-            if parts > size:
-                yield (
-                    f"phases[{number}].accumulation={parts} is more than batch_size={size}: it is "
-                    "parts of a batch"
+            for number, phase in enumerate(self.phases)
+        }
+        parts[""] = self.accumulation, self.batch_size
+        return (
+            (
+                len(lengths) > 0 and self.epochs != 1,
+                f"epochs={self.epochs}: with phases a training ends after {sum(lengths)} steps; "
+                "leave epochs out",
+            ),
+            (
+                len(lengths) > 0 and self.steps not in (None, sum(lengths)),
+                f"steps={self.steps} is not the sum of the phases' steps "
+                f"({' + '.join(map(str, lengths))} = {sum(lengths)}): leave steps out",
+            ),
+            *(
+                (
+                    number > size,
+                    f"{where}accumulation={number} is more than batch_size={size}: it is parts of "
+                    "a batch",
                 )
-        if self.accumulation > self.batch_size:
-            yield (
-                f"accumulation={self.accumulation} is more than batch_size={self.batch_size}: it "
-                "is parts of a batch"
-            )
-        if self.shards is not None and self.parallel != "hsdp":
-            yield f"shards={self.shards} needs parallel=hsdp: set it, or leave shards out"
-        if self.loss_scale is not None and self.precision != "fp16":
-            yield (
+                for where, (number, size) in parts.items()
+            ),
+            (
+                self.shards is not None and self.parallel != "hsdp",
+                f"shards={self.shards} needs parallel=hsdp: set it, or leave shards out",
+            ),
+            (
+                self.loss_scale is not None and self.precision != "fp16",
                 f"loss_scale={self.loss_scale} needs precision=fp16: set it, or leave loss_scale "
-                "out"
-            )
+                "out",
+            ),
+        )
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Return the number of steps of the whole training."""
@@ -425,10 +447,9 @@ class Recipe(Training):
     @field_validator("optimizer")
     @classmethod
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if not names or not set(names) <= set(OPTIMIZERS):
-            raise ValueError(f"must name one or more of {', '.join(OPTIMIZERS)}")
-        if len(set(names)) < len(names):
-            raise ValueError("names an optimizer twice: name each once")
+        known = names != () and set(names) <= set(OPTIMIZERS)
+        require(known, f"must name one or more of {', '.join(OPTIMIZERS)}")
+        require(len(set(names)) == len(names), "names an optimizer twice: name each once")
         return names
 
     @field_validator("optimizers", mode="before")
@@ -440,22 +461,32 @@ class Recipe(Training):
             name: {key: getattr(found, key) for key in given[name]} for name, found in own.items()
         }
 
-    def faults(self) -> Iterator[str]:
+    def rules(self) -> Rules:
         """Refuse weights settings without weights, and what cannot be divided among processes."""
-        yield from super().faults()
-        if self.weights is None and (self.weights_sha256 is not None or self.weights_except):
-            yield (
+        measured = [
+            name
+            for name in self.optimizer
+            if self.optimizers.get(name, {}).get("split_dim") == "auto"
+        ]
+        return (
+            *super().rules(),
+            (
+                self.weights is None
+                and (self.weights_sha256 is not None or self.weights_except != ()),
                 "weights is not set, but weights_except or weights_sha256 is: give weights=FILE, "
-                "or leave them out"
-            )
-        for name in self.optimizer if self.parallel != "ddp" else ():
-            if name == "muon":
-                yield (
-                    f"parallel={self.parallel}: muon orthogonalises whole matrices; use "
-                    "parallel=ddp or thor-muon"
-                )
-            if self.optimizers.get(name, {}).get("split_dim") == "auto":
-                yield (
+                "or leave them out",
+            ),
+            (
+                self.parallel != "ddp" and "muon" in self.optimizer,
+                f"parallel={self.parallel}: muon orthogonalises whole matrices; use parallel=ddp "
+                "or thor-muon",
+            ),
+            *(
+                (
+                    self.parallel != "ddp",
                     f"parallel={self.parallel}: split_dim=auto measures whole factors; give {name} "
-                    "a number"
+                    "a number",
                 )
+                for name in measured
+            ),
+        )

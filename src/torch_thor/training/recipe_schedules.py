@@ -8,18 +8,19 @@ t = `step`, p = max(0, t - w) / (H - w), and f the factor at the end:
     constant     1
     linear       1 - p (1 - f)
     cosine       f + (1 - f) (1 + cos πp) / 2
-    polynomial   f + (1 - f) (1 - p)^power        BERT's lr and damping with THOR: `end`,
-    `horizon_steps` exponential  rate^(max(0, t - w) / n)         the rate is a factor for each
-    epoch step         gamma^(milestones m ≤ t / n)     epochs of the training: the first step after
-    m whole epochs
+    polynomial   f + (1 - f) (1 - p)^power        BERT's lr and damping with THOR: `end` and
+                                                  `horizon_steps`
+    exponential  rate^(max(0, t - w) / n)         the rate is a factor for each epoch
+    step         gamma^(milestones m ≤ t / n)     epochs of the training: the first step after m
+                                                  whole epochs
 
 The two schedules of ResNet-50 with THOR count from 1, as the reference implementation does: the
 first step has e = 1 / n. With t = `step` + 1, e = t / n and E = H / n, both from the beginning of
 the training:
 
-    thor-lr      (1 - e / E)^decay, · 1/2 where e ≥ decay_epochs, · 1/2 again where e ≥
-    decay_epochs + 1 thor-damping rate^(e / 10)                    the rate is a factor for ten
-    epochs
+    thor-lr      (1 - e / E)^decay                · 1/2 where e ≥ decay_epochs, · 1/2 again where
+                                                  e ≥ decay_epochs + 1
+    thor-damping rate^(e / 10)                    the rate is a factor for ten epochs
 
 The last step of epoch number `decay_epochs` is therefore the first one with a halved learning rate.
 

@@ -37,8 +37,10 @@ PARTS: dict[str, type[BaseModel]] = {
 def recipe_folder() -> Traversable:
     """Find the folder of the recipes: in the installed package, or at the top of a source tree."""
     installed, source = files("torch_thor") / "recipes", Path(__file__).parents[3] / "recipes"
-    if not (installed.is_dir() or source.is_dir()):
-        raise UserError(f"no recipes in {installed} or {source}: install torch-thor again")
+    require(
+        installed.is_dir() or source.is_dir(),
+        f"no recipes in {installed} or {source}: install torch-thor again",
+    )
     return installed if installed.is_dir() else source
 
 
@@ -103,10 +105,10 @@ def read_keys(name: str) -> dict[str, Any]:
         f"{path} is not read as a recipe: the name of its file must end in .yaml or .yml: rename "
         "it",
     )
-    if name not in names:
-        raise UserError(
-            f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}"
-        )
+    require(
+        name in names,
+        f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}",
+    )
     return _keys((recipe_folder() / f"{name}.yaml").read_text("utf-8"), name)
 
 
@@ -117,8 +119,10 @@ def parse(text: str, name: str, words: Sequence[str] = ()) -> Recipe:
 
 def _keys(text: str, name: str) -> dict[str, Any]:
     content = read_yaml(text, f"recipe {name}")
-    if not isinstance(content, dict):
-        raise UserError(f"recipe {name} has no keys: write it as `key: value` lines")
+    require(
+        isinstance(content, dict),
+        f"recipe {name} has no keys: write it as `key: value` lines",
+    )
     return {"name": name, **content}
 
 
@@ -188,10 +192,10 @@ def keys(part: str | None = None) -> list[tuple[str, str, str, str]]:
     if part is None:
         return [row for row in rows(Recipe) if row[0] not in Training.model_fields]
     known = {name.rpartition(".")[2]: name for name in PARTS} | {name: name for name in PARTS}
-    if part not in known:
-        raise UserError(
-            f"there is no part {part}{nearest(part, known)}: the parts are {', '.join(PARTS)}"
-        )
+    require(
+        part in known,
+        f"there is no part {part}{nearest(part, known)}: the parts are {', '.join(PARTS)}",
+    )
     return rows(PARTS[known[part]])
 
 
@@ -199,26 +203,20 @@ def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
     # it says who takes the settings
     for word in sorted(words, key=lambda word: not word.startswith("optimizer=")):
         key, equals, text = word.partition("=")
-        if not (key and equals):
-            raise UserError(f"'{word}' is not key=value: write it as in lr=0.1")
+        require(key != "" and equals != "", f"'{word}' is not key=value: write it as in lr=0.1")
         value = read_yaml(text, f"{word}: the value")
-        path, chosen = (
-            key.split("."),
-            tree.get("optimizer", Recipe.model_fields["optimizer"].default),
-        )
-        chosen = chosen if isinstance(chosen, list | tuple) else ()
+        if key == "optimizer" and isinstance(value, str):
+            value = value.split(",")
+        path = key.split(".")
+        chosen = tree.get("optimizer", Recipe.model_fields["optimizer"].default)
         takers = [
-            name for name in KEYS_OF if name in chosen and path[0] in KEYS_OF[name].model_fields
+            name
+            for name, own in KEYS_OF.items()
+            if isinstance(chosen, list | tuple) and name in chosen and path[0] in own.model_fields
         ]
-        if path[0] in Recipe.model_fields or not takers:
-            tree = _put(
-                tree,
-                path,
-                value.split(",") if key == "optimizer" and isinstance(value, str) else value,
-            )
-        else:
-            for name in takers:
-                tree = _put(tree, ["optimizers", name, *path], value)
+        places = [["optimizers", name, *path] for name in takers]
+        for place in [path] if path[0] in Recipe.model_fields or not takers else places:
+            tree = _put(tree, place, value)
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -227,8 +225,8 @@ def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
         raise UserError(
             "\n".join(lines_of(error, short | settings | meanings_of(Recipe)))
         ) from None
-    if faults := check_task(recipe):
-        raise UserError("\n".join(faults))
+    faults = check_task(recipe)
+    require(not faults, "\n".join(faults))
     return recipe
 
 

@@ -17,15 +17,12 @@ from torch_thor.errors import require
 from torch_thor.files import check_place, whole_folder, writing
 from torch_thor.printing import lasting_output, printer
 from torch_thor.training import (
-    checkpoint,
-)
-from torch_thor.training import (
     initial_weights as weights,
 )
 from torch_thor.training import (
     recipe_schedules as schedules,
 )
-from torch_thor.training.checkpoint import Checkpoint
+from torch_thor.training.checkpoint import Checkpoint, newest
 from torch_thor.training.checkpoint_saving import Saver, listening, settle
 from torch_thor.training.evaluation import counted
 from torch_thor.training.folder import RunFolder
@@ -81,8 +78,9 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
             )
         return int(ranks.broadcast(number))
 
-    given = recipe.optimizers.get(name, {})
-    optimizer = build_optimizer(name, model, given, sample=None if resumed else split_dim)
+    optimizer = build_optimizer(
+        name, model, recipe.optimizers.get(name, {}), sample=None if resumed else split_dim
+    )
     schedules.check(optimizer, recipe, task.steps_per_epoch)
     if ranks.rank:
         torch.manual_seed(recipe.seed + ranks.rank)  # the same weights, but not the same dropout
@@ -173,7 +171,7 @@ def _begin(
 ) -> tuple[Run, int]:
     """Build or continue a run; return it, and the length of its metrics file."""
     with agreed(ranks):
-        saved = checkpoint.newest(folder.checkpoints(name), say) if resume and ranks.first else None
+        saved = newest(folder.checkpoints(name), say) if resume and ranks.first else None
     saved = ranks.broadcast(saved)
     with agreed(ranks):
         run = build(recipe, name, task, ranks, resumed=saved is not None)

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from torch_thor.errors import UserError
+from torch_thor.errors import explaining
 from torch_thor.files import write_text, writing
-from torch_thor.printing import milliseconds, printer
+from torch_thor.printing import columns, milliseconds, printer
 from torch_thor.training.curves import draw_curves
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.recipe_model import Recipe
@@ -45,16 +45,17 @@ def report(folder: RunFolder, recipe: Recipe, task: Task, console: Console) -> N
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a `metrics.jsonl`, without an incomplete last one left by a killed run."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    yield json.loads(line)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"{path} cannot be read ({why}): start again with --overwrite or --out"
-        ) from error
+    unreadable = explaining(
+        (OSError, ValueError),
+        lambda error: (
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): start again "
+            "with --overwrite or --out"
+        ),
+    )
+    with unreadable, path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
 
 
 class Result:
@@ -162,27 +163,38 @@ def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
 def table(results: Sequence[Result], recipe: Recipe) -> Table:
     """Make the final table of at most six rows, a column per optimizer; `summary.json` has more."""
     metric, targets = results[0].metric, targets_of(recipe)
-    found = Table(title="Result", title_justify="left")
-    found.add_column("")
-    for one in results:
-        found.add_column(one.name, justify="right")
-    for target in targets[-TARGETS:] if metric.higher_is_better else targets[TARGETS - 1 :: -1]:
-        # such as 75.97 %, which is not rounded
-        exact = f"{100 * target:.6g}%" if metric.share else f"{target:.6g}"
-        found.add_row(
-            f"steps to {metric.word} {exact}", *(_when(one.reaching(target)) for one in results)
-        )
     averaged = " of averaged weights" if recipe.ema_decay is not None else ""
-    found.add_row(
-        f"final {metric.word}{averaged}", *(metric.text(one.value(one.final)) for one in results)
+    shown = targets[-TARGETS:] if metric.higher_is_better else targets[TARGETS - 1 :: -1]
+    return columns(
+        "Result",
+        ["", *(one.name for one in results)],
+        [
+            *(
+                [
+                    # such as 75.97 %, which is not rounded
+                    f"steps to {metric.word} "
+                    + (f"{100 * target:.6g}%" if metric.share else f"{target:.6g}"),
+                    *(_when(one.reaching(target)) for one in results),
+                ]
+                for target in shown
+            ),
+            [
+                f"final {metric.word}{averaged}",
+                *(metric.text(one.value(one.final)) for one in results),
+            ],
+            ["steps in total", *(_when(one.final) for one in results)],
+            [
+                "median step / refresh step",
+                *(
+                    " / ".join(
+                        milliseconds(median(kind)) for kind in (one.ordinary, one.refresh) if kind
+                    )
+                    for one in results
+                ),
+            ],
+        ],
+        left=1,
     )
-    found.add_row("steps in total", *(_when(one.final) for one in results))
-    steps = [
-        [milliseconds(median(kind)) for kind in (one.ordinary, one.refresh) if kind]
-        for one in results
-    ]
-    found.add_row("median step / refresh step", *map(" / ".join, steps))
-    return found
 
 
 def _when(line: dict[str, Any] | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from torch_thor.errors import UserError, first_line
+from torch_thor.errors import UserError, first_line, require
 
 _MOST, _DEEPEST = 1_000_000, 20  # characters of a recipe, levels of its mappings and lists
 _SIGNS, _DIGITS = "-+", "0123456789"
@@ -80,8 +80,10 @@ def read_yaml(text: str, what: str) -> Any:
     Raises:
         UserError: If it is not YAML, or is larger or deeper than a recipe.
     """
-    if len(text) > _MOST:
-        raise UserError(f"{what} has more than {_MOST} characters: a recipe is a few lines of YAML")
+    require(
+        len(text) <= _MOST,
+        f"{what} has more than {_MOST} characters: a recipe is a few lines of YAML",
+    )
     try:
         _check_size(text)
         return yaml.load(text, Loader=_Loader)
@@ -105,17 +107,18 @@ def _check_size(text: str) -> None:
     A few of these can stand for billions of values.
 
     Raises:
-        ValueError: With the fault and its line.
+        UserError: With the fault and its line.
     """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         line = event.start_mark.line + 1  # type: ignore[union-attr]
-        if depth > _DEEPEST:
-            raise ValueError(f"nested in more than {_DEEPEST} levels in line {line}")
-        if isinstance(event, yaml.AliasEvent):
-            raise ValueError(f"an alias, *{event.anchor}, in line {line}")
+        require(depth <= _DEEPEST, f"nested in more than {_DEEPEST} levels in line {line}")
+        require(
+            not isinstance(event, yaml.AliasEvent),
+            f"an alias, *{getattr(event, 'anchor', '')}, in line {line}",
+        )
 
 
 def _fault(error: Exception, text: str) -> str:

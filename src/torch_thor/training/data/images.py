@@ -9,13 +9,12 @@ every other file is an image if Pillow knows its content.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unicodedata import is_normalized
 from unicodedata import normalize as normalize_text
-from urllib.error import URLError
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import normalize
 
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import explaining, first_line, require
 from torch_thor.training.data.batches import digest
 from torch_thor.training.data.decoding import (
     BrokenImageError,
@@ -139,19 +138,17 @@ _Part = tuple[Any, Tensor, Sequence[str]]  # the first arguments of `Images`
 def _open_cifar(data: Data) -> tuple[_Part, _Part]:
     kind: type[CIFAR10] = {"cifar10": CIFAR10, "cifar100": CIFAR100}[data.name]
     root = data.folder()
-    try:
+    remedy = "check the network" if data.download else "set data.download=true"
+    with explaining(
+        (RuntimeError, OSError),
+        lambda error: (
+            f"{data.name} is missing or incomplete in {root / kind.base_folder} "
+            f"({first_line(error).removesuffix('.')}): {remedy}, or unpack the archive there"
+        ),
+    ):
         train, test = (
             kind(str(root), train=train, download=data.download) for train in (True, False)
         )
-    except (RuntimeError, URLError, OSError) as error:
-        reason = first_line(error).removesuffix(".")
-        remedy = (
-            "check the network, or unpack" if data.download else "set data.download=true, or unpack"
-        )
-        raise UserError(
-            f"{data.name} is missing or incomplete in {root / kind.base_folder} ({reason}): "
-            f"{remedy} the archive there"
-        ) from error
 
     def part(images: CIFAR10) -> _Part:
         return (
@@ -175,14 +172,14 @@ def _open_folders(
     for folder in (folder for pair in pairs for folder in pair):
         refuse_a_link_to_nothing(folder, "images")
     folders = next(
-        (pair for pair in pairs if pair[1].is_dir() and (pair[0].is_dir() or not train)), None
+        (pair for pair in pairs if pair[1].is_dir() and (pair[0].is_dir() or not train)), []
     )
-    if folders is None:
-        raise UserError(
-            f"data.root={data.folder()} must contain "
-            f"{' or '.join(' and '.join(names) for names in SPLITS)}, each with a folder for each "
-            "class: choose another folder, or sort the images into them"
-        )
+    require(
+        folders != [],
+        f"data.root={data.folder()} must contain "
+        f"{' or '.join(' and '.join(names) for names in SPLITS)}, each with a folder for each "
+        "class: choose another folder, or sort the images into them",
+    )
     with _listing(data.folder()):
         found = [(folder, LeftOut()) for folder in folders if folder.is_dir()]
         classes = [_classes(folder, left) for folder, left in found]
@@ -198,15 +195,14 @@ def _open_folders(
     return parts[0] if train else None, parts[-1]
 
 
-@contextmanager
-def _listing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
+def _listing(folder: Path) -> AbstractContextManager[None]:
+    return explaining(
+        OSError,
+        lambda error: (
             f"{error.filename or folder} cannot be listed ({error.strerror}), so its images would "
             "be missing: repair or remove it"
-        ) from error
+        ),
+    )
 
 
 def list_images(folder: Path, say: Callable[[str], None]) -> list[Path]:

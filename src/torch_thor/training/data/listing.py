@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
-from torch_thor.errors import UserError, require
+from torch_thor.errors import require
 
 # Folders and files that systems and programs put beside those of a user, in lower case: of macOS,
 # Synology, QNAP, Windows, Linux and Python. Hidden ones, as AppleDouble's ._photo.jpg, need no
@@ -88,11 +88,11 @@ def files_in(
     found = []
     for top, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         place = Path(top)
-        if place.is_symlink() and place.parent.resolve().is_relative_to(place.resolve()):
-            raise UserError(
-                f"{top} is a link to a folder that contains it, so listing would never end: remove "
-                "the link"
-            )
+        require(
+            not (place.is_symlink() and place.parent.resolve().is_relative_to(place.resolve())),
+            f"{top} is a link to a folder that contains it, so listing would never end: remove "
+            "the link",
+        )
         folders[:] = filter(left.keeps, folders)
         for name in filter(left.keeps, names):
             kind = kind_of(top, name)

@@ -4,13 +4,12 @@ import gzip
 import pydoc_data.topics
 import zlib
 from pathlib import Path
-from urllib.error import URLError
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import explaining, first_line, require
 from torch_thor.training.data.batches import epoch_order
 from torch_thor.training.recipe_model import Data
 
@@ -66,14 +65,15 @@ def _fashion_mnist(data: Data) -> tuple[Labelled, Labelled]:
         from torchvision.datasets import FashionMNIST
 
         folder = places[1]
-        try:
-            FashionMNIST(str(root), download=data.download)
-        except (RuntimeError, URLError, OSError) as error:
-            raise UserError(
+        with explaining(
+            (RuntimeError, OSError),
+            lambda error: (
                 f"Fashion-MNIST is not in {', '.join(map(str, places))} ({first_line(error)}): set "
                 "data.root to the folder of its four files (.gz), install Debian's package "
                 "dataset-fashion-mnist, or set data.download=true and check the network"
-            ) from error
+            ),
+        ):
+            FashionMNIST(str(root), download=data.download)
     for name in ("train", "t10k"):
         images, labels = (
             read_idx(folder / f"{name}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1")
@@ -88,7 +88,13 @@ def read_idx(path: Path) -> Tensor:
     Raises:
         UserError: If the file is missing or damaged.
     """
-    try:
+    with explaining(
+        (OSError, EOFError, zlib.error, ValueError, IndexError),
+        lambda error: (
+            f"{path} cannot be read ({error}): fetch the data set again, or choose another "
+            "data.root"
+        ),
+    ):
         content = gzip.decompress(path.read_bytes())
         require(
             content[:3] == b"\0\0\x08" and content[3] > 0,
@@ -98,11 +104,6 @@ def read_idx(path: Path) -> Tensor:
         values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(
             shape.astype(int)
         )
-    except (OSError, EOFError, zlib.error, ValueError, IndexError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}): fetch the data set again, or choose another "
-            "data.root"
-        ) from error
     return torch.from_numpy(values.copy())
 
 

@@ -6,15 +6,14 @@ They are BERT in common sizes, or any model by its config file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import explaining, first_line, require
 
 if TYPE_CHECKING:  # recipes are checked without importing torch
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
 # layers, hidden size, attention heads, feed-forward width (Devlin et al. 2019; Turc et al. 2019 for
 # tiny and mini)
@@ -79,31 +78,34 @@ def build(
         file.is_file(),
         f"model={name}: there is no such file; give {', '.join(BERTS)} or a config.json",
     )
-    try:
+    with explaining(
+        (ValueError, TypeError, KeyError, AttributeError),
+        lambda error: (
+            f"model={name} describes no masked language model of transformers: {first_line(error)}"
+        ),
+    ):
         values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         own = transformers.AutoConfig.for_model(
             **values | {"vocab_size": vocab_size, "pad_token_id": pad}
         )
         model: nn.Module = transformers.AutoModelForMaskedLM.from_config(own)  # type: ignore[no-untyped-call]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = first_line(error)
-        raise UserError(
-            f"model={name} describes no masked language model of transformers: {reason}"
-        ) from error
-    try:
-        with torch.no_grad():
-            model.eval()(torch.full((1, length), (pad + 1) % vocab_size))
-    except (IndexError, RuntimeError) as error:
-        raise UserError(
-            f"model={name} cannot take the {length} tokens of an example ({first_line(error)}): "
-            f"set max_position_embeddings to {length} or more in the file (for RoBERTa and its "
-            f"like, which count from above padding, {length + pad + 1}), or lower data.text.length"
-        ) from error
+    with (
+        explaining(
+            (IndexError, RuntimeError),
+            lambda error: (
+                f"model={name} cannot take the {length} tokens of an example "
+                f"({first_line(error)}): set max_position_embeddings to {length} or more in the "
+                "file (for RoBERTa and its like, which count from above padding, "
+                f"{length + pad + 1}), or lower data.text.length"
+            ),
+        ),
+        torch.no_grad(),
+    ):
+        model.eval()(torch.full((1, length), (pad + 1) % vocab_size))
     return model.train()
 
 
-@contextmanager
-def scored_tokens(model: nn.Module, rows: Tensor) -> Iterator[None]:
+def scored_tokens(model: nn.Module, rows: Tensor) -> RemovableHandle:
     """Let a network score selected tokens only: a hook selects the inputs of its output layer.
 
     The scores are a product with the whole vocabulary, which takes most of the time of a step in
@@ -114,12 +116,12 @@ def scored_tokens(model: nn.Module, rows: Tensor) -> Iterator[None]:
             compiled.
         rows: The numbers of the tokens in the flattened batch, whose logits are (tokens,
             vocabulary).
+
+    Returns:
+        The hook, at the end of whose context it is removed.
     """
     inner: Any = getattr(model, "module", model)
-    hook = inner.get_output_embeddings().register_forward_pre_hook(
+    hook: RemovableHandle = inner.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: (inputs[0].flatten(0, 1)[rows],)
     )
-    try:
-        yield
-    finally:
-        hook.remove()
+    return hook

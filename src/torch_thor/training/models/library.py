@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.errors import UserError, first_line, require
+from torch_thor.errors import UserError, explaining, first_line, require
 from torch_thor.training.models.small import CLASSIFIERS
 from torch_thor.training.recipe_keys import nearest
 
@@ -54,7 +54,10 @@ def build_library_model(name: str, **options: Any) -> nn.Module:
     """
     library, own = find_model(name)
     model: nn.Module
-    try:
+    with explaining(
+        (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError),
+        lambda error: f"model={name} could not be built: {first_line(error)}",
+    ):
         if library == TIMM:
             import timm
 
@@ -66,8 +69,6 @@ def build_library_model(name: str, **options: Any) -> nn.Module:
                 # the default is pretrained, whatever `weights` says
                 options["weights_backbone"] = None
             model = models.get_model(own, weights=None, **options)
-    except (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"model={name} could not be built: {first_line(error)}") from error
     return model
 
 
@@ -127,28 +128,25 @@ def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes:
     size = " x ".join(map(str, image_shape))
     parameter, training, least = next(model.parameters()), model.training, [1]
 
-    def look(norm: Any, inputs: tuple[Tensor, ...]) -> None:
-        if inputs[0].numel() == 2 * norm.num_features:  # of two images
+    def look(module: Any, inputs: tuple[Tensor, ...]) -> None:
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if is_norm and inputs[0].numel() == 2 * module.num_features:  # of two images
             least.append(2)
 
-    hooks = [
-        module.register_forward_pre_hook(look)
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
-    try:
-        scores = model.eval()(
-            torch.zeros(2, *image_shape, dtype=parameter.dtype, device=parameter.device)
-        )
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise UserError(
+    unfit = explaining(
+        (RuntimeError, ValueError, AssertionError),
+        lambda error: (
             f"model={name} cannot process the data's images ({size}): {first_line(error)}; use "
             "another model, or other data"
-        ) from error
+        ),
+    )
+    try:
+        with unfit, nn.modules.module.register_module_forward_pre_hook(look):
+            scores = model.eval()(
+                torch.zeros(2, *image_shape, dtype=parameter.dtype, device=parameter.device)
+            )
     finally:
         model.train(training)
-        for hook in hooks:
-            hook.remove()
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     require(
         shape == (2, classes),

@@ -140,19 +140,17 @@ class ImageClassification(Task):
         )
         self.least = check_fits(self.recipe.model, model, shape, self.outputs)
         if self.trains:
-            self._check_parts(shape)
+            size, parts, world = self.recipe.batch_size, self.recipe.accumulation, world_size()
+            smallest = smallest_part(size // world, parts)
+            require(
+                smallest >= self.least,
+                f"batch_size={size} in accumulation={parts} parts on {world} processes leaves a "
+                f"part of {smallest} image, of which BatchNorm in model={self.recipe.model} has no "
+                f"variance ({' x '.join(map(str, shape))} pixels become a single one): raise "
+                f"batch_size or lower accumulation, so that each part has {self.least} or more, or "
+                "use larger images",
+            )
         return model
-
-    def _check_parts(self, shape: Sequence[int]) -> None:
-        size, parts, world = self.recipe.batch_size, self.recipe.accumulation, world_size()
-        smallest = smallest_part(size // world, parts)
-        require(
-            smallest >= self.least,
-            f"batch_size={size} in accumulation={parts} parts on {world} processes leaves a part "
-            f"of {smallest} image, of which BatchNorm in model={self.recipe.model} has no variance "
-            f"({' x '.join(map(str, shape))} pixels become a single one): raise batch_size or "
-            f"lower accumulation, so that each part has {self.least} or more, or use larger images",
-        )
 
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
         """Return the training batches of a process."""

@@ -10,7 +10,7 @@ it stays on the CPU, so that counting loss terms does not wait for the device.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import default_collate
 
-from torch_thor.errors import UserError, require
+from torch_thor.errors import UserError, explaining, require
 from torch_thor.files import sha256
 from torch_thor.training.data.batches import (
     Key,
@@ -39,7 +38,6 @@ from torch_thor.training.text.pairs import PairMaker
 EVALUATION_BATCH = 32  # number of examples in a batch
 _INPUTS, _KINDS = ("input_ids", "attention_mask"), "token_type_ids"
 _MASKED, _FOLLOWING = "masked", "next-sentence accuracy"
-_CPU = torch.device("cpu")
 
 
 class MaskedLM(Task):
@@ -113,14 +111,11 @@ class MaskedLM(Task):
         corpus = Corpus(self._folder, side, length)
         return PairMaker(corpus, text.masked, whole_words=text.whole_words, pairs=pairs, seed=seed)
 
-    @contextmanager
-    def _of_phase(self, number: int, key: str = "") -> Iterator[None]:
-        try:
-            yield
-        except UserError as error:
-            raise UserError(
-                f"phases[{number}]{key}: {error}" if self.recipe.phases else str(error)
-            ) from error
+    def _of_phase(self, number: int, key: str = "") -> AbstractContextManager[None]:
+        return explaining(
+            UserError,
+            lambda error: f"phases[{number}]{key}: {error}" if self.recipe.phases else str(error),
+        )
 
     @property
     def tokenizer_file(self) -> Path:
@@ -173,9 +168,11 @@ class MaskedLM(Task):
             name, maker.vocab_size, self.longest, maker.pad, next_sentence=maker.pairs
         )
         if self.recipe.activation_checkpointing:
-            kind = f"{type(model).__name__} of model={name}"
-            rule = f"activation_checkpointing=true: {kind} does not support it; leave it false"
-            require(bool(model.supports_gradient_checkpointing), rule)
+            require(
+                bool(model.supports_gradient_checkpointing),
+                f"activation_checkpointing=true: {type(model).__name__} of model={name} does not "
+                "support it; leave it false",
+            )
             # transformers before 5.20 has only the second name
             enable = (
                 getattr(model, "activation_checkpointing_enable", None)
@@ -211,9 +208,14 @@ class MaskedLM(Task):
     def _loaded(self, maker: PairMaker, keys: Iterator[list[Key]]) -> Iterator[Batch]:
         data = self.recipe.data
         for batch, _ in loaded(
-            maker, keys, workers=data.workers.count, prefetch=data.workers.prefetch, device=_CPU,
-            max_broken=data.max_broken, say=self._say, collate=default_collate,
-        ):  # fmt: skip
+            maker,
+            keys,
+            workers=data.workers.count,
+            prefetch=data.workers.prefetch,
+            device=torch.device("cpu"),
+            max_broken=data.max_broken,
+            say=self._say,
+        ):
             ready = (
                 {key: value.pin_memory() for key, value in batch.items()}
                 if self.device.type == "cuda"

@@ -47,32 +47,45 @@ def open_task(
 
 def check_task(recipe: Recipe) -> list[str]:
     """List the faults of the settings that a task cannot use, whatever the data are."""
-    name, data, faults = recipe.task, recipe.data, []
-    task = task_class(name)
-    if task.models and not recipe.model.endswith(task.models):
-        faults.append(
-            f"model={recipe.model} is not a network of task={name}: use {', '.join(task.models)}"
-        )
-    if task.data_sets and data.name not in task.data_sets:
-        faults.append(
-            f"data.name={data.name} cannot be used for task={name}: use {', '.join(task.data_sets)}"
-        )
-    if not task.data_sets and data != Data():
-        faults.append(
+    name, data, task = recipe.task, recipe.data, task_class(recipe.task)
+    rules = (
+        (
+            task.models != () and not recipe.model.endswith(task.models),
+            f"model={recipe.model} is not a network of task={name}: use {', '.join(task.models)}",
+        ),
+        (
+            task.data_sets != () and data.name not in task.data_sets,
+            f"data.name={data.name} cannot be used for task={name}: use "
+            f"{', '.join(task.data_sets)}",
+        ),
+        (
+            task.data_sets == () and data != Data(),
             f"data is set, but task={name} always uses the language reference of Python: leave "
-            "data out"
-        )
-    for key, lack in OF_SOME_TASKS.items():
-        value, default = getattr(recipe, key), Recipe.model_fields[key].get_default()
-        if key not in task.keys and value != default:
-            text = str(value).lower() if isinstance(value, bool) else value
-            subject = f"{key} is set" if isinstance(value, tuple) else f"{key}={text}"
-            faults.append(f"{subject}: task={name} {lack}; leave {key} out")
-    if primary(task.metrics).share:
-        for key, values in (("stop_at", [recipe.stop_at or 0.0]), ("targets", recipe.targets)):
-            if any(value > 1 for value in values):
-                shown = recipe.stop_at if key == "stop_at" else list(values)
-                faults.append(
-                    f"{key}={shown} must lie in (0, 1]: accuracies are fractions, not per cent"
-                )
-    return faults
+            "data out",
+        ),
+        *(
+            (
+                key not in task.keys
+                and getattr(recipe, key) != Recipe.model_fields[key].get_default(),
+                f"{_setting(key, getattr(recipe, key))}: task={name} {lack}; leave {key} out",
+            )
+            for key, lack in OF_SOME_TASKS.items()
+        ),
+        *(
+            (
+                primary(task.metrics).share and max(values, default=0) > 1,
+                f"{key}={shown} must lie in (0, 1]: accuracies are fractions, not per cent",
+            )
+            for key, shown, values in (
+                ("stop_at", recipe.stop_at, [recipe.stop_at or 0.0]),
+                ("targets", list(recipe.targets), recipe.targets),
+            )
+        ),
+    )
+    return [line for broken, line in rules if broken]
+
+
+def _setting(key: str, value: object) -> str:
+    """Write a setting in a few words."""
+    text = str(value).lower() if isinstance(value, bool) else value
+    return f"{key} is set" if isinstance(value, tuple) else f"{key}={text}"
