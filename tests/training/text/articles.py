@@ -6,7 +6,7 @@ import random
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torch_thor.training.text import prepare
+from torch_thor.training.text import corpus
 
 WORDS = [
     "river", "mountain", "council", "station", "century", "village", "player", "engine", "theory",
@@ -18,9 +18,8 @@ WORDS = [
 
 
 def small_units(patch):
-    """Make blocks so small that a few articles have several."""
-    patch.setattr(prepare, "UNIT", 10_000)
-    patch.setattr(prepare, "UNITS", 2)
+    """Make units so small that a few articles have several."""
+    patch.setattr(corpus, "UNIT", 10_000)
 
 
 def paragraphs(number, sentences=12):
@@ -44,9 +43,14 @@ def row(number):
 
 
 def write_articles(path, number):
-    """Write articles to a file, and two documents without prose."""
+    """Write articles to a file, or to several in a folder, and two documents without prose."""
     rows = [*map(row, range(number)), *({**row(n), "text": "See also"} for n in (900, 901))]
-    if path.suffix == ".parquet":
+    if not path.suffix:
+        path.mkdir(exist_ok=True)
+        for part in range(4):
+            lines = (json.dumps(one, ensure_ascii=False) + "\n" for one in rows[part::4])
+            (path / f"wiki_{part:02}").write_text("".join(lines))
+    elif path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in rows))

@@ -38,7 +38,7 @@ FILES = ("train.arrow", "held-out.arrow", "tokenizer.json")
 @pytest.fixture
 def wiki(tmp_path, monkeypatch):
     small_units(monkeypatch)
-    return write_articles(tmp_path / "wiki.jsonl", 80)
+    return write_articles(tmp_path / "wiki", 80)
 
 
 def run(out, *given, **options):
@@ -91,7 +91,7 @@ def test_a_corpus_holds_every_sentence_of_every_article_once_in_order(wiki, tmp_
     assert open_manifest(tmp_path / "corpus") == manifest
     assert manifest["faults"] == []
     names = {file.name for file in (tmp_path / "corpus").iterdir()}
-    assert names - {".lock"} == {"begun.json", "manifest.json", *FILES}
+    assert names - {".lock"} == {"manifest.json", *FILES}
 
 
 def test_the_number_of_processes_changes_nothing(wiki, corpus, tmp_path):
@@ -104,7 +104,7 @@ def test_the_number_of_processes_changes_nothing(wiki, corpus, tmp_path):
 
 @pytest.mark.parametrize(
     ("stage", "after"),
-    [("pieces", 0), ("_documents", 0), ("_trained", 0), ("write_corpus", 0)],
+    [("documents", 0), ("_count", 0), ("train_tokenizer", 0), ("write_documents", 1)],
 )
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device")]
@@ -114,12 +114,12 @@ def test_a_preparation_that_was_stopped_goes_on(
 ):
     out, calls, really = tmp_path / "stopped", [], getattr(prepare, stage)
 
-    def stopped(*arguments):
+    def stopped(*arguments, **options):
         calls.append(stage)
         if len(calls) > after:
             (out / ".writing-train.arrow").write_bytes(b"half")
             raise error
-        return really(*arguments)
+        return really(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, stage, stopped)
@@ -128,11 +128,9 @@ def test_a_preparation_that_was_stopped_goes_on(
             match=r"No space left.*(make|check)|^$",
         ):
             run(out, wiki)
-    assert not {"manifest.json", "train.arrow", "held-out.arrow"} & {
-        file.name for file in out.iterdir()
-    }
-    finished = {file: file.stat().st_mtime_ns for file in (out / "cache").glob("0*.arrow")}
-    assert bool(finished) == (stage in {"_documents", "_trained", "write_corpus"})
+    assert not {"manifest.json", "held-out.arrow"} & {file.name for file in out.iterdir()}
+    finished = {file: file.stat().st_mtime_ns for file in (out / ".preparing").rglob("*.arrow")}
+    assert bool(finished) == (stage != "documents")
     monkeypatch.setattr(prepare.shutil, "rmtree", lambda *_, **__: None)  # their files stay
     run(out, wiki)
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
@@ -143,9 +141,9 @@ def test_a_preparation_that_was_stopped_goes_on(
 SCRIPT = """
 import sys
 from pathlib import Path
-from torch_thor.training.text import prepare
+from torch_thor.training.text import corpus, prepare
 
-prepare.UNIT, prepare.UNITS = 10_000, 2
+corpus.UNIT = 10_000
 if __name__ == "__main__":
     options = dict(vocab_size=300, lengths=[32, 128], held_out=0.1, workers=2)
     prepare.prepare([sys.argv[1]], Path(sys.argv[2]), **options)
@@ -159,7 +157,7 @@ def test_a_killed_preparation_leaves_what_goes_on_and_no_process(wiki, corpus, t
     process = subprocess.Popen(
         [sys.executable, script, wiki, out], stderr=subprocess.PIPE, start_new_session=True
     )
-    wait_for(process, lambda: any((out / "cache").glob("0*.arrow")), "file of a block")
+    wait_for(process, lambda: any((out / ".preparing").rglob("*.arrow")), "file of documents")
     workers = descendants(process.pid)
     assert len(workers) >= 2
     os.kill(process.pid, signal.SIGKILL)
@@ -178,7 +176,8 @@ def test_a_finished_corpus_is_left_alone_unless_it_is_damaged(wiki, corpus):
     assert contents(corpus) == before
     (corpus / "train.arrow").write_bytes(before["train.arrow"][:-8])
     with pytest.raises(
-        UserError, match=r"train\.arrow was cut short or changed.* delete its folder, then prepare"
+        UserError,
+        match=r"train\.arrow is missing, was cut short or changed.* delete its folder, then prepare",
     ):
         run(corpus, wiki)
 
@@ -200,7 +199,7 @@ def test_what_is_left_out_is_counted_by_reason(wiki, tmp_path):
         "made by programs\nthe corpus is in" in said
     )
     assert said.startswith(
-        "read: 1 files of JSON, an object with a text a line; 1 files of text with "
+        "read: 4 files of JSON, an object with a text a line; 1 files of text with "
     )
     with pytest.raises(
         UserError, match=r"1 of 83 documents cannot be read, and --max-faults 0\.01 allows 0"
@@ -280,29 +279,30 @@ def test_a_corpus_keeps_its_settings_and_sources(wiki, corpus, tmp_path):
         {"tokenizer": corpus / "tokenizer.json"},
     ):
         with pytest.raises(
-            UserError, match=f"was begun with other {next(iter(change))}: give the same"
+            UserError, match=f"was prepared with other {next(iter(change))}: give the same"
         ):
             run(corpus, wiki, **change)
     write_articles(wiki, 81)
-    with pytest.raises(UserError, match="was begun with other sources"):
+    with pytest.raises(UserError, match="was prepared with other sources"):
         run(corpus, wiki)
     with pytest.raises(UserError, match="is not empty and holds no corpus"):
         run(tmp_path, wiki)
     with pytest.raises(UserError, match="is a file: give a folder"):
-        run(wiki, wiki)
+        run(wiki / "wiki_00", wiki)
     with FileLock(corpus / ".lock"), pytest.raises(UserError, match="another process prepares it"):
         run(corpus, wiki)
     assert {file.name: file.read_bytes() for file in corpus.iterdir()} == before
 
 
 def test_a_corpus_that_is_too_small_is_refused_before_a_tokenizer_is_trained(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "_trained", None)
+    monkeypatch.setattr(prepare, "train_tokenizer", None)
     short = tmp_path / "short.txt"
     for text, number in (("Too short.", 0), ("One paragraph that has more than five words.", 1)):
         short.write_text(text)
         with pytest.raises(UserError, match=rf"^{number} of 1 documents have prose .* two or more"):
             run(tmp_path / "small", short)
-        assert {file.name for file in (tmp_path / "small").iterdir()} <= {".lock"}
+        names = {file.name for file in (tmp_path / "small").iterdir()}
+        assert names <= {".lock", ".preparing"}
 
 
 @pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])

@@ -2,12 +2,11 @@
 
 import bz2
 import gzip
+import hashlib
 import json
 import lzma
 import os
-from types import SimpleNamespace
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,9 +14,9 @@ import pytest
 from articles import row
 from torch_thor.errors import UserError
 from torch_thor.training.data.listing import LeftOut
-from torch_thor.training.text import sources
-from torch_thor.training.text.documents import read_document
-from torch_thor.training.text.sources import find_sources, pieces
+from torch_thor.training.text import documents
+from torch_thor.training.text.documents import pieces
+from torch_thor.training.text.sources import find_sources
 
 PROSE = (
     "The first paragraph has more than five words,\nand a line break.\n\nHeading\n\nThe second one "
@@ -43,22 +42,24 @@ def find(*given, form=None, left=None):
     return find_sources(list(map(str, given)), form, left or LeftOut())
 
 
-def found(*given, form=None, any_script=False):
-    """The documents that have prose, as (name, sentences), and the faults."""
-    read = [
-        read_document(piece, "en", any_script)
-        for source in find(*given, form=form)
-        for piece in pieces(source, None)
-    ]
-    return [(one["name"], one["sentences"]) for one in read if one["sentences"]], [
+def found(*given, form=None):
+    """The documents that have prose, as (draw, sentences), and the faults."""
+    read = list(documents.documents(find(*given, form=form), "en", 0, any_script=False))
+    return [(one["draw"], one["text"].split("\n")) for one in read if one["text"]], [
         one["fault"] for one in read if one["fault"]
     ]
 
 
+def draw(name, seed=0):
+    """The number below 1 that decides what a document is used for."""
+    digest = hashlib.blake2b(f"{seed}\n{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
 def texts_of(path, data, **options):
     path.write_bytes(data)
-    documents, faults = found(path, **options)
-    return [text for _, sentences in documents for text in sentences], faults
+    read, faults = found(path, **options)
+    return [text for _, sentences in read for text in sentences], faults
 
 
 def table(path, rows):
@@ -86,12 +87,12 @@ def test_the_form_is_found_from_the_content(tmp_path):
     ):
         (tmp_path / name).write_bytes(data)
         (source,) = find(tmp_path / name)
-        assert source.form == form, name
-        assert find(tmp_path / name, form="html")[0].form == "html"
+        assert source["form"] == form, name
+        assert find(tmp_path / name, form="html")[0]["form"] == "html"
     table(tmp_path / "train-00000", rows)
     (tmp_path / "LICENSE").write_text(PROSE)
     left = LeftOut()
-    forms = {source.name.split("/")[-1]: source.form for source in find(tmp_path, left=left)}
+    forms = {source["name"].split("/")[-1]: source["form"] for source in find(tmp_path, left=left)}
     assert forms["train-00000"] == "parquet"
     assert len(forms) == 13
     assert left.others == {"without a suffix": 1}
@@ -100,14 +101,14 @@ def test_the_form_is_found_from_the_content(tmp_path):
 def test_articles_are_the_same_in_all_their_forms(tmp_path):
     rows = [row(n) for n in range(3)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n\n" for one in rows))
-    named, faults = found(tmp_path / "a.jsonl")
-    assert named == found(table(tmp_path / "a.parquet", rows))[0]
-    assert [name for name, _ in named] == ["Article 0 0", "Article 1 1", "Article 2 2"]
-    assert [len(sentences) for _, sentences in named] == [15] * 3
+    read, faults = found(tmp_path / "a.jsonl")
+    assert read == found(table(tmp_path / "a.parquet", rows))[0]
+    assert [one for one, _ in read] == [draw(f"Article {n} {n}") for n in range(3)]
+    assert [len(sentences) for _, sentences in read] == [15] * 3
     assert not faults
     elements = "".join(map(ELEMENT.format, range(3)))
     of_elements, faults = found_in(tmp_path / "wiki_00", elements)
-    assert of_elements == [(f'A "title" {n} {n}', ARTICLE) for n in range(3)]
+    assert of_elements == [(draw(f'A "title" {n} {n}'), ARTICLE) for n in range(3)]
     assert not faults
     body = "\n".join(["AT&amp;T is a firm that has words.", "Heading.", ARTICLE[1]])
     line = {"id": "1", "revid": "3", "url": "u", "title": 'A "title" 1', "text": body}
@@ -124,11 +125,11 @@ def test_the_format_of_bert_keeps_its_lines_and_documents(tmp_path):
     text = "\r\n \r\n\n".join("\r\n".join(one) for one in documents)
     read, faults = found_in(tmp_path / "corpus.txt", f"\n{text}\n\n")
     assert [sentences for _, sentences in read] == documents
-    assert len({name for name, _ in read}) == 200
+    assert {one for one, _ in read} == {draw(f"corpus.txt#{n}") for n in range(1, 201)}
     assert not faults
     lines = "".join(f"Sentence {n} of one document.\n" for n in range(50_000))
     (tmp_path / "long.txt").write_text(lines)
-    assert find(tmp_path / "long.txt")[0].form == "text"
+    assert find(tmp_path / "long.txt")[0]["form"] == "text"
     read, _ = found(tmp_path / "long.txt", form="bert")
     assert len(read) >= 10
     assert "\n".join(line for _, own in read for line in own) == lines.strip()
@@ -165,8 +166,8 @@ def test_a_large_file_is_cut_at_blank_lines_and_damaged_parts_are_left_out(tmp_p
     said = SAID * 4  # more than a chunk
     data = "\ufeff".encode() + ending.join(said).encode()
     assert texts_of(tmp_path / "book.txt", data) == (said, [])
-    names = [name for name, _ in found(tmp_path / "book.txt")[0]]
-    assert len(set(names)) == len(names) > 5
+    parts = found(tmp_path / "book.txt")[0]
+    assert len({one for one, _ in parts}) == len(parts) > 5
     at = len(data) // 2
     texts, (fault,) = texts_of(tmp_path / "book.txt", data[:at] + b"\xff" + data[at:])
     assert f"byte {at} of its file" in fault
@@ -188,7 +189,7 @@ def test_text_without_blank_lines_is_cut_where_a_part_ends(tmp_path, separator):
     )
     (tmp_path / "book.txt").write_text(separator.join(parts))
     (source,) = find(tmp_path / "book.txt", form="text")
-    data = [piece["data"].decode() for piece in pieces(source, None)]
+    data = [part.decode() for _, _, part in pieces(source)]
     assert len(data) > 10
     assert "".join(data) == separator.join(parts)
     assert [part for text in data for part in text.strip().split(separator)] == parts
@@ -217,7 +218,7 @@ def test_broken_rows_and_elements_cost_only_themselves(tmp_path):
     elements[1] = elements[1].replace("</doc>", "")
     elements[3] = elements[3][:80]
     read, faults = found_in(tmp_path / "wiki_00", "".join(elements))
-    assert read == [('A "title" 0 0', ARTICLE)]
+    assert read == [(draw('A "title" 0 0'), ARTICLE)]
     assert [fault.split(": ")[1] for fault in faults] == ["it is no whole <doc> element"] * 2
     file = table(tmp_path / "c.parquet", [row(n) for n in range(3)])
     file.write_bytes(file.read_bytes()[:-9])
@@ -225,9 +226,9 @@ def test_broken_rows_and_elements_cost_only_themselves(tmp_path):
 
 
 def test_python_carries_a_text():
-    documents, faults = found("python")
-    assert len(documents) > 50
-    assert sum(len(sentences) for _, sentences in documents) > 1000
+    read, faults = found("python")
+    assert len(read) > 50
+    assert sum(len(sentences) for _, sentences in read) > 1000
     assert not faults
 
 
@@ -236,12 +237,12 @@ def test_files_are_named_by_where_they_lie_in_what_is_given(tmp_path, monkeypatc
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(PROSE)
     names = ["texts/a.md", "texts/b.txt", "texts/sub/c.html", "python"]
-    assert [source.name for source in find(tmp_path / "texts", "python")] == names
+    assert [source["name"] for source in find(tmp_path / "texts", "python")] == names
     monkeypatch.chdir(tmp_path / "other")
-    assert [source.name for source in find("../texts", "python")] == names
+    assert [source["name"] for source in find("../texts", "python")] == names
     # folders of one name, as documentation has them, are told apart by those above them
     both = [f"{tmp_path.name}/{name}" for name in names[:3]] + ["other/texts/b.txt"]
-    assert [source.name for source in find("../texts", "texts")] == both
+    assert [source["name"] for source in find("../texts", "texts")] == both
     with pytest.raises(UserError, match=r"b.txt is given twice, the first time as .*b.txt: leave"):
         find("texts", ".", "../texts")
 
@@ -256,12 +257,12 @@ def test_what_is_no_text_is_left_out_and_counted(tmp_path):
         (tmp_path / name).write_text(PROSE)
     os.mkfifo(tmp_path / "texts" / "pipe.txt")
     left = LeftOut()
-    assert [source.name for source in find(tmp_path / "texts", left=left)] == ["texts/a.txt"]
+    assert [source["name"] for source in find(tmp_path / "texts", left=left)] == ["texts/a.txt"]
     assert left.made.total() == 6
     assert left.others == {".jpg": 1, ".xml": 1, ".txt": 1}
     # what the user names is taken
     hidden = [tmp_path / f"texts/{name}" for name in (".git/b.txt", ".cache")]
-    assert [source.name for source in find(*hidden)] == ["b.txt", ".cache/c.html"]
+    assert [source["name"] for source in find(*hidden)] == ["b.txt", ".cache/c.html"]
 
 
 def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch):
@@ -293,23 +294,20 @@ def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch):
             find(*given)
 
 
-def test_a_data_set_of_the_hub_is_read_file_by_file(tmp_path, monkeypatch):
+def test_a_data_set_of_the_hub_is_read_as_a_stream(monkeypatch):
     asked = []
 
-    def asked_for(name, timeout):
-        asked.append(name)
+    def load(*place, **options):
+        asked.append((place, options))
+        yield row(0)
+        if place[1:] == ("cut",):
+            raise OSError("the connection was lost")
+        yield row(1)
 
-    def load(name, configuration, **options):
-        asked.append((name, configuration))
-        return datasets.Dataset.from_list([row(0), row(1)]).map(
-            cache_file_name=str(tmp_path / "hub.arrow")
-        )
-
-    monkeypatch.setattr(sources, "load_dataset", load)
-    monkeypatch.setattr(sources, "HfApi", None)
-    with pytest.raises(UserError, match=r"some/set:en is no file here, .* where there is a netw"):
-        found("some/set:en")
-    monkeypatch.setattr(sources, "HfApi", lambda: SimpleNamespace(dataset_info=asked_for))
-    documents, _ = found("some/set:en")
-    assert [name for name, _ in documents] == ["Article 0 0", "Article 1 1"]
-    assert asked == ["some/set", ("some/set", "en")]
+    monkeypatch.setattr(documents.datasets, "load_dataset", load)
+    read, _ = found("some/set:en")
+    assert [one for one, _ in read] == [draw("Article 0 0"), draw("Article 1 1")]
+    assert asked == [(("some/set", "en"), {"split": "train", "streaming": True})]
+    message = r"some/set:cut is no file here, .*the connection was lost.*where there is a network"
+    with pytest.raises(UserError, match=message):
+        found("some/set:cut")

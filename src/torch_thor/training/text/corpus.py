@@ -9,23 +9,20 @@ example together with [CLS] and two [SEP].
 """
 
 import json
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import accumulate, groupby
-from operator import itemgetter
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from torch_thor.errors import require
 from torch_thor.files import sha256, whole_file
-from torch_thor.training.text.wordpiece import load_tokenizer
 
 MANIFEST, TOKENIZER, TRAIN, HELD_OUT = (
     "manifest.json",
@@ -35,14 +32,7 @@ MANIFEST, TOKENIZER, TRAIN, HELD_OUT = (
 )
 FORMAT = 4  # of the manifest and the files
 SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
-# `prepare` leaves a finished corpus as it is
-_AGAIN = "delete its folder, then prepare the corpus again"
-
-
-@cache
-def _known_sha256(file: Path, size: int, modified: int) -> str:
-    """Read a file once per process: examples of several lengths share it."""
-    return sha256(file)
+UNIT = 1 << 22  # approximate number of bytes of source text whose documents are a batch of rows
 
 
 def open_manifest(
@@ -55,22 +45,32 @@ def open_manifest(
         f"{folder} is no prepared corpus (no {MANIFEST}): make one with torch-thor prepare",
     )
     try:
-        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        expected = (
-            {name: manifest["sha256"][name] for name in names}
-            if manifest["format"] == FORMAT
-            else {MANIFEST: ""}
-        )
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        expected = manifest["sha256"] if manifest["format"] == FORMAT else {}
     except (ValueError, KeyError, TypeError):
-        expected = {MANIFEST: ""}
-    for name, digest in expected.items():
-        require((folder / name).is_file(), f"{folder / name} is missing: {_AGAIN}")
-        found = (folder / name).stat()
+        manifest, expected = {}, {}
+    for name in names:
+        file = folder / name
+        found = file.stat() if file.is_file() else None
         require(
-            _known_sha256(folder / name, found.st_size, found.st_mtime_ns) == digest,
-            f"{folder / name} was cut short or changed, or is of another version: {_AGAIN}",
+            found is not None
+            and _known_sha256(file, found.st_size, found.st_mtime_ns) == expected.get(name),
+            # `prepare` leaves a finished corpus as it is
+            f"{file} is missing, was cut short or changed, or it or {MANIFEST} is of another "
+            "version: delete its folder, then prepare the corpus again",
         )
-    return manifest
+    return dict(manifest)
+
+
+# a file is read once per process, unless it changes: examples of several lengths share it
+_known_sha256 = cache(lambda file, _size, _modified: sha256(file))
+
+
+@cache
+def _mapped(file: Path, checksum: str) -> pa.Table:
+    """Open a file once per process; its contents are read from the disk where they are used."""
+    options = pa.ipc.IpcReadOptions(use_threads=False)  # a forked worker has none of its parent's
+    return pa.ipc.open_file(pa.memory_map(str(file)), options=options).read_all()
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Passage:
     The sentences of the document begin and end at `bounds`.
     """
 
-    document: tuple[int, int]
+    document: int
     tokens: Any
     bounds: Any
     first: int
@@ -101,95 +101,67 @@ class Corpus:
     def __init__(self, folder: Path, side: str, length: int) -> None:
         self.folder, self.side, self.length = folder, side, length
         manifest = open_manifest(folder, (TOKENIZER, side))
-        lengths = manifest["lengths"]
         require(
-            length in lengths,
-            f"{folder} was prepared for examples of {', '.join(map(str, lengths))} tokens, not "
-            f"{length}: choose one of them, or prepare it with --seq-len {length}",
+            length in manifest["lengths"],
+            f"{folder} was prepared for examples of {', '.join(map(str, manifest['lengths']))} "
+            f"tokens, not {length}: choose one of them, or prepare it with --seq-len {length}",
         )
         self.tokenizer_checksum: str = manifest["sha256"][TOKENIZER]
         self.checksum: str = manifest["sha256"][side]
-        batches = map(self._file.get_batch, range(self._file.num_record_batches))
-        self._firsts = list(
-            accumulate((len(batch[str(length)].values) for batch in batches), initial=0)
-        )
+        # of the documents, in examples
+        self._ends = np.cumsum(pc.list_value_length(self._table[str(length)]).to_numpy())
         require(len(self) > 0, f"{folder} has no examples in {side}: prepare a larger corpus")
 
     def __len__(self) -> int:
         """Return the number of examples."""
-        return self._firsts[-1]
+        return int(self._ends[-1]) if len(self._ends) else 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        # each process maps its own file
-        return {key: value for key, value in vars(self).items() if key != "_file"}
-
-    @cached_property
-    def _file(self) -> Any:
-        return mapped(self.folder / self.side)
+    @property
+    def _table(self) -> pa.Table:
+        return _mapped(self.folder / self.side, self.checksum)
 
     def passage(self, example: int) -> Passage:
         """Read the text of an example, by its number from 0."""
-        unit = bisect_right(self._firsts, example) - 1
-        batch, number = self._file.get_batch(unit), example - self._firsts[unit]
-        examples = batch[str(self.length)]
-        document = int(np.searchsorted(examples.offsets.to_numpy(), number, side="right")) - 1
-        first, last = examples.values.values.to_numpy()[2 * number : 2 * number + 2].tolist()
-        tokens, ends = (_row(batch[name], document) for name in ("tokens", "ends"))
-        return Passage((unit, document), tokens, np.concatenate([[0], ends]), first, last)
+        document = int(np.searchsorted(self._ends, example, side="right"))
+        examples, tokens, ends = (
+            self._table[name][document].values for name in (str(self.length), "tokens", "ends")
+        )
+        first, last = examples[example - self._ends[document]].as_py()
+        bounds = np.concatenate([[0], ends.to_numpy()])
+        return Passage(document, tokens.to_numpy(), bounds, first, last)
 
 
-def mapped(file: Path) -> Any:
-    """Open an Arrow file, whose contents are read from the disk where they are used."""
-    options = pa.ipc.IpcReadOptions(use_threads=False)  # a forked worker has none of its parent's
-    return pa.ipc.open_file(pa.memory_map(str(file)), options=options)
-
-
-def _row(lists: Any, row: int) -> Any:
-    """Return a row of an Arrow array of lists as a NumPy array, without a copy."""
-    begin, end = lists.offsets.to_numpy()[row : row + 2]
-    return lists.values.to_numpy()[begin:end]
-
-
-def write_corpus(
-    documents: Iterable[dict[str, Any]],
-    folder: Path,
-    lengths: Sequence[int],
-    is_held_out: Callable[[str], bool],
-) -> dict[str, dict[str, int]]:
-    """Encode documents, which have sentences, as the files of a corpus; return what these hold."""
-    # the documents of a unit become a batch of rows in each file
-    tokenizer = load_tokenizer(folder / TOKENIZER)
+def write_documents(
+    file: Path, documents: Iterable[tuple[str, int]], tokenizer: Any, lengths: Sequence[int]
+) -> dict[str, int]:
+    """Encode documents, each a text with a sentence a line and its size; count what is written."""
+    # Those of `UNIT` bytes of source text are a batch of rows, to which also counts what is empty.
     tokenizer.encode_special_tokens = True  # a "[SEP]" that stands in a text is text
     ids = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
-    types = {"tokens": pa.list_(pa.from_numpy_dtype(ids)), "ends": pa.list_(pa.int32())}
-    spans_type = pa.list_(pa.list_(pa.int32(), 2))
-    schema = pa.schema(types | {str(length): spans_type for length in lengths})
-    totals = {side: Counter[str]() for side in (TRAIN, HELD_OUT)}
-    with ExitStack() as stack:
-        paths = {side: stack.enter_context(whole_file(folder / side)) for side in totals}
-        writers = {
-            side: stack.enter_context(pa.ipc.new_file(str(path), schema))
-            for side, path in paths.items()
+    schema = pa.schema(
+        {
+            "tokens": pa.list_(pa.from_numpy_dtype(ids)),
+            "ends": pa.list_(pa.int32()),
+            **dict.fromkeys(map(str, lengths), pa.list_(pa.list_(pa.int32(), 2))),
         }
-        for _, unit in groupby(documents, itemgetter("unit")):
-            rows: dict[str, list[dict[str, Any]]] = {side: [] for side in totals}
-            for document in unit:
-                encoded = tokenizer.encode_batch_fast(
-                    document["sentences"], add_special_tokens=False
-                )
+    )
+    totals, rows, gathered = Counter[str](), list[dict[str, Any]](), 0
+    with whole_file(file) as path, pa.ipc.new_file(str(path), schema) as writer:
+        for text, size in chain(documents, [("", UNIT)]):
+            if text:
+                encoded = tokenizer.encode_batch_fast(text.split("\n"), add_special_tokens=False)
                 sentences = [one.ids for one in encoded if one.ids]
-                ends = np.cumsum([len(one) for one in sentences], dtype=np.int32)
                 tokens = np.array([token for one in sentences for token in one], ids)
-                side = HELD_OUT if is_held_out(document["name"]) else TRAIN
+                ends = np.cumsum([len(one) for one in sentences], dtype=np.int32)
                 examples = {str(length): spans(ends.tolist(), length) for length in lengths}
-                rows[side].append({"tokens": tokens, "ends": ends, **examples})
-                counted = {"documents": 1, "sentences": len(ends), "tokens": len(tokens)}
-                totals[side].update(
-                    counted | {f"examples of {key}": len(one) for key, one in examples.items()}
-                )
-            for side, own in rows.items():
-                writers[side].write_batch(pa.RecordBatch.from_pylist(own, schema))
-    return {side: dict(counted) for side, counted in totals.items()}
+                rows.append({"tokens": tokens, "ends": ends, **examples})
+                totals.update(documents=1, sentences=len(ends), tokens=len(tokens))
+                totals.update({f"examples of {key}": len(own) for key, own in examples.items()})
+            gathered += size
+            if gathered >= UNIT:
+                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+                rows, gathered = [], 0
+    return totals
 
 
 def spans(ends: Sequence[int], length: int) -> list[tuple[int, int]]:

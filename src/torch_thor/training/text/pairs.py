@@ -64,10 +64,8 @@ class PairMaker(Dataset[dict[str, Any]]):
         self._ordinary = np.array(
             sorted(number for piece, number in pieces.items() if piece not in SPECIAL), np.int64
         )
-        self._continues = np.zeros(self.vocab_size, bool)
-        self._continues[
-            [number for piece, number in pieces.items() if piece.startswith(CONTINUES)]
-        ] = True
+        by_number = sorted(pieces, key=pieces.__getitem__)
+        self._continues = np.array([piece.startswith(CONTINUES) for piece in by_number])
         require(
             not whole_words or bool(self._continues.any()),
             f"data.text.whole_words=true: the tokenizer of {corpus.folder} has no pieces that "
@@ -120,8 +118,8 @@ class PairMaker(Dataset[dict[str, Any]]):
             other = self._of_another_document(
                 own, len(first), len(second) or len(first), random, room
             )
-        first, rest = _shortened(first, second if other is None else other, room, random)
-        return first, rest, other is not None
+        second = second if other is None else other
+        return *_shortened(first, second, room, random), other is not None
 
     def _of_another_document(
         self, own: Passage, first: int, second: int, random: Any, room: int

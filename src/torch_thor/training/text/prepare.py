@@ -1,34 +1,32 @@
 """`torch-thor prepare`: converts text to a corpus to train a masked language model.
 
-The source text is read block by block; processes of `datasets` read its documents as sentences,
-which are stored in a cache inside the folder of the corpus. Then a tokenizer is trained and the
-documents are encoded. All files are written under other names first. A preparation can be stopped
-at any time, and the same command continues it: finished blocks and a finished tokenizer stay.
+Processes of `datasets` read the documents of the sources, as sentences, to a cache inside the
+folder of the corpus. Then a tokenizer is trained and the documents are encoded. A preparation can
+be stopped at any time, and the same command continues it: what was read and a finished tokenizer
+stay.
 """
 
-import hashlib
 import importlib.metadata
 import json
-import os
+import math
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from io import StringIO
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import datasets
 import pyarrow as pa
-from filelock import FileLock, Timeout
+import pyarrow.compute as pc
+from filelock import FileLock
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
-from torch_thor import __version__
-from torch_thor.errors import UserError, first_line, require
-from torch_thor.files import REMAINS, locked, sha256, whole_file, write_text, writing
+from torch_thor.errors import UserError, require
+from torch_thor.files import REMAINS, locked, sha256, write_text, writing
 from torch_thor.training.data.listing import LeftOut
 from torch_thor.training.text.corpus import (
     FORMAT,
@@ -37,35 +35,18 @@ from torch_thor.training.text.corpus import (
     TOKENIZER,
     TRAIN,
     open_manifest,
-    write_corpus,
+    write_documents,
 )
-from torch_thor.training.text.documents import read_document
-from torch_thor.training.text.sources import (
-    FORMS,
-    PYTHON,
-    Source,
-    find_sources,
-    has_other_scripts,
-    pieces,
-)
+from torch_thor.training.text.documents import FEATURES, documents
+from torch_thor.training.text.sources import FORMS, PYTHON, find_sources
 from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
 from torch_thor.training.workers import end_children_with_me
 
 SAMPLE = 200_000_000  # the approximate number of characters that a tokenizer is trained on, at most
-UNIT = 1 << 22  # approximate number of bytes of source text whose documents are a batch of rows
-UNITS = 8  # in a block, which is in memory
-_BEGUN, _CACHE, _LOCK = "begun.json", "cache", ".lock"  # names in the folder of a corpus
+_OTHER_SCRIPTS = 0.01  # the share of characters from which on a tokenizer is for any script
+_CACHE, _LOCK = ".preparing", ".lock"  # names in the folder of a corpus
 _SHOWN = 20  # faults that are printed
-_LIBRARIES = ("datasets", "pyarrow", "tokenizers", "sentencex", "beautifulsoup4")
-_PIECE = pa.schema({
-    "unit": pa.int64(), "form": pa.string(), "name": pa.string(), "offset": pa.int64(),
-    "data": pa.large_binary(),
-})  # fmt: skip
-_DOCUMENT = datasets.Features({
-    "unit": datasets.Value("int64"), "name": datasets.Value("string"),
-    "sentences": datasets.List(datasets.Value("string")), "fault": datasets.Value("string"),
-    "characters": datasets.Value("int64"),
-})  # fmt: skip
+_LIBRARIES = ("torch-thor", "datasets", "pyarrow", "tokenizers", "sentencex", "beautifulsoup4")
 
 
 def prepare(
@@ -110,7 +91,6 @@ def prepare(
             preparation was started, too many documents are unreadable, there are fewer than two,
             the corpus cannot be written, or another process is preparing it.
     """
-    console = console or Console(file=StringIO())
     unequal = 0 < len(lengths) == len(set(lengths)) and min(lengths) >= 16
     for holds, rule in (
         (workers >= 1, f"--workers {workers} must be 1 or more"),
@@ -126,254 +106,187 @@ def prepare(
     ):
         require(holds, rule)
     left = LeftOut()
-    found = find_sources(sources, form, left)
-    given = None if tokenizer is None else load_tokenizer(tokenizer, lowercase).to_str(pretty=True)
+    given = tokenizer and load_tokenizer(tokenizer, lowercase)
     settings = {
-        "vocab_size": vocab_size, "lowercase": lowercase, "lengths": list(lengths),
-        "held_out": held_out, "seed": seed,
-        "language": language, "tokenizer": given and hashlib.sha256(given.encode()).hexdigest(),
+        "format": FORMAT, "vocab_size": vocab_size, "lowercase": lowercase,
+        "lengths": list(lengths), "held_out": held_out, "seed": seed, "language": language,
+        "tokenizer": tokenizer and sha256(tokenizer), "sources": find_sources(sources, form, left),
     }  # fmt: skip
     require(not out.exists() or out.is_dir(), f"--out {out} is a file: give a folder")
-    own = not out.exists() or (out / _BEGUN).exists()
-    foreign = (
-        [] if own else [one for one in out.iterdir() if not one.name.startswith((_LOCK, REMAINS))]
+    names = {file.name for file in out.iterdir()} if out.exists() else set()
+    foreign = [name for name in names if not name.startswith((_LOCK, REMAINS))]
+    require(
+        not foreign or bool(names & {MANIFEST, _CACHE}),
+        f"--out {out} is not empty and holds no corpus: give another folder",
     )
-    require(not foreign, f"--out {out} is not empty and holds no corpus: give another folder")
-    remedy = "make room or mend its permissions, then give the same command again: it goes on"
-    with writing(out, remedy):
+    remedy = (
+        "if another process prepares it, wait, else make room or mend its permissions; then give "
+        "the same command again: it goes on"
+    )
+    with writing(out, remedy), ExitStack() as stack:
         out.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = locked(out / _LOCK)
-        except Timeout as error:
-            raise UserError(
-                f"--out {out}: another process prepares it: wait for it, or give another --out"
-            ) from error
-        try:
-            return _prepare(found, out, settings, given, workers, max_faults, left, console)
-        finally:
-            lock.release()
+        stack.callback(locked(out / _LOCK).release)
+        console = console or Console(quiet=True)
+        return _prepare(out, settings, given, workers, max_faults, left, console)
 
 
 def _prepare(
-    sources: list[Source],
     out: Path,
     settings: dict[str, Any],
-    given: str | None,
+    given: Any,
     workers: int,
     max_faults: float,
     left: LeftOut,
     console: Console,
 ) -> dict[str, Any]:
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    begun = {"format": FORMAT, **settings, "sources": [{**one._asdict()} for one in sources]}
-    _begin(out / _BEGUN, begun)
     if (out / MANIFEST).exists():
         manifest = open_manifest(out)
-        say(f"{out} is finished already, and whole; nothing was done")
-        return manifest
-    forms = Counter(FORMS.get(source.form, [source.form])[0] for source in sources)
-    say(f"read: {'; '.join(f'{number} files of {name}' for name, number in forms.items())}")
-    cache = out / _CACHE
-    cache.mkdir(exist_ok=True)
-    any_script = has_other_scripts(sources, cache)
-    with Progress(console=console) as progress:
-        reader = partial(read_document, language=settings["language"], any_script=any_script)
-        files = _read(sources, cache, reader, workers, progress)
-        # datasets switches it off for its processes, and leaves it off
-        os.environ["TOKENIZERS_PARALLELISM"] = "true"
-        counted = _count(files, settings["seed"])
-        if fault := _shortage(counted, max_faults):
-            shutil.rmtree(cache)  # so that other sources may be given
-            (out / _BEGUN).unlink()
-            raise UserError(fault)
-        if not (out / TOKENIZER).exists():
-            progress.add_task("tokenizer", total=None)
-            write_text(out / TOKENIZER, given or _trained(files, counted, settings, any_script))
-        progress.add_task("encoding", total=None)
-        # at least one document is held out, and at least one is not
-        bound = min(max(settings["held_out"] * 2.0**64, counted.lowest + 1), counted.highest)
-        totals = write_corpus(
-            (one for one in _documents(files) if one["sentences"]),
-            out,
-            settings["lengths"],
-            lambda name: digest_of(name, settings["seed"]) < bound,
+        changed = [key for key in settings if manifest.get(key) != settings[key]]
+        require(
+            not changed,
+            f"{out} was prepared with other {', '.join(changed)}: give the same as in its "
+            f"{MANIFEST}, or another --out",
         )
-    for side, numbers in totals.items():
-        shown = (f"{numbers[key]} {key}" for key in ("documents", "sentences", "tokens"))
-        say(f"{side}: {', '.join(shown)}")
-    for fault in counted.faults[:_SHOWN]:
-        say(f"unreadable: {fault}")
+        console.out(f"{out} is finished already, and whole; nothing was done")
+        return manifest
+    forms = Counter(FORMS.get(one["form"], [one["form"]])[0] for one in settings["sources"])
+    console.out(f"read: {'; '.join(f'{number} files of {name}' for name, number in forms.items())}")
+    with console.status("reading, then training a tokenizer"):
+        read = _read(out / _CACHE, settings, workers, any_script=False)
+        others, size = (pc.sum(read.data.column(name)).as_py() for name in ("others", "size"))
+        any_script = others >= _OTHER_SCRIPTS * size > 0
+        if any_script:
+            read = _read(out / _CACHE, settings, workers, any_script=True)
+        counted = _count(read, max_faults)
+        tokenizer = given or _trained(read, settings, SAMPLE / counted["characters"], any_script)
+        write_text(out / TOKENIZER, tokenizer.to_str(pretty=True))
+    # at least one document is held out, and at least one is not
+    lowest, highest = counted["draws"]
+    bound = min(max(settings["held_out"], math.nextafter(lowest, 1)), highest)
+    totals = {}
+    for side in (TRAIN, HELD_OUT):
+        rows = track(_rows(read), f"encoding {side}", len(read), console=console)
+        own = (
+            (row["text"] if ((row["draw"] or 0) < bound) == (side == HELD_OUT) else "", row["size"])
+            for row in rows
+        )
+        totals[side] = write_documents(out / side, own, tokenizer, settings["lengths"])
+        shown = (f"{totals[side][key]} {key}" for key in ("documents", "sentences", "tokens"))
+        console.out(f"{side}: {', '.join(shown)}")
+    for fault in counted["faults"][:_SHOWN]:
+        console.out(f"unreadable: {fault}")
     left_out = {
-        "documents without prose": counted.without_prose,
-        "unreadable": len(counted.faults),
+        "documents without prose": len(read) - counted["documents"] - len(counted["faults"]),
+        "unreadable": len(counted["faults"]),
         "files of other kinds": left.others.total(),
         "hidden or made by programs": left.made.total(),
     }
     manifest = {
-        **begun,
+        **settings,
         "totals": totals,
         "other scripts": any_script,
         "left out": left_out,
-        "faults": counted.faults,
-        "versions": {"torch-thor": __version__, "python": platform.python_version()}
+        "faults": counted["faults"],
+        "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _LIBRARIES},
         "sha256": {name: sha256(out / name) for name in (TOKENIZER, TRAIN, HELD_OUT)},
     }
     # the corpus is finished when it exists
     write_text(out / MANIFEST, json.dumps(manifest, indent=1))
-    size = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
-    shutil.rmtree(cache, ignore_errors=True)
-    say(f"left out: {', '.join(f'{number} {name}' for name, number in left_out.items())}")
-    say(f"the corpus is in {out}; its cache, of {size / 1e6:.0f} MB, is removed")
+    size = sum(file.stat().st_size for file in (out / _CACHE).rglob("*") if file.is_file())
+    shutil.rmtree(out / _CACHE, ignore_errors=True)
+    console.out(f"left out: {', '.join(f'{number} {name}' for name, number in left_out.items())}")
+    console.out(f"the corpus is in {out}; its cache, of {size / 1e6:.0f} MB, is removed")
     return manifest
 
 
-def _begin(file: Path, begun: dict[str, Any]) -> None:
-    """Write down what is prepared, unless something else has been begun."""
-    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else begun
-    changed = [key for key in begun if before.get(key) != begun[key]]
-    require(
-        not changed,
-        f"{file.parent} was begun with other {', '.join(changed)}: give the same as in its "
-        f"{file.name}, or another --out",
-    )
-    write_text(file, json.dumps(begun, indent=1))
-
-
 def _read(
-    sources: list[Source],
-    cache: Path,
-    reader: Callable[[dict[str, Any]], dict[str, Any]],
-    workers: int,
-    progress: Progress,
-) -> list[str]:
-    """Read the documents of all sources as sentences; returns the files that have them."""
+    cache: Path, settings: dict[str, Any], workers: int, *, any_script: bool
+) -> datasets.Dataset:
+    """Read the documents of all sources to a cache, unless they are there."""
     datasets.disable_progress_bars()
     end_children_with_me()
-    bar, files = progress.add_task("reading", total=None), []
-    for number, block in enumerate(_blocks(sources, cache)):
-        raw = cache / "block.arrow"
-        table = pa.Table.from_pylist(block, _PIECE)
-        with whole_file(raw) as temporary, pa.ipc.new_stream(str(temporary), _PIECE) as writer:
-            writer.write_table(table)
-        try:
-            found = datasets.Dataset.from_file(str(raw)).map(
-                reader,
-                num_proc=min(workers, len(block)) if workers > 1 else None,
-                remove_columns=["form", "offset", "data"],
-                features=_DOCUMENT,
-                cache_file_name=str(cache / f"{number:06d}.arrow"),
-                load_from_cache_file=True,
-                writer_batch_size=64,
-                new_fingerprint=str(number),
-            )
-        except RuntimeError as error:
-            raise UserError(
-                f"a process that reads text has ended ({first_line(error)}; was memory short?): "
-                "give the same command again, it goes on with what is missing; fewer --workers "
-                "need less memory"
-            ) from error
-        files += [file["filename"] for file in found.cache_files]
-        progress.update(bar, description=f"reading, block {number + 1}")
-    return files
+    for remains in cache.rglob("*.incomplete"):
+        shutil.rmtree(remains)
+    try:
+        return datasets.Dataset.from_generator(
+            documents,
+            FEATURES,
+            str(cache),
+            gen_kwargs={key: settings[key] for key in ("sources", "language", "seed")}
+            | {"any_script": any_script},
+            num_proc=min(workers, len(settings["sources"])),
+            # other settings begin anew
+            fingerprint=datasets.fingerprint.Hasher.hash((settings, any_script)),
+            writer_batch_size=64,
+        )
+    except (datasets.exceptions.DatasetGenerationError, RuntimeError) as error:
+        # of a worker's error nothing but the text of its traceback is left
+        lines = str(error.__cause__ or error).splitlines()
+        reason = next((line for line in lines if "Error: " in line), lines[0])
+        raise UserError(
+            f"reading has ended early ({reason}): if nothing else is named, make room on the disk "
+            "or use fewer --workers, which need less memory, then give the same command again"
+        ) from error
 
 
-def _blocks(sources: list[Source], cache: Path) -> Iterator[list[dict[str, Any]]]:
-    """Read the pieces of all sources, in blocks of so many units."""
-    block, unit, size = list[dict[str, Any]](), 0, 0
-    for piece in (piece for source in sources for piece in pieces(source, cache)):
-        block.append(piece | {"unit": unit})
-        size += len(piece["data"])
-        if size >= UNIT:
-            unit, size = unit + 1, 0
-            if unit % UNITS == 0:
-                yield block
-                block = []
-    if block:
-        yield block
-
-
-def _documents(files: Iterable[str], *columns: str) -> Iterator[dict[str, Any]]:
-    """Read columns, or all, of the documents in files, of which one at a time is mapped."""
-    for file in files:
-        with pa.memory_map(file) as source, pa.ipc.open_stream(source) as batches:
-            for batch in batches:
-                yield from batch.select(columns or batch.schema.names).to_pylist()
-
-
-@dataclass
-class _Counted:
-    faults: list[str] = field(default_factory=list)
-    documents: int = 0
-    without_prose: int = 0
-    characters: int = 0
-    lowest: int = 1 << 64  # of the digests of the documents' names
-    highest: int = 0
-
-
-def _count(files: Iterable[str], seed: int) -> _Counted:
-    counted = _Counted()
-    for document in _documents(files, "name", "fault", "characters"):
-        if document["fault"] is not None:
-            counted.faults.append(document["fault"])
-        elif not document["characters"]:
-            counted.without_prose += 1
-        else:
-            digest = digest_of(document["name"], seed)
-            counted.documents += 1
-            counted.characters += document["characters"]
-            counted.lowest = min(counted.lowest, digest)
-            counted.highest = max(counted.highest, digest)
+def _count(read: datasets.Dataset, max_faults: float) -> dict[str, Any]:
+    """Count what was read, and refuse it if there is no corpus in it."""
+    faults = read.data.column("fault").drop_null().to_pylist()
+    require(
+        len(faults) <= max_faults * len(read),
+        f"{len(faults)} of {len(read)} documents cannot be read, and --max-faults {max_faults} "
+        f"allows {int(max_faults * len(read))}; the first: {''.join(faults[:1])}. Mend the "
+        "sources, or raise --max-faults",
+    )
+    draws = read.data.column("draw")
+    counted = {
+        "faults": faults,
+        "documents": pc.count(draws).as_py(),
+        "characters": pc.sum(read.data.column("characters")).as_py() or 0,
+        "draws": tuple(pc.min_max(draws).as_py().values()),
+    }
+    require(
+        len(set(counted["draws"])) == 2,  # twice nothing, if there is none
+        f"{counted['documents']} of {len(read)} documents have prose ({counted['characters']} "
+        "characters), and a corpus needs two or more, to train on and to hold out: give more text "
+        "or several files; --format bert if blank lines divide documents (prose is paragraphs of "
+        "five words or more, between blank lines or in <p>)",
+    )
     return counted
 
 
-def _shortage(counted: _Counted, max_faults: float) -> str:
-    """Return why there is no corpus of what was counted, if so."""
-    read, faults = counted.documents + counted.without_prose, len(counted.faults)
-    total = read + faults
-    if faults > max_faults * total:
-        return (
-            f"{faults} of {total} documents cannot be read, and --max-faults {max_faults} allows "
-            f"{int(max_faults * total)}; the first: {''.join(counted.faults[:1])}. Mend the "
-            "sources, or raise --max-faults"
-        )
-    if counted.lowest < counted.highest:
-        return ""
-    return (
-        f"{counted.documents} of {total} documents have prose ({counted.characters} characters), "
-        "and a corpus needs two or more, to train on and to hold out: give more text or several "
-        "files; --format bert if blank lines divide documents (prose is paragraphs of five words "
-        "or more, between blank lines or in <p>)"
-    )
-
-
-def digest_of(name: str, seed: int) -> int:
-    """Return the number below 2⁶⁴ that decides what a document is used for."""
-    seeded = f"{seed}\n{name}".encode("utf-8", "surrogateescape")
-    return int.from_bytes(hashlib.blake2b(seeded, digest_size=8).digest(), "big")
+def _rows(read: datasets.Dataset) -> Iterator[dict[str, Any]]:
+    """Read rows one batch at a time, because what is mapped into memory counts as used."""
+    for file in read.cache_files:
+        with pa.OSFile(file["filename"]) as source, pa.ipc.open_stream(source) as batches:
+            for batch in batches:
+                yield from batch.to_pylist()
 
 
 def _trained(
-    files: Sequence[str], counted: _Counted, settings: dict[str, Any], any_script: bool
-) -> str:
-    share = SAMPLE / counted.characters
-
-    def sentences() -> Iterator[str]:
-        for one in _documents(files, "name", "sentences"):
-            if share >= 1 or digest_of(one["name"], settings["seed"]) < share * 2.0**64:
-                yield from one["sentences"]
-
-    size, lowercase = settings["vocab_size"], settings["lowercase"]
-    trained = train_tokenizer(sentences, size, lowercase, any_script=any_script)
-    return str(trained.to_str(pretty=True))
+    read: datasets.Dataset, settings: dict[str, Any], share: float, any_script: bool
+) -> Any:
+    """Train a tokenizer on a share of the documents."""
+    return train_tokenizer(
+        lambda: (
+            sentence
+            for row in _rows(read)
+            if row["text"] and row["draw"] < share
+            for sentence in normalize("NFC", row["text"]).split("\n")
+        ),
+        settings["vocab_size"],
+        settings["lowercase"],
+        any_script=any_script,
+    )
 
 
 def python_corpus(
     cache: Path, vocab_size: int, lengths: Sequence[int], say: Callable[[str], None]
 ) -> Path:
     """Return the corpus of Python's language reference in a cache, prepared there at first use."""
-    facts = json.dumps([FORMAT, vocab_size, list(lengths), platform.python_version()])
-    folder = cache / f"python-text-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    facts = map(str, (FORMAT, vocab_size, *lengths, platform.python_version()))
+    folder = cache / f"python-text-{'-'.join(facts)}"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # several processes may call this function at the same time
         if not (folder / MANIFEST).exists():

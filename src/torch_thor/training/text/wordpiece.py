@@ -4,10 +4,9 @@ The library `tokenizers` trains them. It merges the most frequent pairs, as in B
 never published its own training algorithm.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import accumulate
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,8 @@ ALPHABET, SMALL_ALPHABET, ALPHABET_SHARE = 1000, 128, 1 / 16
 _ACCENTS = Regex("[\u0300-\u036f\u0483-\u0487\u1ab0-\u1aff\u1dc0-\u1dff\ufe00-\ufe0f]")
 # characters of a word; longer ones, as in scripts without spaces, are cut before they are unknown
 _LONGEST_WORD = 100
-# the part of the characters of a text that has pieces, if it has other scripts and there is room
-_COVERED = 0.9995
+# the share of a text from which on a character has pieces if it has other scripts and there is room
+_OFTEN = 1e-6
 
 
 def new_tokenizer(
@@ -49,16 +48,14 @@ def new_tokenizer(
     tokenizer = Tokenizer(
         models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD)
     )
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase and not any_script)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if any_script:
+        stripped = [normalizers.NFD(), normalizers.Replace(_ACCENTS, ""), normalizers.NFC()]
+        steps = [*stripped, normalizers.Lowercase()] if lowercase else []
+        tokenizer.normalizer = normalizers.Sequence([tokenizer.normalizer, *steps])
         cut = pre_tokenizers.Split(Regex(f".{{1,{_LONGEST_WORD}}}"), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([tokenizer.pre_tokenizer, cut])
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
-        if lowercase:
-            stripped = [normalizers.NFD(), normalizers.Replace(_ACCENTS, ""), normalizers.NFC()]
-            steps = [tokenizer.normalizer, *stripped, normalizers.Lowercase()]
-            tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
 
@@ -72,24 +69,18 @@ def train_tokenizer(
 ) -> Any:
     """Train a tokenizer, the same for any sentence order; a small text may give fewer pieces."""
     tokenizer = new_tokenizer(lowercase, any_script=any_script)
-    written: Counter[str] = Counter()
-    for sentence in sentences():
-        written.update(sentence)
+    written = Counter(chain.from_iterable(sentences()))
+    normal = {one: tokenizer.normalizer.normalize_str(one) for one in written}
     characters: Counter[str] = Counter()
-    alone = set[str]()  # ideographs, which are words of their own
     for one, count in written.items():
-        normal = tokenizer.normalizer.normalize_str(one)
-        for character in normal.replace(" ", ""):
-            characters[character] += count
-            alone.update(character if any_script and normal == f" {character} " else ())
+        characters.update(dict.fromkeys(normal[one].replace(" ", ""), count))
+    # ideographs, which are words of their own
+    alone = {text.strip() for text in normal.values() if any_script and text.startswith(" ")}
     ordered = sorted(characters, key=lambda one: (-characters[one], one))
     most = min(ALPHABET, max(SMALL_ALPHABET, int(ALPHABET_SHARE * vocab_size)))
     if any_script:
-        covered = accumulate(characters[one] for one in ordered)
-        wanted = sum(number < _COVERED * characters.total() for number in covered) + 1
-        pieces = accumulate(1 + (one not in alone) for one in ordered)
-        room = sum(number <= 2 * vocab_size / 3 for number in pieces)
-        most = max(most, min(wanted, room))
+        often = sum(count >= _OFTEN * characters.total() for count in characters.values())
+        most = max(most, min(often, vocab_size // 3))
     alphabet = sorted(ordered[:most])
     # The library assigns ids to single-character pieces in the order of a hash table, which differs
     # between runs, and it breaks ties between merges by these ids. Pieces that are passed as
@@ -102,11 +93,9 @@ def train_tokenizer(
         show_progress=False,
     )
     # the library would choose an alphabet of its own among characters that are equally frequent
-    others = Regex(f"[^{''.join(map(re.escape, alphabet))}]")
-    tokenizer.normalizer = normalizers.Sequence(
-        [tokenizer.normalizer, normalizers.Replace(others, " ")]
-    )
-    tokenizer.train_from_iterator(sentences(), trainer)
+    kept = {*alphabet, " "}
+    others = str.maketrans({one: " " for one, text in normal.items() if not kept.issuperset(text)})
+    tokenizer.train_from_iterator((sentence.translate(others) for sentence in sentences()), trainer)
     return _complete(new_tokenizer(lowercase, tokenizer.get_vocab(), any_script=any_script), "")
 
 
@@ -118,14 +107,15 @@ def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
         f"--tokenizer {path}: there is no such file; give a tokenizer.json or a vocab.txt",
     )
     try:
-        if path.suffix == ".txt":
-            tokenizer = new_tokenizer(lowercase, models.WordPiece.read_file(str(path)))
-        else:
-            tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = (
+            new_tokenizer(lowercase, models.WordPiece.read_file(str(path)))
+            if path.suffix == ".txt"
+            else Tokenizer.from_file(str(path))
+        )
     except Exception as error:  # the library raises plain Exception objects
-        reason = first_line(error)
         raise UserError(
-            f"--tokenizer {path} cannot be read ({reason}): give a tokenizer.json or vocab.txt"
+            f"--tokenizer {path} cannot be read ({first_line(error)}): give a tokenizer.json or "
+            "vocab.txt"
         ) from error
     return _complete(tokenizer, path)
 
