@@ -221,7 +221,7 @@ def test_each_step_has_the_examples_of_its_phase(words):
         maker = run.task._train[length]
         assert isinstance(maker, PairMaker)
         numbers = epoch_order(len(maker.corpus), 0, epoch)[:count].tolist()
-        assert part.tolist() == [maker.example(n, 0, epoch)["input_ids"].tolist() for n in numbers]
+        assert part.tolist() == [maker[epoch, n]["input_ids"].tolist() for n in numbers]
     assert all(told == terms > 0 for told, terms in watch.terms)
     assert [lr / watch.lrs[0] for lr in watch.lrs] == pytest.approx([1.0] * 4 + [0.5] * 4)
     batch, _ = next(iter(run.task.held_out(Ranks())))

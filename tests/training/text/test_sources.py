@@ -14,9 +14,8 @@ import pytest
 from articles import row
 from torch_thor.errors import UserError
 from torch_thor.training.data.listing import LeftOut
-from torch_thor.training.text import documents
-from torch_thor.training.text.documents import pieces
-from torch_thor.training.text.sources import find_sources
+from torch_thor.training.text import sources
+from torch_thor.training.text.sources import find_sources, pieces
 
 PROSE = (
     "The first paragraph has more than five words,\nand a line break.\n\nHeading\n\nThe second one "
@@ -44,7 +43,7 @@ def find(*given, form=None, left=None):
 
 def found(*given, form=None):
     """The documents that have prose, as (draw, sentences), and the faults."""
-    read = list(documents.documents(find(*given, form=form), "en", 0, any_script=False))
+    read = list(sources.documents(find(*given, form=form), "en", 0, any_script=False))
     return [(one["draw"], one["text"].split("\n")) for one in read if one["text"]], [
         one["fault"] for one in read if one["fault"]
     ]
@@ -304,7 +303,7 @@ def test_a_data_set_of_the_hub_is_read_as_a_stream(monkeypatch):
             raise OSError("the connection was lost")
         yield row(1)
 
-    monkeypatch.setattr(documents.datasets, "load_dataset", load)
+    monkeypatch.setattr(sources.datasets, "load_dataset", load)
     read, _ = found("some/set:en")
     assert [one for one, _ in read] == [draw("Article 0 0"), draw("Article 1 1")]
     assert asked == [(("some/set", "en"), {"split": "train", "streaming": True})]

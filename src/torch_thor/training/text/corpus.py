@@ -11,11 +11,10 @@ example together with [CLS] and two [SEP].
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -39,27 +38,25 @@ def open_manifest(
     folder: Path, names: Sequence[str] = (TOKENIZER, TRAIN, HELD_OUT)
 ) -> dict[str, Any]:
     """Read a corpus's manifest, and refuse the corpus if a file is missing or has changed."""
-    file = folder / MANIFEST
     require(
-        file.is_file(),
+        (folder / MANIFEST).is_file(),
         f"{folder} is no prepared corpus (no {MANIFEST}): make one with torch-thor prepare",
     )
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         expected = manifest["sha256"] if manifest["format"] == FORMAT else {}
     except (ValueError, KeyError, TypeError):
-        manifest, expected = {}, {}
-    for name in names:
-        file = folder / name
+        expected = {}
+    for file in (folder / name for name in names):
         found = file.stat() if file.is_file() else None
         require(
             found is not None
-            and _known_sha256(file, found.st_size, found.st_mtime_ns) == expected.get(name),
+            and _known_sha256(file, found.st_size, found.st_mtime_ns) == expected.get(file.name),
             # `prepare` leaves a finished corpus as it is
-            f"{file} is missing, was cut short or changed, or it or {MANIFEST} is of another "
-            "version: delete its folder, then prepare the corpus again",
+            f"{file} was cut short or changed, is missing, or does not belong to its {MANIFEST}: "
+            "delete its folder, then prepare the corpus again",
         )
-    return dict(manifest)
+    return manifest
 
 
 # a file is read once per process, unless it changes: examples of several lengths share it
@@ -69,12 +66,15 @@ _known_sha256 = cache(lambda file, _size, _modified: sha256(file))
 @cache
 def _mapped(file: Path, checksum: str) -> pa.Table:
     """Open a file once per process; its contents are read from the disk where they are used."""
-    options = pa.ipc.IpcReadOptions(use_threads=False)  # a forked worker has none of its parent's
-    return pa.ipc.open_file(pa.memory_map(str(file)), options=options).read_all()
+    return pa.ipc.open_file(
+        pa.memory_map(str(file)),
+        options=pa.ipc.IpcReadOptions(
+            use_threads=False
+        ),  # a forked worker has none of its parent's
+    ).read_all()
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """Consecutive sentences of a document, from `first` to before `last`.
 
     The sentences of the document begin and end at `bounds`.
@@ -108,23 +108,21 @@ class Corpus:
         )
         self.tokenizer_checksum: str = manifest["sha256"][TOKENIZER]
         self.checksum: str = manifest["sha256"][side]
+        examples = _mapped(folder / side, self.checksum)[str(length)]
         # of the documents, in examples
-        self._ends = np.cumsum(pc.list_value_length(self._table[str(length)]).to_numpy())
+        self._ends = np.cumsum(pc.list_value_length(examples).to_numpy())
         require(len(self) > 0, f"{folder} has no examples in {side}: prepare a larger corpus")
 
     def __len__(self) -> int:
         """Return the number of examples."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    @property
-    def _table(self) -> pa.Table:
-        return _mapped(self.folder / self.side, self.checksum)
-
     def passage(self, example: int) -> Passage:
         """Read the text of an example, by its number from 0."""
         document = int(np.searchsorted(self._ends, example, side="right"))
+        table = _mapped(self.folder / self.side, self.checksum)
         examples, tokens, ends = (
-            self._table[name][document].values for name in (str(self.length), "tokens", "ends")
+            table[name][document].values for name in (str(self.length), "tokens", "ends")
         )
         first, last = examples[example - self._ends[document]].as_py()
         bounds = np.concatenate([[0], ends.to_numpy()])
@@ -155,13 +153,15 @@ def write_documents(
                 ends = np.cumsum([len(one) for one in sentences], dtype=np.int32)
                 examples = {str(length): spans(ends.tolist(), length) for length in lengths}
                 rows.append({"tokens": tokens, "ends": ends, **examples})
-                totals.update(documents=1, sentences=len(ends), tokens=len(tokens))
-                totals.update({f"examples of {key}": len(own) for key, own in examples.items()})
+                totals.update(
+                    {"documents": 1, "sentences": len(ends), "tokens": len(tokens)}
+                    | {f"examples of {key}": len(own) for key, own in examples.items()}
+                )
             gathered += size
             if gathered >= UNIT:
                 writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
                 rows, gathered = [], 0
-    return totals
+    return dict(totals)
 
 
 def spans(ends: Sequence[int], length: int) -> list[tuple[int, int]]:
@@ -178,6 +178,5 @@ def spans(ends: Sequence[int], length: int) -> list[tuple[int, int]]:
             found.append((first, number + 1))
             first, begin = number + 1, end
     if first < len(ends):
-        alone = len(ends) - first == 1
-        found.append((max(0, first - 1) if alone else first, len(ends)))
+        found.append((max(0, min(first, len(ends) - 2)), len(ends)))
     return found

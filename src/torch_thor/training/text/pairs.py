@@ -64,8 +64,9 @@ class PairMaker(Dataset[dict[str, Any]]):
         self._ordinary = np.array(
             sorted(number for piece, number in pieces.items() if piece not in SPECIAL), np.int64
         )
-        by_number = sorted(pieces, key=pieces.__getitem__)
-        self._continues = np.array([piece.startswith(CONTINUES) for piece in by_number])
+        self._continues = np.array(
+            [piece.startswith(CONTINUES) for piece in sorted(pieces, key=pieces.__getitem__)]
+        )
         require(
             not whole_words or bool(self._continues.any()),
             f"data.text.whole_words=true: the tokenizer of {corpus.folder} has no pieces that "
@@ -77,17 +78,11 @@ class PairMaker(Dataset[dict[str, Any]]):
         return len(self.corpus)
 
     def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
-        epoch, number = key
-        return self.example(number, self.seed, epoch)
-
-    def example(self, number: int, seed: int, epoch: int) -> dict[str, Any]:
-        """Make an example, as int64 arrays."""
+        """Make an example of an epoch, by their numbers from 0, as int64 arrays."""
         # `next_sentence_label` is 1 if B is from another document.
-        random = np.random.Generator(
-            np.random.Philox(np.random.SeedSequence((seed, epoch, number)))
-        )
+        random = np.random.Generator(np.random.Philox(np.random.SeedSequence((self.seed, *key))))
         first, second, is_random = self._segments(
-            number, random, self.corpus.length - SPECIAL_TOKENS
+            key[1], random, self.corpus.length - SPECIAL_TOKENS
         )
         tokens = [self.begin, *first, self.end, *([*second, self.end] if self.pairs else [])]
         ids = np.full(self.corpus.length, self.pad, np.int64)
@@ -118,8 +113,8 @@ class PairMaker(Dataset[dict[str, Any]]):
             other = self._of_another_document(
                 own, len(first), len(second) or len(first), random, room
             )
-        second = second if other is None else other
-        return *_shortened(first, second, room, random), other is not None
+        rest = second if other is None else other
+        return *_shortened(first, rest, room, random), other is not None
 
     def _of_another_document(
         self, own: Passage, first: int, second: int, random: Any, room: int
@@ -142,14 +137,9 @@ class PairMaker(Dataset[dict[str, Any]]):
             end = other.bounds[start] + wanted
             # the end of the sentence that reaches `wanted` tokens
             stop = int(np.searchsorted(other.bounds, end))
-            if (
-                not fills
-                and stop - 1 > start
-                and end - other.bounds[stop - 1] < other.bounds[stop] - end
-            ):
-                # the end before it is closer: as long as the B that is replaced, not longer
-                stop -= 1
-            return other.between(start, stop)
+            before = end - other.bounds[stop - 1] < other.bounds[stop] - end
+            # the end before it, if it is closer: as long as the B that is replaced, not longer
+            return other.between(start, stop - (not fills and stop - 1 > start and before))
         return None
 
     def _mask(self, ids: Any, length: int, random: Any) -> Any:

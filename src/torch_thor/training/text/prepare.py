@@ -37,8 +37,7 @@ from torch_thor.training.text.corpus import (
     open_manifest,
     write_documents,
 )
-from torch_thor.training.text.documents import FEATURES, documents
-from torch_thor.training.text.sources import FORMS, PYTHON, find_sources
+from torch_thor.training.text.sources import FEATURES, FORMS, PYTHON, documents, find_sources
 from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
 from torch_thor.training.workers import end_children_with_me
 
@@ -114,9 +113,9 @@ def prepare(
     }  # fmt: skip
     require(not out.exists() or out.is_dir(), f"--out {out} is a file: give a folder")
     names = {file.name for file in out.iterdir()} if out.exists() else set()
-    foreign = [name for name in names if not name.startswith((_LOCK, REMAINS))]
     require(
-        not foreign or bool(names & {MANIFEST, _CACHE}),
+        bool(names & {MANIFEST, _CACHE})
+        or all(name.startswith((_LOCK, REMAINS)) for name in names),
         f"--out {out} is not empty and holds no corpus: give another folder",
     )
     remedy = (
@@ -126,8 +125,9 @@ def prepare(
     with writing(out, remedy), ExitStack() as stack:
         out.mkdir(parents=True, exist_ok=True)
         stack.callback(locked(out / _LOCK).release)
-        console = console or Console(quiet=True)
-        return _prepare(out, settings, given, workers, max_faults, left, console)
+        return _prepare(
+            out, settings, given, workers, max_faults, left, console or Console(quiet=True)
+        )
 
 
 def _prepare(
@@ -153,16 +153,24 @@ def _prepare(
     console.out(f"read: {'; '.join(f'{number} files of {name}' for name, number in forms.items())}")
     with console.status("reading, then training a tokenizer"):
         read = _read(out / _CACHE, settings, workers, any_script=False)
-        others, size = (pc.sum(read.data.column(name)).as_py() for name in ("others", "size"))
-        any_script = others >= _OTHER_SCRIPTS * size > 0
-        if any_script:
+        others, size = (pc.sum(read.data.column(key)).as_py() for key in ("others", "size"))
+        if any_script := others > _OTHER_SCRIPTS * size:
             read = _read(out / _CACHE, settings, workers, any_script=True)
         counted = _count(read, max_faults)
-        tokenizer = given or _trained(read, settings, SAMPLE / counted["characters"], any_script)
+        tokenizer = given or train_tokenizer(
+            lambda: (
+                sentence
+                for row in _rows(read)
+                if row["text"] and row["draw"] * counted["characters"] < SAMPLE
+                for sentence in normalize("NFC", row["text"]).split("\n")
+            ),
+            settings["vocab_size"],
+            settings["lowercase"],
+            any_script=any_script,
+        )
         write_text(out / TOKENIZER, tokenizer.to_str(pretty=True))
     # at least one document is held out, and at least one is not
-    lowest, highest = counted["draws"]
-    bound = min(max(settings["held_out"], math.nextafter(lowest, 1)), highest)
+    bound = min(max(settings["held_out"], math.nextafter(counted["min"], 1)), counted["max"])
     totals = {}
     for side in (TRAIN, HELD_OUT):
         rows = track(_rows(read), f"encoding {side}", len(read), console=console)
@@ -171,8 +179,9 @@ def _prepare(
             for row in rows
         )
         totals[side] = write_documents(out / side, own, tokenizer, settings["lengths"])
-        shown = (f"{totals[side][key]} {key}" for key in ("documents", "sentences", "tokens"))
-        console.out(f"{side}: {', '.join(shown)}")
+        console.out(
+            f"{side}: {', '.join(f'{number} {name}' for name, number in totals[side].items())}"
+        )
     for fault in counted["faults"][:_SHOWN]:
         console.out(f"unreadable: {fault}")
     left_out = {
@@ -222,8 +231,8 @@ def _read(
         )
     except (datasets.exceptions.DatasetGenerationError, RuntimeError) as error:
         # of a worker's error nothing but the text of its traceback is left
-        lines = str(error.__cause__ or error).splitlines()
-        reason = next((line for line in lines if "Error: " in line), lines[0])
+        told = str(error.__cause__ or error)
+        reason = next((line for line in told.splitlines() if "Error: " in line), told)
         raise UserError(
             f"reading has ended early ({reason}): if nothing else is named, make room on the disk "
             "or use fewer --workers, which need less memory, then give the same command again"
@@ -239,15 +248,14 @@ def _count(read: datasets.Dataset, max_faults: float) -> dict[str, Any]:
         f"allows {int(max_faults * len(read))}; the first: {''.join(faults[:1])}. Mend the "
         "sources, or raise --max-faults",
     )
-    draws = read.data.column("draw")
     counted = {
         "faults": faults,
-        "documents": pc.count(draws).as_py(),
+        "documents": pc.count(read.data.column("draw")).as_py(),
         "characters": pc.sum(read.data.column("characters")).as_py() or 0,
-        "draws": tuple(pc.min_max(draws).as_py().values()),
+        **pc.min_max(read.data.column("draw")).as_py(),
     }
     require(
-        len(set(counted["draws"])) == 2,  # twice nothing, if there is none
+        counted["min"] != counted["max"],  # both are None if there is none
         f"{counted['documents']} of {len(read)} documents have prose ({counted['characters']} "
         "characters), and a corpus needs two or more, to train on and to hold out: give more text "
         "or several files; --format bert if blank lines divide documents (prose is paragraphs of "
@@ -264,30 +272,12 @@ def _rows(read: datasets.Dataset) -> Iterator[dict[str, Any]]:
                 yield from batch.to_pylist()
 
 
-def _trained(
-    read: datasets.Dataset, settings: dict[str, Any], share: float, any_script: bool
-) -> Any:
-    """Train a tokenizer on a share of the documents."""
-    return train_tokenizer(
-        lambda: (
-            sentence
-            for row in _rows(read)
-            if row["text"] and row["draw"] < share
-            for sentence in normalize("NFC", row["text"]).split("\n")
-        ),
-        settings["vocab_size"],
-        settings["lowercase"],
-        any_script=any_script,
-    )
-
-
 def python_corpus(
     cache: Path, vocab_size: int, lengths: Sequence[int], say: Callable[[str], None]
 ) -> Path:
     """Return the corpus of Python's language reference in a cache, prepared there at first use."""
-    facts = map(str, (FORMAT, vocab_size, *lengths, platform.python_version()))
-    folder = cache / f"python-text-{'-'.join(facts)}"
-    cache.mkdir(parents=True, exist_ok=True)
+    facts = ("python-text", FORMAT, vocab_size, *lengths, platform.python_version())
+    folder = cache / "-".join(map(str, facts))
     with FileLock(f"{folder}.lock"):  # several processes may call this function at the same time
         if not (folder / MANIFEST).exists():
             say(f"preparing the text that Python carries, in {folder}")

@@ -76,36 +76,34 @@ def train_tokenizer(
         characters.update(dict.fromkeys(normal[one].replace(" ", ""), count))
     # ideographs, which are words of their own
     alone = {text.strip() for text in normal.values() if any_script and text.startswith(" ")}
-    ordered = sorted(characters, key=lambda one: (-characters[one], one))
     most = min(ALPHABET, max(SMALL_ALPHABET, int(ALPHABET_SHARE * vocab_size)))
     if any_script:
         often = sum(count >= _OFTEN * characters.total() for count in characters.values())
         most = max(most, min(often, vocab_size // 3))
-    alphabet = sorted(ordered[:most])
+    # the most frequent ones, in the order of their codes
+    alphabet = sorted(sorted(characters, key=lambda one: (-characters[one], one))[:most])
     # The library assigns ids to single-character pieces in the order of a hash table, which differs
     # between runs, and it breaks ties between merges by these ids. Pieces that are passed as
     # special tokens have fixed ids.
     fixed = [*SPECIAL, *alphabet, *(f"{CONTINUES}{one}" for one in alphabet if one not in alone)]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=fixed,
-        limit_alphabet=len(alphabet),
-        show_progress=False,
-    )
     # the library would choose an alphabet of its own among characters that are equally frequent
     kept = {*alphabet, " "}
     others = str.maketrans({one: " " for one, text in normal.items() if not kept.issuperset(text)})
-    tokenizer.train_from_iterator((sentence.translate(others) for sentence in sentences()), trainer)
+    tokenizer.train_from_iterator(
+        (sentence.translate(others) for sentence in sentences()),
+        trainers.WordPieceTrainer(
+            vocab_size=vocab_size,
+            special_tokens=fixed,
+            limit_alphabet=len(alphabet),
+            show_progress=False,
+        ),
+    )
     return _complete(new_tokenizer(lowercase, tokenizer.get_vocab(), any_script=any_script), "")
 
 
 def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
     """Load a `tokenizer.json`, or a `vocab.txt` with one word piece per line."""
     # `lowercase` applies to the latter.
-    require(
-        path.is_file(),
-        f"--tokenizer {path}: there is no such file; give a tokenizer.json or a vocab.txt",
-    )
     try:
         tokenizer = (
             new_tokenizer(lowercase, models.WordPiece.read_file(str(path)))
