@@ -220,7 +220,8 @@ def prepare_text(
         str | None,
         Option(
             "--format",
-            help="What files are (default: they tell): text, bert, html, doc, jsonl, parquet.",
+            help="What files are (default: they tell): text, bert, html, doc, jsonl, parquet, "
+            "wikitext.",
         ),
     ] = None,
     language: Annotated[str, Option(help="Language code, for the rules of sentence ends.")] = "en",

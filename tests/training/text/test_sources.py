@@ -134,6 +134,20 @@ def test_the_format_of_bert_keeps_its_lines_and_documents(tmp_path):
     assert "\n".join(line for _, own in read for line in own) == lines.strip()
 
 
+def test_the_articles_of_wikitext_are_documents(tmp_path):
+    """As published: a line a paragraph, spaces around all words, titles and headings between =."""
+    article = " \n = Title {0} = \n \n One paragraph of {0} that has words . \n"
+    article += " \n = = A heading of it = = \n \n Another of {0} that has words . \n"
+    (tmp_path / "wiki.train.tokens").write_text("".join(article.format(n) for n in range(3)))
+    assert find(tmp_path)[0]["form"] == "wikitext"
+    read, faults = found(tmp_path)
+    assert [own for _, own in read] == [
+        [f"One paragraph of {n} that has words .", f"Another of {n} that has words ."]
+        for n in range(3)
+    ]
+    assert not faults
+
+
 def test_compressed_files_are_read(tmp_path):
     for suffix, pack in [*PACKED, (".dz", gzip.compress)]:
         assert texts_of(tmp_path / f"book.txt{suffix}", pack(PROSE.encode())) == (FOUND, [])

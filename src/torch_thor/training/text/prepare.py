@@ -2,8 +2,7 @@
 
 Processes of `datasets` read the documents of the sources, as sentences, to a cache inside the
 folder of the corpus. Then a tokenizer is trained and the documents are encoded. A preparation can
-be stopped at any time, and the same command continues it: what was read and a finished tokenizer
-stay.
+be stopped at any time, and the same command continues it: what was read stays.
 """
 
 import importlib.metadata
@@ -42,7 +41,8 @@ from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
 from torch_thor.training.workers import end_children_with_me
 
 SAMPLE = 200_000_000  # the approximate number of characters that a tokenizer is trained on, at most
-_OTHER_SCRIPTS = 0.01  # the share of characters from which on a tokenizer is for any script
+# the characters of other scripts, as a share of bytes, from which on a text is of any script
+_OTHER_SCRIPTS = 0.01
 _CACHE, _LOCK = ".preparing", ".lock"  # names in the folder of a corpus
 _SHOWN = 20  # faults that are printed
 _LIBRARIES = ("torch-thor", "datasets", "pyarrow", "tokenizers", "sentencex", "beautifulsoup4")

@@ -44,6 +44,8 @@ FORMS = {
     "doc": ("WikiExtractor's <doc>", rb"</doc>\s*", 0, LARGEST),
     "jsonl": ("JSON, an object with a text a line", rb"\n", 0, LARGEST),
     "parquet": ("Parquet with a column of texts", rb"\n", 0, LARGEST),  # its rows become JSON
+    # what comes before the first title is so short that no document is cut there
+    "wikitext": ("WikiText, = titles = between articles", rb"\n(?= = [^=\n]+ = \n)", 64, LARGEST),
 }
 _BY_SUFFIX = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst", ".pod", ".dict"), "text"),
@@ -58,6 +60,7 @@ _SIGNS = {
     "parquet": rb"PAR1",
     "doc": rb"<doc ",
     "jsonl": rb'\{[^\n]*"text"\s*:',
+    "wikitext": rb"= [^=\n]+ = \n",
 }
 _SENTENCE_END = re.compile(r"[.!?…:;。！？．।॥۔؟።།]['\"”’»)\]]*\s*$")
 _HUB_NAME = re.compile(r"([\w.-]+)/[\w.-]+(:[\w.-]+)?")
@@ -150,7 +153,9 @@ def _form_of(path: Path, chosen: str | None, *, named: bool = False) -> str | No
     """Find the form of a file from what it contains, or None if it is of no known kind."""
     # a file that the user has not named is only opened if its name may be that of a text
     refuse_a_link_to_nothing(path, "text")
-    if not path.is_file() or not (named or _suffix(path) in {*_BY_SUFFIX, ".json", ".xml", ""}):
+    if not path.is_file() or not (
+        named or _suffix(path) in {*_BY_SUFFIX, "", ".json", ".xml", ".tokens", ".raw"}
+    ):
         return None
     begin = b""
     with suppress(Exception):  # of a damaged file reading tells
@@ -335,4 +340,8 @@ _READERS: dict[str, Callable[[str, str], tuple[str, list[str]]]] = {
     "bert": lambda name, text: (name, text.split("\n")),
     "html": _of_html,
     "doc": _of_element,
+    "wikitext": lambda name, text: (
+        name,
+        [line for line in text.split("\n") if not line.startswith(" = ")],
+    ),
 }
