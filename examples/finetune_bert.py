@@ -72,7 +72,7 @@ def load(name: str) -> tuple[Any, Any]:
             AutoModelForSequenceClassification.from_pretrained(name, num_labels=2),
         )
     except OSError as error:
-        raise SystemExit(f"no model {name}: give a folder by --model ({error})") from None
+        raise SystemExit(f"no model {name}: give a folder with --model ({error})") from None
 
 
 def rate(step: int, steps: int) -> float:

@@ -1,0 +1,42 @@
+"""The Trainer of Hugging Face: all weights, or adapters."""
+
+import warnings
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+pytestmark = pytest.mark.slow
+
+
+def run(*words):
+    import finetune_trainer
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ThorMuon")
+        return finetune_trainer.main([str(word) for word in words])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "thor-muon", "thor"])
+def test_all_weights(encoder, sentences, optimizer, tmp_path):
+    words = ("--optimizer", optimizer, "--model", encoder, "--data", sentences, "--out", tmp_path)
+    found = run(*words, "--batch", 8, "--epochs", 2)
+    assert found["epoch"] == 2.0
+    assert found["eval_loss"] < 0.7
+    again = run("--model", tmp_path, *words[4:], "--epochs", 0)
+    assert again["eval_loss"] == pytest.approx(found["eval_loss"])
+    if optimizer == "thor-muon":
+        assert found["eval_accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "thor-muon", "thor"])
+def test_adapters_are_few(encoder, sentences, optimizer, tmp_path):
+    words = ("--optimizer", optimizer, "--model", encoder, "--data", sentences, "--out", tmp_path)
+    found = run(*words, "--lora", "--batch", 8, "--epochs", 4)
+    assert found["eval_loss"] < 0.7
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    base = AutoModelForSequenceClassification.from_pretrained(encoder)
+    # of two projections of 16 x 16, and a head of 2 x 16 with its bias
+    assert sum(t.numel() for t in saved.values()) == 2 * 2 * 8 * 16 + 34
+    assert sum(p.numel() for p in base.parameters()) / 4 > 546
+    assert all(t.any() for name, t in saved.items() if "lora_B" in name)  # which were 0
