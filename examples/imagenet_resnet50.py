@@ -112,11 +112,9 @@ def main(words: Sequence[str] | None = None) -> list[float]:
     add("--optimizer", default="thor", choices=["adamw", "sgd", "thor-muon", "thor"])
     add("--data", type=Path, required=True, help="folder with train/ and val/")
     add("--network", default="resnet50", help="of torchvision")
-    add("--size", type=int, default=224, help="of the images")
-    add("--epochs", type=int, default=45)
-    add("--batch", type=int, default=256, help="of all processes together")
-    add("--workers", type=int, default=8)
-    add("--seed", type=int, default=0)
+    numbers = {"size": 224, "epochs": 45, "batch": 256, "workers": 8, "seed": 0}
+    for name, value in numbers.items():  # the batch is that of all processes together
+        add(f"--{name}", type=int, default=value)
     add("--out", type=Path, default=Path("runs/imagenet.pt"), help="checkpoint, which is resumed")
     args = parser.parse_args(words)
 

@@ -50,7 +50,7 @@ def encoder(tmp_path_factory):
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     config = BertConfig(
         vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=64,
+        intermediate_size=32, max_position_embeddings=64, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder)

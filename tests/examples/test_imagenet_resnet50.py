@@ -1,4 +1,4 @@
-"""ImageNet's recipe: a run that was stopped goes on to the same weights; two processes train too."""
+"""ImageNet's recipe: a run that was stopped goes on to the same weights; two processes."""
 
 from pathlib import Path
 
@@ -82,5 +82,5 @@ def test_the_rate_of_the_others_rises_and_falls():
 
 
 def test_missing_images_are_one_line(tmp_path):
-    with pytest.raises(SystemExit, match="train'?: ImageNet is at https://image-net.org/download"):
+    with pytest.raises(SystemExit, match=r"train'?: ImageNet is at https://image-net.org/download"):
         imagenet_resnet50.load(tmp_path, "train", size=32)
