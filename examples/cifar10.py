@@ -46,7 +46,7 @@ def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     if name == "thor-muon":
         return [ThorMuon(model, weight_decay=0.01)]  # the one line; there is no rate to tune
     if name == "thor":
-        return [THOR(model, lr=0.05, weight_decay=5e-4, update_interval=10)]
+        return [THOR(model, lr=0.5, weight_decay=5e-4, update_interval=10)]
     if name == "adamw":
         return [torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)]
     rest = [p for p in model.parameters() if p.ndim != 4]

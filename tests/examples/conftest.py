@@ -10,7 +10,8 @@ GOOD, BAD, NEUTRAL = (
     ("bad", "poor", "dull"),
     ("a", "the", "film", "plot"),
 )
-IMAGES = {"train": 24, "test": 8, "val": 8}  # of each of the three classes
+IMAGES = {"train": 16, "test": 4, "val": 4}  # of each class
+COLOURS = {"red": 0, "green": 1, "blue": 2, "yellow": (0, 1), "pink": (0, 2), "cyan": (1, 2)}
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +19,7 @@ def images(tmp_path_factory):
     """Folders of noisy images of 32 x 32 pixels; a class is a colour."""
     folder, generator = tmp_path_factory.mktemp("images"), torch.Generator().manual_seed(0)
     for part, count in IMAGES.items():
-        for channel, name in enumerate(("red", "green", "blue")):
+        for name, channel in COLOURS.items():
             (folder / part / name).mkdir(parents=True)
             for i in range(count):
                 pixels = torch.randint(100, (32, 32, 3), generator=generator)
