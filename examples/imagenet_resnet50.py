@@ -124,8 +124,7 @@ def main(words: Sequence[str] | None = None) -> list[float]:
     train, val = (load(args.data, part, **options) for part in ("train", "val"))
     model = models.get_model(args.network, num_classes=len(train.dataset.classes)).to(device)
     optimizer = make_optimizer(args.optimizer, model)
-    parts = [optimizer, *make_schedules(optimizer, args.epochs, len(train))]
-    first = 0
+    parts, first = [optimizer, *make_schedules(optimizer, args.epochs, len(train))], 0
     if args.out.exists():
         saved = torch.load(args.out, map_location="cpu")
         first = saved["epochs"]
