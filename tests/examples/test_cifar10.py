@@ -11,9 +11,9 @@ import cifar10
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "thor-muon", "thor"])
 def test_colours_are_told_apart(images, optimizer, capsys):
     words = ["--optimizer", optimizer, "--data", str(images), "--width", "4", "--batch", "8"]
-    accuracy = cifar10.main([*words, "--epochs", "2"])
+    accuracy = cifar10.main([*words, "--epochs", "4"])
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"test accuracy {accuracy:.4f}")
-    assert accuracy > (0.4 if optimizer == "thor" else 0.6)  # chance has a third
+    assert accuracy > 0.5  # chance has a sixth
 
 
 @pytest.mark.slow
