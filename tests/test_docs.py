@@ -17,7 +17,7 @@ import torch_thor
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FILE = re.compile(r"\b(?:benchmarks|recipes|tests|src)/[\w/]+\.\w+")
+FILE = re.compile(r"\b(?:benchmarks|examples|recipes|tests|src)/[\w/]+\.\w+")
 FRAGMENT = re.compile(
     r"(?:<!-- not run: (?P<reason>.*?) -->\n)?^```py(?:thon)?\n(?P<code>.*?)^```",
     re.DOTALL | re.MULTILINE,

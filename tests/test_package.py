@@ -190,6 +190,7 @@ def test_what_is_released_trains_from_an_empty_folder_and_needs_torch_alone(tmp_
         "benchmarks/suite.py",
         "benchmarks/runner/study.py",
         "benchmarks/gpu.sh",
+        "examples/nanogpt.py",
     } <= inside
     venv.create(tmp_path / "venv", with_pip=True)
     place = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
@@ -218,7 +219,7 @@ def test_what_is_released_trains_from_an_empty_folder_and_needs_torch_alone(tmp_
     assert shipped <= names
     assert {"torch_thor/py.typed", "torch_thor/optim/thor.py"} <= names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"torch_thor"}
-    assert not [name for name in names if "bench" in name or "figure" in name]
+    assert not [name for name in names if "bench" in name or "figure" in name or "example" in name]
     assert [r.split(">")[0] for r in requirements if "extra ==" not in r] == ["torch"]
 
 

@@ -1,0 +1,72 @@
+"""The plain loop: a tiny encoder learns words, and what is saved loads."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import finetune_bert
+
+
+@pytest.fixture(autouse=True)
+def small_networks_warn():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ThorMuon")
+        yield
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "thor-muon", "thor"])
+def test_it_trains_and_saves(encoder, sentences, optimizer, tmp_path, capsys):
+    words = ["--optimizer", optimizer, "--model", str(encoder), "--data", str(sentences)]
+    words += ["--batch", "8", "--epochs", "4", "--out", str(tmp_path)]
+    accuracy = finetune_bert.main(words)
+    assert "step 32: loss " in capsys.readouterr().out
+    before, after = (
+        AutoModelForSequenceClassification.from_pretrained(folder) for folder in (encoder, tmp_path)
+    )
+    changed = [
+        name
+        for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True)
+        if not old.equal(new)
+    ]
+    assert {"classifier.weight", "bert.encoder.layer.0.output.dense.weight"} <= {*changed}
+    texts, labels = finetune_bert.read(sentences, "dev")
+    tokens = AutoTokenizer.from_pretrained(tmp_path)(texts, padding=True, return_tensors="pt")
+    assert (after(**tokens).logits.argmax(1) == labels).double().mean() == accuracy
+    if optimizer == "thor-muon":
+        assert accuracy == 1.0
+
+
+def test_each_parameter_is_trained_once(encoder):
+    _, model = finetune_bert.load(str(encoder))
+    for name in ("adamw", "muon", "thor-muon", "thor"):
+        groups = [g for o in finetune_bert.make_optimizers(name, model) for g in o.param_groups]
+        trained = sorted(id(p) for group in groups for p in group["params"])
+        assert trained == sorted(id(p) for p in model.parameters())
+
+
+def test_the_rates_rise_and_fall():
+    rates = [finetune_bert.rate(step, 100) for step in range(101)]
+    assert rates[0] == 0.1
+    assert max(rates) == rates[9] == 1.0
+    assert rates[55] == 0.5
+    assert rates[100] == 0.0
+
+
+def test_files_of_glue_have_heads(tmp_path):
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\na film\t1\nno\ttabs\t0\n")
+    sentences, labels = finetune_bert.read(tmp_path, "dev")
+    assert sentences == ["a film", "no\ttabs"]
+    assert labels.equal(torch.tensor([1, 0]))
+
+
+def test_what_is_missing_is_one_line(tmp_path, monkeypatch):
+    def fail(url):
+        raise OSError("no network")
+
+    monkeypatch.setattr(finetune_bert.urllib.request, "urlopen", fail)
+    with pytest.raises(SystemExit, match=r"no .*train.tsv: save https://.*train.tsv there"):
+        finetune_bert.read(tmp_path / "new", "train")
+    with pytest.raises(SystemExit, match=r"no model .*: give a folder with --model"):
+        finetune_bert.load(str(tmp_path / "absent"))
