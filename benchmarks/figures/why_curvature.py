@@ -1,7 +1,7 @@
 """What curvature gains, and what remains of it when it is approximated as THOR does.
 
-A network of two layers and 760 parameters learns 500 of scikit-learn's digits from all of them in
-each step, in float64, so a gradient has no noise and the whole Fisher matrix can be computed. Gradient
+A network of two layers and 760 parameters learns 500 of scikit-learn's digits, all of them in each
+step, in float64. So a gradient has no noise, and the whole Fisher matrix can be computed. Gradient
 descent, with and without momentum, stands beside the natural gradient with the whole matrix, with
 Kronecker factors, and with blocks of the factors that are refreshed on every tenth step. Each has
 as many trials and shows its best. Beside the losses stand the cubes of the sides of the matrices
