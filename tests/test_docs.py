@@ -7,6 +7,7 @@ A fragment that needs other processes, files or a long time has the comment
 import ast
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -193,6 +194,21 @@ def test_the_home_page_of_the_site_is_the_readme(hook):
     assert pages.for_site("README.md") in home
     assert "README.md" not in home.replace(pages.for_site("README.md"), "")
     assert "## The pages" in home
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs", reason="the extra docs, which .ci/run installs, has it")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    subprocess.run(words, cwd=ROOT, check=True)
+    pages = {path: path.read_text() for path in tmp_path.rglob("*.html")}
+    for path, page in pages.items():
+        loaded = re.findall(r"<(?:script|img|link|source)[^>]+(?:src|href)=\"([^\"]+)\"", page)
+        assert [one for one in loaded if "//" in one] == [], path
+    home = pages[tmp_path / "index.html"]
+    assert home.count("<h1") == 1
+    for part in ("assets/copy.js", "assets/site.css", "assets/highlighting.css", ">import</span>"):
+        assert part in home, part
 
 
 def test_the_page_of_commands_and_keys_is_filled_in(hook):
