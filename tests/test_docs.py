@@ -178,6 +178,8 @@ def test_links_of_the_site_lead_to_its_pages(hook):
     assert with_links("[f](LICENSE)", "README.md", "index.md") == "f (`LICENSE`)"
     code = "```python\nlayers[0](x)\n```\n`a[0](x)`\n\n    a[0](x)\n"
     assert with_links(code, "README.md", "index.md") == code
+    after = with_links(f"{code}\n[a](docs/x.md)", "README.md", "index.md")
+    assert after == f"{code}\n[a](x.md)"
     text = "[a](../../README.md#results) [b](../index.md) [c](https://docs/x) [d](../../src/x.py)"
     found = "[a](../index.md#results) [b](../index.md) [c](https://docs/x) d (`src/x.py`)"
     assert with_links(text, "docs/how-to/x.md", "how-to/x.md") == found

@@ -24,7 +24,7 @@ PAGES = {
 OWN = re.compile(r"<!-- README\.md -->.*?<!-- end -->", re.DOTALL)
 # a link or an image; code, where brackets mean something else, comes first
 LINK = re.compile(
-    r"(?P<code>^```.*?^```|^(?: {4}.*\n)+|`[^`\n]*`)"
+    r"(?P<code>^```.*?^```|^(?: {4}[^\n]*\n)+|`[^`\n]*`)"
     r"|(?P<start>!?\[(?P<text>[^\[\]]*)\]\()(?P<target>[^)\s]+)\)",
     re.DOTALL | re.MULTILINE,
 )
