@@ -33,10 +33,10 @@ TAKES = ("epochs", "seeds")
 STEPS, IMAGES = 40, 500
 HIDDEN, BLOCK = 10, 32
 INTERVAL = Geometric(1, 10, factor=1.5)
-RATES = (0.25, 0.5, 1.0, 2.0)
-DAMPINGS = (0.1, 0.01, 0.001)
+RATES = (0.125, 0.25, 0.5, 1.0, 2.0)
+DAMPINGS = (0.1, 0.01, 0.001, 0.0001)
 # for gradient descent, which has no damping, as many learning rates as the others have pairs
-FIRST_ORDER = tuple((0.05 * 2 ** (trial / 2), 0.0) for trial in range(12))
+FIRST_ORDER = tuple((0.05 * 2 ** (trial / 2), 0.0) for trial in range(20))
 SECOND_ORDER = tuple(itertools.product(RATES, DAMPINGS))
 SETTINGS = {
     "gradient descent": FIRST_ORDER,
@@ -197,7 +197,7 @@ def table(rows: Sequence[Row]) -> str:
     targets = {row["job"]["seed"]: row["value"] for row in rows[:: len(SETTINGS)]}
     for setting, own in grouped(rows, lambda job: job["setting"]).items():
         steps = [first_below(row["losses"], targets[row["job"]["seed"]]) for row in own]
-        best = ", ".join(
+        best = "; ".join(
             f"{row['lr']:.3g}" + (f", {row['damping']:g}" if row["damping"] else "") for row in own
         )
         lines.append((
