@@ -221,7 +221,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw a valley with both directions, and the losses of the network."""
     from matplotlib.figure import Figure  # slow to import
 
-    picture = Figure(figsize=(11, 4.6), layout="constrained")
+    picture = Figure(figsize=(11, 5.4), layout="constrained")
     valley, losses = picture.subplots(1, 2, width_ratios=[1, 1.25])
     draw_valley(valley)
     for setting, own in grouped(rows, lambda job: job["setting"]).items():
@@ -231,8 +231,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         yscale="log", xlabel="steps", ylabel="training loss", title="a small network on digits"
     )
     losses.grid(alpha=0.3)
-    losses.set_ylim(top=30)
-    losses.legend(fontsize=10, loc="upper right", ncols=2)
+    handles, _ = losses.get_legend_handles_labels()
+    picture.legend(handles=handles, loc="outside lower right", ncols=3, fontsize=11)
     save(picture, path)
 
 
