@@ -7,6 +7,8 @@ A fragment that needs other processes, files or a long time has the comment
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,18 @@ FRAGMENT = re.compile(
     r"(?:<!-- not run: (?P<reason>.*?) -->\n)?^```py(?:thon)?\n(?P<code>.*?)^```",
     re.DOTALL | re.MULTILINE,
 )
+
+
+HOOKS = ROOT / "docs" / "hooks"
+NOTEBOOK = ROOT / "docs" / "tutorial" / "five-minutes.ipynb"
+TEXTS = [*PAGES, NOTEBOOK, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """Import a hook of the site."""
+    monkeypatch.setattr(sys, "path", [str(HOOKS), *sys.path])
+    return importlib.import_module
 
 
 def fragments():
@@ -91,8 +105,7 @@ def test_the_coverage_table_is_that_of_the_program(capsys):
 
 
 def test_the_files_that_pages_name_are_there():
-    pages = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
-    named = {(page.name, name) for page in pages for name in FILE.findall(page.read_text())}
+    named = {(page.name, name) for page in TEXTS for name in FILE.findall(page.read_text())}
     assert len(named) > 10
     assert {one for one in named if not (ROOT / one[1]).exists()} == set()
 
@@ -103,6 +116,111 @@ def test_the_navigation_lists_every_page():
         r"^ +- .*: (\S+\.md)(?:  # (generated))?$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE
     )
     assert {page for page, generated in listed if not generated} == pages
+
+
+def links(text, hook):
+    """The targets of the links and pictures of a text, those in code left out."""
+    matches = hook("root_pages").LINK.finditer(text)
+    targets = (match["target"] for match in matches if not match["code"])
+    return [target for target in targets if ":" not in target]
+
+
+def without_code(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def headings(text):
+    """The anchors of the headings of a text that GitHub and the site make alike."""
+    titles = re.findall(r"^#+ (.*)$", without_code(text), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)|`", r"\1", title).lower() for title in titles]
+    github = {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+    ascii_alone = [title.encode("ascii", "ignore").decode() for title in plain]
+    site = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title)) for title in ascii_alone}
+    return github & site
+
+
+def assert_leads(target, page, text):
+    """Assert that a link of a page, as GitHub resolves it, leads to a file and a heading."""
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    assert file.exists(), f"{page.relative_to(ROOT)}: {target} leads nowhere"
+    if anchor:
+        own = text if file == page else file.read_text()
+        assert anchor in headings(own), f"{page.relative_to(ROOT)}: {target} is no heading there"
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_link_leads_somewhere_on_github(page, hook):
+    text = page.read_text()
+    for target in links(text, hook):
+        assert_leads(target, page, text)
+
+
+def test_a_link_that_leads_nowhere_is_found(hook):
+    page = ROOT / "docs" / "index.md"
+    text = "# Two words\n[a](#two-words) [b](how-to/ddp.md) ![c](images/suite.png) `[d](e)`\n"
+    assert links(text, hook) == ["#two-words", "how-to/ddp.md", "images/suite.png"]
+    for target in links(text, hook):
+        assert_leads(target, page, text)
+    for target in ("absent.md", "#three-words", "how-to/ddp.md#absent"):
+        with pytest.raises(AssertionError, match=re.escape(target)):
+            assert_leads(target, page, text)
+
+
+def test_links_of_the_site_lead_to_its_pages(hook):
+    with_links = hook("root_pages").with_links
+    text = (
+        "[a\nb](docs/how-to/ddp.md#options) ![c](docs/images/suite.png) [d](CHANGELOG.md) [e](#x)"
+    )
+    found = "[a\nb](how-to/ddp.md#options) ![c](images/suite.png) [d](changelog.md) [e](#x)"
+    assert with_links(text, "README.md", "index.md") == found
+    # what the site does not have is named
+    assert with_links("[f](LICENSE)", "README.md", "index.md") == "f (`LICENSE`)"
+    code = "```python\nlayers[0](x)\n```\n`a[0](x)`\n\n    a[0](x)\n"
+    assert with_links(code, "README.md", "index.md") == code
+    after = with_links(f"{code}\n[a](docs/x.md)", "README.md", "index.md")
+    assert after == f"{code}\n[a](x.md)"
+    text = "[a](../../README.md#results) [b](../index.md) [c](https://docs/x) [d](../../src/x.py)"
+    found = "[a](../index.md#results) [b](../index.md) [c](https://docs/x) d (`src/x.py`)"
+    assert with_links(text, "docs/how-to/x.md", "how-to/x.md") == found
+
+
+def test_the_home_page_of_the_site_is_the_readme(hook):
+    pages = hook("root_pages")
+
+    class Home:
+        class file:
+            src_uri = "index.md"
+
+    home = pages.on_page_markdown((ROOT / "docs" / "index.md").read_text(), page=Home)
+    assert pages.for_site("README.md") in home
+    assert "README.md" not in home.replace(pages.for_site("README.md"), "")
+    assert "## The pages" in home
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs", reason="the extra docs, which .ci/run installs, has it")
+    # not --quiet, with which mkdocs counts no warning
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {path: path.read_text() for path in tmp_path.rglob("*.html")}
+    for path, page in pages.items():
+        loaded = re.findall(r"<(?:script|img|link|source)[^>]+(?:src|href)=\"([^\"]+)\"", page)
+        assert [one for one in loaded if "//" in one] == [], path
+    home = pages[tmp_path / "index.html"]
+    assert home.count("<h1") == 1
+    for part in ("assets/copy.js", "assets/site.css", "assets/highlighting.css", ">import</span>"):
+        assert part in home, part
+
+
+def test_the_page_of_commands_and_keys_is_filled_in(hook):
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+    filled = hook("reference_pages").filled(page)
+    assert "generated:" not in filled
+    for cell in ("| `thor-muon` |", "| `digits` |", "### torch-thor train", "| `weight_decay` |"):
+        assert (cell in filled, cell in page) == (True, False), cell
 
 
 def test_the_citation_is_of_this_version():

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import is_torchelastic_launched
 
-from benchmarks.figures import batch_sizes, bert, curves, fisher_norm, split_dim
+from benchmarks.figures import batch_sizes, bert, curves, fisher_norm, split_dim, why_curvature
 from benchmarks.figures.training import Options, Row
 from benchmarks.runner.golden import is_stale
 from benchmarks.runner.options import Parser, whole_numbers
@@ -34,7 +34,7 @@ from torch_thor.training.recipe_keys import nearest
 # so other options are other jobs of the same file.
 FIGURES: dict[str, ModuleType] = {
     "curves": curves, "fisher-norm": fisher_norm, "split-dim": split_dim,
-    "batch-sizes": batch_sizes, "bert": bert,
+    "batch-sizes": batch_sizes, "bert": bert, "why-curvature": why_curvature,
 }  # fmt: skip
 ANOTHER = "choose another folder with --out"
 SHOWN = ("data", "model", "batch_size", "epochs", "steps", "batch", "pixels", "seed")

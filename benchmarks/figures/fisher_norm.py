@@ -143,8 +143,8 @@ def run(job: Row) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the norms at both ends of the training, and their changes, of the first seed."""
-    norms, total, lines = rows[0]["norms"], rows[0]["steps"], []
+    """Return the changes of each layer with the first seed, and the ranges over all seeds."""
+    norms, lines = rows[0]["norms"], []
     steps = norms["step"]
     heads = (
         "layer", f"F-norm at step {steps[0]}", f"at step {steps[-1]}",
@@ -152,19 +152,52 @@ def table(rows: Sequence[Row]) -> str:
         "from refresh to refresh, median: relative distance of the block",
     )  # fmt: skip
     for place, layer in enumerate(norms["layers"]):
-        own = [at[place] for at in norms["norm"]]
-        early, late = (
-            [norm for norm, step in zip(own, steps, strict=True) if low < step <= high]
-            for low, high in ((0, total / 10), (total / 2, total))
-        )
-        ratios = [
-            f"{max(part) / min(part):.1f}" if part and min(part) else "-" for part in (early, late)
-        ]
-        moved = [at[place] for at in norms["distance"] if at[place] is not None]
-        median = f"{statistics.median(moved):.0%}" if moved else "-"
-        lines.append((layer, f"{own[0]:.3g}", f"{own[-1]:.3g}", *ratios, median))
+        early, late, moved = changes(rows[0], place)
+        first, last = norms["norm"][0][place], norms["norm"][-1][place]
+        lines.append((
+            layer, f"{first:.3g}", f"{last:.3g}",
+            *("-" if ratio is None else f"{ratio:.1f}" for ratio in (early, late)),
+            "-" if moved is None else f"{moved:.0%}",
+        ))  # fmt: skip
     between = f"{steps[1] - steps[0]} steps at first, {steps[-1] - steps[-2]} at last"
-    return f"{markdown.table(heads, lines)}\n\n{len(steps)} refreshes, {between}.\n\n{THEIRS}"
+    text = f"{len(steps)} refreshes, {between}. {over_seeds(rows)}"
+    return f"{markdown.table(heads, lines)}\n\n{text}\n\n{THEIRS}"
+
+
+def changes(row: Row, place: int) -> tuple[float | None, float | None, float | None]:
+    """Return by how much a layer changes.
+
+    These are the largest over the smallest norm in the first tenth and in the last half of the
+    steps, and the median of the distances from refresh to refresh.
+    """
+    norms, total = row["norms"], row["steps"]
+    columns = zip(norms["step"], norms["norm"], strict=True)
+    own = [(step, at[place]) for step, at in columns]
+    parts = [
+        [norm for step, norm in own if low < step <= high]
+        for low, high in ((0, total / 10), (total / 2, total))
+    ]
+    early, late = (max(part) / min(part) if part and min(part) else None for part in parts)
+    moved = [at[place] for at in norms["distance"] if at[place] is not None]
+    return early, late, statistics.median(moved) if moved else None
+
+
+def over_seeds(rows: Sequence[Row]) -> str:
+    """Say between which values the changes of all layers are, with all seeds."""
+    found = [changes(row, place) for row in rows for place in range(len(row["norms"]["layers"]))]
+    early, late, moved = (
+        [value for value in column if value is not None] for column in zip(*found, strict=True)
+    )
+    ranges = (
+        "-" if not values else f"{min(values):{form}} to {max(values):{form}}"
+        for values, form in ((early, ".1f"), (late, ".1f"), (moved, ".0%"))
+    )
+    seeds = ", ".join(str(row["job"]["seed"]) for row in rows)
+    return (
+        "Over all layers and the seeds {}: {} in the first tenth, {} in the last half; {}.".format(
+            seeds, *ranges
+        )
+    )
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -1,73 +1,63 @@
-"""The reference page that describes the program, written from it at each build of the site.
+"""The lists of reference/command-line.md, written from the program at each build of the site.
 
-MkDocs calls `on_files` (see `hooks` in mkdocs.yml). The page is generated in memory, so it cannot
-be out of date: keys, defaults and meanings come from the models of a recipe, commands and options
-from the command line itself. `python docs/hooks/reference_pages.py` prints it.
+Where the page says `<!-- generated: NAME -->`, MkDocs puts the list of this name (see `hooks` in
+mkdocs.yml), so it cannot be out of date: keys, defaults and meanings come from the models of a
+recipe, commands and options from the command line itself. On GitHub the page names the commands
+that print the same. `python docs/hooks/reference_pages.py` prints the lists.
 """
 
 import inspect
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 from typer.main import get_command
 
 from torch_thor.commands import app
 from torch_thor.training.recipe_model import FREE_ON_RESUME
 from torch_thor.training.recipes import PARTS, keys, load_recipe, recipe_names
 
+if TYPE_CHECKING:
+    from mkdocs.structure.pages import Page
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages to the site.
+
+def on_page_markdown(markdown: str, /, *, page: "Page", **_: object) -> str:
+    """Fill in the lists of the page that has them.
 
     Args:
-        files: The files of the site.
-        config: The configuration of the site.
+        markdown: The text of any page.
+        page: Which page it is.
 
     Returns:
-        The files, with the pages among them.
+        The text with the lists.
     """
-    for path, content in pages().items():
-        files.append(File.generated(config, path, content=content))
-    return files
+    return filled(markdown) if page.file.src_uri == "reference/command-line.md" else markdown
 
 
-def pages() -> dict[str, str]:
-    """Generate the pages.
+def filled(markdown: str) -> str:
+    """Replace each marker by its list.
+
+    Args:
+        markdown: The text of the page.
 
     Returns:
-        Their text in Markdown, by their path inside docs/.
+        The text with the lists.
     """
-    return {"reference/command-line.md": "\n".join([*command_line(), *recipes(), *recipe_keys()])}
+    lists = {"commands": command_line, "recipes": recipes, "keys": recipe_keys}
+    return re.sub(
+        "<!-- generated: ([a-z]+) -->", lambda match: "\n".join(lists[match[1]]()), markdown
+    )
 
 
 # ---- recipes -------------------------------------------------------------------------------------
 
 
 def recipe_keys() -> Iterator[str]:
-    """Write the part about all keys of a recipe.
+    """List all keys of a recipe.
 
     Yields:
         Lines.
     """
-    yield """## Recipe keys
-
-`torch-thor keys` and `torch-thor keys PART` print the same in a terminal.
-A recipe is a YAML file with these keys. On the command line `KEY=VALUE` overrides a key, with
-dots between the levels:
-
-```bash
-torch-thor train digits epochs=3 schedule.kind=linear optimizers.thor.damping=0.1
-```
-
-A setting of an optimizer can be written without its prefix. `lr=0.01` then sets the learning rate
-of every optimizer that the recipe trains with and that has this setting.
-
-"On resume" says whether `torch-thor train --resume` accepts another value than the one the run
-was started with. [Resume and lengthen](../how-to/command-line.md#resume-and-lengthen) describes
-the conditions for `epochs`.
-"""
     yield from _section("All recipes", "", [*keys(), *keys("training")])
     for part in PARTS:
         if part != "training":
@@ -100,18 +90,13 @@ def _section(title: str, prefix: str, rows: list[tuple[str, str, str, str]]) -> 
 
 
 def recipes() -> Iterator[str]:
-    """Write the part that lists the recipes.
+    """List the recipes.
 
     Yields:
         Lines.
     """
-    yield """## Recipes
-
-Train one with `torch-thor train NAME`, or give the path of a YAML file of your own.
-The column "should reach" repeats what the recipe file states, with its source.
-
-| recipe | what it is | should reach |
-|---|---|---|"""
+    yield "| recipe | what it is | should reach |"
+    yield "|---|---|---|"
     for name in recipe_names():
         recipe = load_recipe(name)
         yield f"| `{name}` | {_text(recipe.about)} | {_text(recipe.reaches)} |"
@@ -122,22 +107,11 @@ The column "should reach" repeats what the recipe file states, with its source.
 
 
 def command_line() -> Iterator[str]:
-    """Write the beginning of the page, with all commands and options.
+    """List all commands and options.
 
     Yields:
         Lines.
     """
-    yield """# Commands, recipes and keys
-
-This page is generated from the program and the recipe files.
-`torch-thor COMMAND --help` prints the same text. `python -m torch_thor` is
-another way to call `torch-thor`.
-
-Exit codes: 0 for success; 2 for a mistake that the user can correct, described in one line on
-stderr; 130 after Ctrl-C or another signal that stopped the training.
-
-## Commands
-"""
     for name, command in get_command(app).commands.items():
         yield f"### torch-thor {name}\n"
         yield f"{inspect.cleandoc(command.help or '')}\n"
@@ -163,5 +137,5 @@ def _text(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for path, content in pages().items():
-        print(f"<!-- {path} -->\n{content}\n")
+    for lines in (command_line(), recipes(), recipe_keys()):
+        print("\n".join(lines))

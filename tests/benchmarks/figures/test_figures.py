@@ -1,6 +1,7 @@
 """What figures show: tables of results that are made by hand, and each figure measured in small."""
 
 import pytest
+import torch
 from PIL import Image
 
 from benchmarks.figures import (
@@ -11,6 +12,7 @@ from benchmarks.figures import (
     fisher_norm,
     split_dim,
     training,
+    why_curvature,
 )
 
 RECIPE = """
@@ -108,8 +110,60 @@ def test_the_rule_of_the_batch_sizes():
     ]
     assert batch_sizes.scaled(recipe, "thor", 32) == [
         "batch_size=32", "lr=0.025", "eval_interval=312", "update_interval=80",
+        "trace_thresholds=thor_nt",
     ]  # fmt: skip
-    assert batch_sizes.scaled(recipe, "thor", 12800)[2:] == ["eval_interval=1", "update_interval=1"]
+    assert batch_sizes.scaled(recipe, "thor", 12800)[2:4] == [
+        "eval_interval=1",
+        "update_interval=1",
+    ]
+
+
+def test_the_changes_of_norms_over_seeds():
+    norms = [[1.0], [4.0], [2.0], [2.5], [2.0]]
+    steps, distances = [1, 10, 40, 60, 100], [[None], [0.5], [0.25], [0.75], [0.1]]
+    rows = [
+        {
+            "job": {"seed": seed},
+            "steps": 100,
+            "norms": {
+                "layers": ["a"],
+                "step": steps,
+                "norm": [[factor * norm] for (norm,) in norms[:3]] + norms[3:],
+                "distance": distances,
+            },
+        }
+        for seed, factor in ((0, 1.0), (3, 2.0))
+    ]
+    rows[1]["norms"]["norm"][0] = [1.0]
+    assert fisher_norm.changes(rows[0], 0) == (4.0, 1.25, 0.375)
+    said = "the seeds 0, 3: 4.0 to 8.0 in the first tenth, 1.2 to 1.2 in the last half; 38% to 38%."
+    assert said in fisher_norm.over_seeds(rows)
+
+
+def test_the_whole_fisher_matrix_is_that_of_its_definition():
+    model, x, _ = why_curvature.network(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(3, 4, dtype=torch.float64)), x[:5, 20:23]
+    expected = torch.zeros(16, 16, dtype=torch.float64)
+    for image in x:
+        probabilities = model(image).softmax(0).detach()
+        for label, p in enumerate(probabilities):
+            model.zero_grad()
+            model(image).log_softmax(0)[label].backward()
+            own = torch.cat([one.grad.flatten() for one in model.parameters()])
+            expected += p * torch.outer(own, own) / len(x)
+    torch.testing.assert_close(why_curvature.fisher(model, x), expected)
+    # (F + λI) times the natural gradient is the gradient
+    before = torch.cat([one.grad.flatten() for one in model.parameters()])
+    why_curvature.precondition_(list(model.parameters()), expected, 0.1)
+    after = torch.cat([one.grad.flatten() for one in model.parameters()])
+    torch.testing.assert_close(expected @ after + 0.1 * after, before)
+
+
+def test_what_an_inversion_costs():
+    assert why_curvature.cubes("Kronecker factors", 40) == 64**3 + 3 * 10**3
+    assert why_curvature.refreshes(3) == 3  # steps 0, 1 and 2
+    assert why_curvature.cubes("blocks of 32", 3) == 2 * 32**3 + 3 * 10**3
+    assert why_curvature.cubes("gradient descent", 40) == 0
 
 
 def test_times_of_steps(monkeypatch):
@@ -159,6 +213,7 @@ def test_each_figure_in_small(name, tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(RECIPE)
     monkeypatch.setattr(bert, "RECIPE", str(tmp_path / "small.yaml"))
     monkeypatch.setattr(bert, "QUICK", ())
+    monkeypatch.setattr(why_curvature, "IMAGES", 20)
     monkeypatch.setenv("HOME", str(tmp_path))  # where prepared text is kept
     figure = FIGURES[name]
     options = {
@@ -182,7 +237,12 @@ def test_each_figure_in_small(name, tmp_path, monkeypatch):
     elif figure is fisher_norm:
         # 2 + 0.1 · step, rounded down
         assert rows[0]["norms"]["step"] == [1, 3, 5, 7, 9, 11, 14, 17, 20]
-        assert "9 refreshes, 2 steps at first, 3 at last" in text
+        assert "9 refreshes, 2 steps at first, 3 at last. Over all layers and the seeds 0: " in text
+    elif figure is why_curvature:
+        assert [line.split(" | ")[0] for line in text.splitlines()[2:7]] == [
+            f"| {setting}" for setting in why_curvature.SETTINGS
+        ]
+        assert "| 1 | 438,976,000 |" in text  # 760³ for the whole matrix
     else:
         assert all(
             f"| {row['job']['setting']} | " in text and f"{row['value']:.4f}" in text

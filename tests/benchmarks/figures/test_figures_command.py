@@ -83,7 +83,7 @@ def test_a_job_that_fails_is_named_and_the_others_are_kept(figures, tmp_path):
         "512,2048",
     )
     said = (
-        "setting thor, batch_size 2048, seed 0: UserError: batch_size=2048 is larger than the "
+        "setting thor_nt, batch_size 2048, seed 0: UserError: batch_size=2048 is larger than the "
         "training set"
     )
     refused(figures(*words), "2 jobs failed, which the same command runs again", said)
@@ -93,7 +93,7 @@ def test_a_job_that_fails_is_named_and_the_others_are_kept(figures, tmp_path):
     ]
     assert [(row["job"]["setting"], row["job"]["batch_size"]) for row in rows] == [
         ("momentum", 512),
-        ("thor", 512),
+        ("thor_nt", 512),
     ]
 
 

@@ -1,0 +1,141 @@
+"""What docs/how-to/coming-from.md says of MindSpore's THOR, against its formulas in float64.
+
+They are those of mindspore/python/mindspore/nn/optim/thor.py and nn/layer/thor_layer.py: with δ the
+gradient of the mean loss with respect to an output, B the batch size of a device and R the rows,
+A = (1/R) Σ a aᵀ, G = (B²/R) Σ δ δᵀ, and damping λ · B / R for a convolution, λ for a linear layer.
+"""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+from torch_thor import THOR
+from torch_thor.training.models.small import SmallResNet
+
+LR, DAMPING, DECAY = 0.05, 0.03, 0.01
+
+
+def inverse(factor, damping, block=128):
+    """Invert the damped diagonal blocks of a factor."""
+    index = torch.arange(len(factor)) // block
+    factor = factor.where(index == index[:, None], 0.0)
+    return (factor + damping * torch.eye(len(factor), dtype=factor.dtype)).inverse()
+
+
+def mean_square(rows):
+    return rows.T @ rows / len(rows)
+
+
+def observed(model, x, y):
+    """Differentiate the mean loss; return each layer with its input and the gradient δ."""
+    seen = []
+
+    def keep(layer, inputs, output):
+        output.retain_grad()
+        seen.append((layer, inputs[0].detach(), output))
+
+    layers = [one for one in model.modules() if isinstance(one, (nn.Linear, nn.Conv2d))]
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+    for hook in hooks:
+        hook.remove()
+    return [(layer, inputs, output.grad) for layer, inputs, output in seen]
+
+
+class MindSpore:
+    """Its THOR for linear layers on one Ascend: biases take SGD's step."""
+
+    def __init__(self, model, block):
+        self.model, self.block = model, block
+        self.v = {weight: torch.zeros_like(weight) for weight in model.parameters()}
+
+    def step(self, x, y):
+        self.model.zero_grad()
+        for layer, inputs, delta in observed(self.model, x, y):
+            a, g = mean_square(inputs.flatten(0, -2)), mean_square(delta.flatten(0, -2))
+            left = inverse(len(x) ** 2 * g, DAMPING**0.5, self.block)
+            right = inverse(a, DAMPING**0.5, self.block)
+            self.move(layer.weight, left @ layer.weight.grad @ right)
+            self.move(layer.bias, layer.bias.grad)
+
+    @torch.no_grad()
+    def move(self, weight, direction):
+        self.v[weight] = 0.9 * self.v[weight] + direction + DECAY * weight
+        weight -= LR * self.v[weight]
+
+
+@pytest.mark.parametrize("length", [1, 7], ids=["no_sequences", "sequences"])
+@pytest.mark.parametrize("block", [128, 4])
+def test_values_that_apply_to_linear_layers(length, block):
+    """In sequences of L, weights with L times rate and damping; other parameters by SGD."""
+    theirs = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5)).double()
+    ours = copy.deepcopy(theirs)
+    reference = MindSpore(theirs, block)
+    matrices = [layer.weight for layer in ours if isinstance(layer, nn.Linear)]
+    biases = [layer.bias for layer in ours if isinstance(layer, nn.Linear)]
+    optimizer = THOR(
+        matrices, model=ours, lr=LR * length, damping=DAMPING * length,
+        weight_decay=DECAY / length, momentum=0.9, update_interval=1, split_dim=block,
+        max_update_ratio=None, trace_thresholds=(0.0, 0.0),
+    )  # fmt: skip
+    rest = torch.optim.SGD(biases, lr=LR, momentum=0.9, weight_decay=DECAY)
+    for _ in range(3):
+        x, y = torch.randn(8, length, 6, dtype=torch.float64), torch.randint(5, (8, length))
+        reference.step(x, y)
+        optimizer.loss_terms = len(x)
+        F.cross_entropy(ours(x).flatten(0, 1), y.flatten()).backward()
+        for each in (optimizer, rest):
+            each.step()
+            each.zero_grad()
+    for own, their in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, their, rtol=1e-9, atol=1e-12)
+
+
+def lengths_of_steps(images, parts=1):
+    """The lengths of MindSpore's first steps over ours, for each convolution of a small ResNet."""
+    digits = load_digits()
+    x = torch.from_numpy(digits.images[:images, None] / 16)
+    y = torch.from_numpy(digits.target[:images])
+    model = SmallResNet(1, 10).double()
+    found = {"g_max": [], "GPU": [], "averaged": []}
+    larger = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
+    for layer, inputs, delta in observed(model, larger, y):
+        if isinstance(layer, nn.Linear):
+            continue
+        a = F.unfold(
+            inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride
+        ).transpose(1, 2)
+        g = images * delta.flatten(2).transpose(1, 2)
+        damping = (DAMPING / a.shape[1]) ** 0.5
+        weight = layer.weight.grad.flatten(1)
+
+        def inverses(form, factors=(a, g), damping=damping):
+            return [inverse(mean_square(form(rows)), damping) for rows in factors]
+
+        right, left = inverses(lambda rows: rows.flatten(0, 1))
+        ours = (left @ weight @ right).norm()
+        found["g_max"].append(float(left.abs().max() / right.abs().max()))
+        # patches and gradients are averaged over the images of a batch before they are multiplied
+        right, left = inverses(lambda rows: rows.mean(0))
+        found["GPU"].append(float((left @ weight @ right).norm() / ours))
+        devices = [
+            inverses(lambda rows: rows.flatten(0, 1), (own, its))
+            for own, its in zip(a.chunk(parts), g.chunk(parts), strict=True)
+        ]
+        right, left = (sum(each) / parts for each in zip(*devices, strict=True))
+        found["averaged"].append(float((left @ weight @ right).norm() / ours))
+    return found
+
+
+def test_lengths_of_steps():
+    """The numbers of the page."""
+    one, eight = lengths_of_steps(32), lengths_of_steps(256, parts=8)
+    assert one["averaged"] == pytest.approx([1.0] * 9)
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "coming-from.md").read_text()
+    for lengths, form in ((one["GPU"], ".1f"), (one["g_max"], ".1f"), (eight["averaged"], ".2f")):
+        assert f"{min(lengths):{form}} to {max(lengths):{form}} times" in page
