@@ -92,21 +92,20 @@ def share(step: int, config: Config) -> float:
     return float(least + 0.5 * (1.0 + math.cos(math.pi * done)) * (1.0 - least))
 
 
-class Study:
-    """The trainings.
+class Example:
+    """The example: network, batches and evaluation.
 
     Args:
         code: The folder of model.py and train_shakespeare_char.py.
         text: The file of Shakespeare's text.
         device: Where.
-        tiny: Whether the network is small and not compiled.
+        sizes: What differs from train_shakespeare_char.py.
     """
 
-    def __init__(self, code: Path, text: Path, device: torch.device, *, tiny: bool) -> None:
+    def __init__(self, code: Path, text: Path, device: torch.device, sizes: Config) -> None:
         own = runpy.run_path(str(code / "train_shakespeare_char.py"))
-        self.config: Config = {**USUAL, **own, **(TINY if tiny else {})}
-        self.module, self.device, self.tiny = module_of(code / "model.py"), device, tiny
-        self.models: dict[str, tuple[Any, Any]] = {}
+        self.config: Config = {**USUAL, **own, **sizes}
+        self.module, self.device = module_of(code / "model.py"), device
         self.letters, self.train_text, held_out = texts(text, device)
         generator = torch.Generator().manual_seed(0)
         self.held_out = [self.batch(held_out, generator) for _ in range(self.config["eval_iters"])]
@@ -137,6 +136,22 @@ class Study:
                 losses.append(model(x, y)[1].float())
         model.train()
         return float(torch.stack(losses).mean())
+
+
+class Study(Example):
+    """The trainings.
+
+    Args:
+        code: The folder of model.py and train_shakespeare_char.py.
+        text: The file of Shakespeare's text.
+        device: Where.
+        tiny: Whether the network is small and not compiled.
+    """
+
+    def __init__(self, code: Path, text: Path, device: torch.device, *, tiny: bool) -> None:
+        super().__init__(code, text, device, TINY if tiny else {})
+        self.tiny = tiny
+        self.models: dict[str, tuple[Any, Any]] = {}
 
     def train(self, name: str, seed: int, steps: int | None = None) -> dict[str, Any]:
         """Train once, and return the losses at each evaluation with the seconds so far."""

@@ -63,7 +63,8 @@ def _soap(model: nn.Module, lr: float, momentum: float = 0.95) -> torch.optim.Op
     from pytorch_optimizer import SOAP  # the extra `bench`
 
     # the side of a vocabulary is left out, as by its authors
-    rest = {"weight_decay": 0.01, "precondition_frequency": 10, "max_precondition_dim": 2000}
+    rest: dict[str, Any] = {"weight_decay": 0.01, "precondition_frequency": 10}
+    rest["max_precondition_dim"] = 2000
     return SOAP(model.parameters(), lr=lr, betas=(momentum, 0.95), **rest)
 
 

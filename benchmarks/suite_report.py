@@ -1,6 +1,5 @@
 """Tables and pictures of suite.py, from its raw data."""
 
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import steps_to
 from benchmarks.runner.stores import key_of
 from benchmarks.suite_optimizers import ONE, PEERS
@@ -370,11 +370,7 @@ def costs(found: list[Contest]) -> str:
 def shown(one: Contest, setting: Mapping[str, Any]) -> str:
     """Format the mean and the standard error of a setting."""
     values = one.values(setting)
-    if not values:
-        return ""
-    mean, error = statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5
-    digits = max(0, 1 - math.floor(math.log10(error))) if error else 4  # two of the error
-    return f"{mean:.2g} ± {error:.1g}" if mean < 1e-3 else f"{mean:.{digits}f} ± {error:.{digits}f}"
+    return with_error(values) if values else ""
 
 
 def ratio(value: float | None) -> str:

@@ -45,6 +45,18 @@ def summary(values: Sequence[float], form: str) -> str:
     return f"{spread} ({each(values, form)})"
 
 
+def with_error(values: Sequence[float]) -> str:
+    """Format the mean of several seeds and its standard error, to two digits of the error."""
+    mean = statistics.fmean(values)
+    error = statistics.stdev(values) / len(values) ** 0.5
+    digits = max(0, 1 - math.floor(math.log10(error))) if error else 4
+    if mean < 1e-3:
+        exponent = math.floor(math.log10(mean))
+        mean, error, digits = mean / 10**exponent, error / 10**exponent, digits + exponent
+        return f"({mean:.{digits}f} ± {error:.{digits}f})e{exponent}"
+    return f"{mean:.{digits}f} ± {error:.{digits}f}"
+
+
 def reached(values: Sequence[float | None], form: str) -> str:
     """Format the steps or the time to a target, for several seeds."""
     known = [value for value in values if value is not None]

@@ -1,0 +1,381 @@
+"""nanoGPT's example for a CPU: ThorMuon with no option, nanoGPT's AdamW, tuned AdamW, Muon, SOAP.
+
+    python -m benchmarks nanogpt            # runs what is missing, then tables and picture
+    python -m benchmarks nanogpt --table
+
+Network, AdamW, schedule, batches and clipping are those of karpathy/nanoGPT with the options that
+its README gives for a CPU; its model.py and config/train_shakespeare_char.py are read from
+build/nanogpt, and data/tinyshakespeare/input.txt of karpathy/char-rnn from build/shakespeare. The
+loss is that of 50 batches of the validation text (20 there), drawn once and the same for all.
+
+- nanoGPT's AdamW has its learning rate, 1e-3, and ThorMuon no option but the model.
+- AdamW (nanoGPT's but for the learning rate), Muon and SOAP (those of the suite) have five trials
+  each: three learning rates a factor of two apart, then two more beyond the end that the best is
+  nearer to. Trials have a seed that serves nothing else, and choose by the validation loss.
+- The schedule multiplies whatever rates an optimizer has.
+
+Everything runs on one thread. Seconds are steps times the time of a step, which all optimizers take
+in turns (a job named `alone`): the median over spans of ten rounds of the ratio to AdamW, times
+AdamW's median. ThorMuon's refreshes count where they happen.
+"""
+
+import math
+import statistics
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from torch import nn
+
+from benchmarks.gpu_nanogpt import Example, share
+from benchmarks.runner.drawing import draw_band, save
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.markdown import with_error
+from benchmarks.runner.numbers import steps_to
+from benchmarks.runner.stores import key_of
+from benchmarks.runner.timing import state_bytes, take_turns
+from benchmarks.suite_optimizers import CONTENDERS
+from torch_thor import ThorMuon
+from torch_thor.errors import require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CODE, TEXT = Path("build/nanogpt"), Path("build/shakespeare/input.txt")
+WHERE = {  # what is read from others, and where it comes from
+    CODE / "model.py": "model.py of karpathy/nanoGPT",
+    CODE / "train_shakespeare_char.py": "config/train_shakespeare_char.py of karpathy/nanoGPT",
+    TEXT: "data/tinyshakespeare/input.txt of karpathy/char-rnn",
+}
+# README of nanoGPT, "I only have a macbook"
+SIZES: dict[str, float] = {
+    "block_size": 64,
+    "batch_size": 12,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_embd": 128,
+}
+SIZES |= {"max_iters": 2000, "lr_decay_iters": 2000, "dropout": 0.0}
+SIZES |= {"eval_interval": 125, "eval_iters": 50}  # 250 and 20 there
+TUNING_SEED, SEEDS = 10, (0, 1, 2)
+TRIALS = 5
+THEIRS = {"optimizer": "adamw", "lr": 1e-3}
+OURS = {"optimizer": "thor-muon"}
+TUNED = {"adamw": "AdamW", "muon": "Muon", "soap": "SOAP"}
+SPAN, SPANS = 10, 12
+PICTURE = Path("docs/images/nanogpt.png")
+COLOURS = ("#999999", "#e69f00", "#d55e00", "#cc79a7", "#0072b2")  # of Okabe and Ito
+
+Job = dict[str, Any]
+Row = dict[str, Any]
+Rows = Mapping[str, Row]
+
+
+# ---- one run -------------------------------------------------------------------------------------
+
+
+@cache
+def example() -> Example:
+    """Return the example, read once in a process."""
+    for file, what in WHERE.items():
+        require(file.is_file(), f"{file} is missing: save {what} there")
+    return Example(CODE, TEXT, torch.device("cpu"), SIZES)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train once, or time the steps of all."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of learning rates that are small, where steps are timed
+    with redirect_stdout(None):  # nanoGPT prints its numbers of parameters
+        return time_steps(job) if job.get("alone") else train(job)
+
+
+def make(model: Any, job: Job) -> torch.optim.Optimizer:
+    """Return the optimizer of a job."""
+    if job["optimizer"] == "thor-muon":
+        return ThorMuon(model)
+    if job["optimizer"] == "adamw":
+        config = example().config
+        betas = config["beta1"], config["beta2"]
+        made: torch.optim.Optimizer = model.configure_optimizers(
+            config["weight_decay"], job["lr"], betas, "cpu"
+        )
+        return made
+    return CONTENDERS[job["optimizer"]].make(model, lr=job["lr"])
+
+
+def train(job: Job) -> dict[str, Any]:
+    """Train, with an evaluation every 125 steps: step, validation loss, refreshes so far."""
+    own = example()
+    torch.manual_seed(job["seed"])
+    model = own.network()
+    optimizer = make(model, job)
+    largest = [group["lr"] for group in optimizer.param_groups]
+    generator = torch.Generator().manual_seed(job["seed"])
+    last, curve, refreshes = own.config["max_iters"], [], 0
+    for step in range(last + 1):
+        if step % own.config["eval_interval"] == 0 or step == last:
+            curve.append((step, own.loss(model), refreshes))
+            if not math.isfinite(curve[-1][1]):
+                return {"value": None, "failure": f"loss {curve[-1][1]} after {step} steps"}
+        if step == last:
+            break
+        for group, lr in zip(optimizer.param_groups, largest, strict=True):
+            group["lr"] = lr * share(step, own.config)
+        take_step(own, model, optimizer, own.batch(own.train_text, generator))
+        refreshes += bool(getattr(optimizer, "last_refresh", ()))
+    return {"value": curve[-1][1], "curve": curve}
+
+
+def take_step(own: Example, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    """Train on a batch."""
+    model(*batch)[1].backward()
+    nn.utils.clip_grad_norm_(model.parameters(), own.config["grad_clip"])
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def time_steps(job: Job) -> dict[str, Any]:
+    """Time the steps of all in turns: milliseconds, means of each span, and bytes a parameter."""
+    own, generator = example(), torch.Generator().manual_seed(0)
+    now: list[tuple[torch.Tensor, torch.Tensor]] = []
+    steps, optimizers, weights = {}, {}, 0
+    for name, setting in job["settings"].items():
+        torch.manual_seed(0)
+        model = own.network()
+        optimizers[name] = optimizer = make(model, setting)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-6  # the weights hardly change, so that none diverges
+            if name == "thor-muon":
+                group["update_interval"] = SPAN
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        taken = partial(take_step, own, model, optimizer)
+        steps[name] = lambda taken=taken: taken(now[-1])
+    times = take_turns(
+        steps,
+        SPAN * SPANS,
+        warm_up=SPAN,
+        prepare=lambda: now.__setitem__(slice(None), [own.batch(own.train_text, generator)]),
+        name_of=lambda name: (
+            f"{name} refresh" if getattr(optimizers[name], "last_refresh", ()) else name
+        ),
+    )
+    return {
+        "milliseconds": {name: spans(found) for name, found in times.items()},
+        "state_bytes": {
+            name: round(state_bytes(one) / weights, 2) for name, one in optimizers.items()
+        },
+    }
+
+
+def spans(times: Sequence[float]) -> list[float]:
+    """Return milliseconds: the mean in each span, in which one of ten steps may be missing."""
+    size = len(times) // SPANS
+    means = (statistics.fmean(times[i : i + size]) for i in range(0, len(times), size))
+    return [round(1000 * mean, 3) for mean in means]
+
+
+def optimizers(job: Job) -> list[str]:
+    """Name ours among those that a job trains or times."""
+    names = job.get("settings", [job.get("optimizer")])
+    return ["ThorMuon"] if "thor-muon" in names else []
+
+
+# ---- what is run ---------------------------------------------------------------------------------
+
+
+def jobs(rows: Rows) -> list[Job]:
+    """List the jobs that are known: which come next depends on what was best so far."""
+    found = [*confirm(OURS), *confirm(THEIRS)]
+    found += [job for name in TUNED for job in tuning(rows, name)]
+    settings = chosen(rows)
+    for setting in settings.values():
+        found += [job for job in confirm(setting) if job not in found]
+    if len(settings) == len(TUNED):
+        found.append({"settings": {**settings, "thor-muon": OURS}, "alone": True})
+    return found
+
+
+def confirm(setting: Job) -> list[Job]:
+    """Return the runs of a setting with the seeds that count."""
+    return [{**setting, "seed": seed} for seed in SEEDS]
+
+
+def tuning(rows: Rows, name: str) -> Iterator[Job]:
+    """Yield the trials of an optimizer, as far as they are known."""
+    lr, tried = CONTENDERS[name].lr, list[Job]()
+    rates = [lr / 2, lr, 2 * lr]
+    while True:
+        new = [
+            {"optimizer": name, "lr": float(f"{rate:.4g}"), "seed": TUNING_SEED} for rate in rates
+        ]
+        yield from new
+        tried = sorted([*tried, *new], key=lambda job: job["lr"])
+        if len(tried) == TRIALS or any(key_of(job) not in rows for job in new):
+            return
+        at = min(range(len(tried)), key=lambda i: loss_of(rows, tried[i]))
+        rates = [tried[0]["lr"] / 2] if at < len(tried) / 2 else [2 * tried[-1]["lr"]]
+
+
+def loss_of(rows: Rows, job: Job) -> float:
+    """Return the last validation loss of a run; that of one that diverged is infinite."""
+    value = rows[key_of(job)]["value"]
+    return math.inf if value is None else value
+
+
+def chosen(rows: Rows) -> dict[str, Job]:
+    """Return the best setting of each optimizer whose trials are there."""
+    found = {}
+    for name in TUNED:
+        tried = list(tuning(rows, name))
+        if len(tried) == TRIALS and all(key_of(job) in rows for job in tried):
+            best = min(tried, key=lambda job: loss_of(rows, job))
+            found[name] = {key: value for key, value in best.items() if key != "seed"}
+    return found
+
+
+def headlines(rows: Rows) -> list[Job]:
+    """Return one seed of ThorMuon, and one of nanoGPT's AdamW."""
+    return [{**setting, "seed": SEEDS[0]} for setting in (OURS, THEIRS)]
+
+
+def tolerance(rows: Rows, job: Job) -> float:
+    """Return how far a value may differ on another machine: by as much as the seeds do."""
+    values = [rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS]
+    return max(values) - min(values)
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def contestants(rows: Rows) -> dict[str, Job]:
+    """Return those that are shown and have all their seeds, by name."""
+    settings: dict[str, Job] = {"nanoGPT's AdamW": THEIRS}
+    settings |= {f"{TUNED[name]}, tuned": setting for name, setting in chosen(rows).items()}
+    settings["ThorMuon"] = OURS
+    return {
+        name: setting
+        for name, setting in settings.items()
+        if all(rows.get(key_of(job), {}).get("value") for job in confirm(setting))
+    }
+
+
+def curves(rows: Rows, setting: Job) -> list[list[Sequence[float]]]:
+    """Return the curves of all seeds."""
+    return [rows[key_of(job)]["curve"] for job in confirm(setting)]
+
+
+def mean_curve(rows: Rows, setting: Job) -> list[tuple[float, float]]:
+    """Return steps and mean losses."""
+    found = curves(rows, setting)
+    return [
+        (points[0][0], statistics.fmean(point[1] for point in points))
+        for points in zip(*found, strict=True)
+    ]
+
+
+def step_times(rows: Rows) -> Row | None:
+    """Return the row of the times, if it is there."""
+    found = [row for row in rows.values() if row["job"].get("alone")]
+    return found[-1] if found else None
+
+
+def milliseconds(times: Row, name: str) -> float:
+    """Return the milliseconds of a step: the median ratio to AdamW's, times AdamW's median."""
+    own, base = times["milliseconds"][name], times["milliseconds"]["adamw"]
+    ratio = statistics.median(one / other for one, other in zip(own, base, strict=True))
+    return float(ratio * statistics.median(base))
+
+
+def seconds(rows: Rows, times: Row, setting: Job) -> list[float]:
+    """Return the seconds of training up to each evaluation, refreshes where they happen."""
+    name, run = setting["optimizer"], rows[key_of(confirm(setting)[0])]
+    own = milliseconds(times, name)
+    refresh = milliseconds(times, f"{name} refresh") if name == "thor-muon" else own
+    return [
+        (own * (step - refreshes) + refresh * refreshes) / 1000
+        for step, _, refreshes in run["curve"]
+    ]
+
+
+def table(rows: Rows) -> str:
+    """Return what each ends at and when ThorMuon is there, then the trials."""
+    return "\n\n".join([ends(rows), trials(rows)])
+
+
+def ends(rows: Rows) -> str:
+    """Return a line for each contestant."""
+    times, found, lines = step_times(rows), contestants(rows), []
+    ours = mean_curve(rows, OURS) if "ThorMuon" in found else []
+    for name, setting in found.items():
+        last = [curve[-1][1] for curve in curves(rows, setting)]
+        there = steps_to(ours, statistics.fmean(last), higher=False)
+        steps = "" if name == "ThorMuon" else share_of(there, ours[-1][0] if ours else 0.0)
+        cells = [name, f"{setting['lr']:g}" if "lr" in setting else "none given", with_error(last)]
+        cells.append(steps)
+        if times is None:
+            cells += ["", "", ""]
+        else:
+            whole = seconds(rows, times, setting)[-1]
+            own = seconds(rows, times, OURS)
+            points = [step for step, _ in ours]
+            reached = None if there is None else float(numpy.interp(there, points, own))
+            relative = whole / seconds(rows, times, THEIRS)[-1]
+            cells.append("" if name == "ThorMuon" else share_of(reached, whole))
+            cells += [f"{relative:.2f}", f"{times['state_bytes'][setting['optimizer']]:.1f}"]
+        lines.append(cells)
+    heads = ("optimizer", "learning rate", "validation loss", "ThorMuon is there after: steps")
+    return markdown((*heads, "seconds", "step / AdamW's", "bytes a parameter"), lines)
+
+
+def share_of(part: float | None, whole: float) -> str:
+    """Format a share."""
+    return "not reached" if part is None else f"{part / whole:.2f}"
+
+
+def trials(rows: Rows) -> str:
+    """Return the validation losses of the trials."""
+    lines = []
+    for name, title in TUNED.items():
+        tried = sorted(tuning(rows, name), key=lambda job: job["lr"])
+        known = [job for job in tried if key_of(job) in rows]
+        cells = [f"{job['lr']:g}: {loss_of(rows, job):.3f}" for job in known]
+        lines.append([title, ", ".join(cells)])
+    return markdown(["tuned", "learning rate: validation loss of the trial"], lines)
+
+
+def draw(rows: Rows) -> None:
+    """Draw the losses against steps and seconds."""
+    from matplotlib.figure import Figure
+
+    from torch_thor.training.curves import legend_below
+
+    times = step_times(rows)
+    if times is None:
+        return
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    against(axes[0], rows, None)
+    against(axes[1], rows, times)
+    axes[0].set_ylabel("validation loss")
+    legend_below(figure, axes[:1])
+    save(figure, PICTURE)
+
+
+def against(panel: "Axes", rows: Rows, times: Row | None) -> None:
+    """Draw the losses against seconds, or against steps where there are no times."""
+    found = contestants(rows)
+    lowest = min(point[1] for setting in found.values() for point in mean_curve(rows, setting))
+    for (name, setting), colour in zip(found.items(), COLOURS, strict=True):
+        steps = [step for step, _ in mean_curve(rows, setting)]
+        xs = steps if times is None else seconds(rows, times, setting)
+        losses = [[point[1] for point in curve] for curve in curves(rows, setting)]
+        label = f"{name} ({setting['lr']:g})" if "lr" in setting else f"{name}, no option"
+        draw_band(panel, xs, losses, label=label, colour=colour)
+    panel.set(xlabel="steps" if times is None else "seconds, one core", ylim=(lowest - 0.03, 2.5))
+    panel.grid(alpha=0.3)
