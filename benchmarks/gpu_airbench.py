@@ -23,7 +23,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -34,13 +35,13 @@ from unittest import mock
 import torch
 from torch import nn
 
-from benchmarks.gpu_cifar10 import load
+from benchmarks.gpu_cifar10 import Split, load
 from benchmarks.runner.markdown import table as markdown
 from torch_thor import ThorMuon
 
 OWN, THOR_MUON, FILTERS = "Muon + SGD", "ThorMuon", "ThorMuon + SGD"
-# a CPU takes minutes for half precision
-TINY = {"batch_size = 2000": "batch_size = 20", ".half()": ".float()", ".bfloat16()": ".float()"}
+FLOAT = {".half()": ".float()", ".bfloat16()": ".float()"}  # a CPU takes minutes for the half
+TINY = {"batch_size = 2000": "batch_size = 20", **FLOAT}
 WEIGHT_SEED = 1000  # plus the seed of a training
 
 
@@ -118,6 +119,24 @@ class Event:
         return 1000 * (end.at - self.at)
 
 
+@contextmanager
+def without_a_gpu() -> Iterator[None]:
+    """Let the file run on a CPU, where nothing is compiled."""
+    with (
+        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.object(torch.cuda, "synchronize"),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
+
+
+def save(splits: Sequence[Split], folder: Path) -> None:
+    """Write the data as the file reads them: those for training, and those for testing."""
+    for name, (images, labels) in zip(("train", "test"), splits, strict=True):
+        saved = {"images": images, "labels": labels, "classes": []}
+        torch.save(saved, folder / f"{name}.pt")
+
+
 class Study:
     """The trainings, on one network that is compiled once.
 
@@ -125,22 +144,22 @@ class Study:
         code: The fetched file.
         data: The folder of train.pt and test.pt.
         device: Where.
-        tiny: Whether batches are small and nothing is compiled.
+        own: Texts of the file that are changed for a CPU, where nothing is compiled.
     """
 
-    def __init__(self, code: Path, data: Path, device: torch.device, *, tiny: bool) -> None:
+    def __init__(self, code: Path, data: Path, device: torch.device, own: dict[str, str]) -> None:
         self.epochs = 8
         changes = {
             "ceil(8 *": "ceil(EPOCHS() *",
             "ceil(3 *": "ceil(EPOCHS() * 3 / 8 *",
             '"cifar10"': repr(str(data)),
             'torch.device("cuda")': f"torch.device({str(device)!r})",
-            **(TINY if tiny else {}),
+            **own,
         }
         self.module, self.device = read(code, changes), device
         self.module.EPOCHS = lambda: self.epochs  # type: ignore[attr-defined]
         self.model = self.module.CifarNet().to(device).to(memory_format=torch.channels_last)
-        if not tiny:
+        if device.type == "cuda":
             self.model.compile()
 
     def train(self, name: str, epochs: int, seed: int | str) -> dict[str, Any]:
@@ -208,10 +227,8 @@ def run(options: argparse.Namespace) -> None:
     if options.tiny:
         splits = [(images[::1000], labels[::1000]) for images, labels in splits]
     with tempfile.TemporaryDirectory() as folder:
-        for name, (images, labels) in zip(("train", "test"), splits, strict=True):
-            saved = {"images": images, "labels": labels, "classes": []}
-            torch.save(saved, Path(folder) / f"{name}.pt")
-        study = Study(options.code, Path(folder), device, tiny=options.tiny)
+        save(splits, Path(folder))
+        study = Study(options.code, Path(folder), device, TINY if options.tiny else {})
         warm: set[str] = set()
         last, warm_up = 0.0, 1 if options.tiny else 8
         for name, epochs, seed in jobs(1 if options.tiny else 3):
@@ -280,11 +297,7 @@ def main() -> None:
     if options.device == "cuda":
         run(options)
         return
-    with (
-        mock.patch.object(torch.cuda, "Event", Event),
-        mock.patch.object(torch.cuda, "synchronize"),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    with without_a_gpu():
         run(options)
 
 
