@@ -66,10 +66,15 @@ TUNING_SEED, SEEDS = 10, (0, 1, 2)
 TRIALS = 5
 THEIRS = {"optimizer": "adamw", "lr": 1e-3}
 OURS = {"optimizer": "thor-muon"}
+ALONE: dict[str, Any] = {"alone": True}
 TUNED = {"adamw": "AdamW", "muon": "Muon", "soap": "SOAP"}
-SPAN, SPANS = 10, 12
+SPAN, SPANS = 10, 12  # rounds
+RATE = 1e-6  # where steps are timed: the weights hardly change, so that none diverges
 PICTURE = Path("docs/images/nanogpt.png")
-COLOURS = ("#999999", "#e69f00", "#d55e00", "#cc79a7", "#0072b2")  # of Okabe and Ito
+COLOURS = {  # of Okabe and Ito
+    "nanoGPT's AdamW": "#999999", "AdamW, tuned": "#e69f00", "Muon, tuned": "#d55e00",
+    "SOAP, tuned": "#cc79a7", "ThorMuon": "#0072b2",
+}  # fmt: skip
 
 Job = dict[str, Any]
 Row = dict[str, Any]
@@ -92,7 +97,7 @@ def run(job: Job) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of learning rates that are small, where steps are timed
     with redirect_stdout(None):  # nanoGPT prints its numbers of parameters
-        return time_steps(job) if job.get("alone") else train(job)
+        return time_steps() if job.get("alone") else train(job)
 
 
 def make(model: Any, job: Job) -> torch.optim.Optimizer:
@@ -140,17 +145,17 @@ def take_step(own: Example, model: nn.Module, optimizer: torch.optim.Optimizer, 
     optimizer.zero_grad(set_to_none=True)
 
 
-def time_steps(job: Job) -> dict[str, Any]:
+def time_steps() -> dict[str, Any]:
     """Time the steps of all in turns: milliseconds, means of each span, and bytes a parameter."""
     own, generator = example(), torch.Generator().manual_seed(0)
     now: list[tuple[torch.Tensor, torch.Tensor]] = []
     steps, optimizers, weights = {}, {}, 0
-    for name, setting in job["settings"].items():
+    for name in (*TUNED, "thor-muon"):
         torch.manual_seed(0)
         model = own.network()
-        optimizers[name] = optimizer = make(model, setting)
+        optimizers[name] = optimizer = make(model, {"optimizer": name, "lr": RATE})
         for group in optimizer.param_groups:
-            group["lr"] = 1e-6  # the weights hardly change, so that none diverges
+            group["lr"] = RATE
             if name == "thor-muon":
                 group["update_interval"] = SPAN
         weights = sum(parameter.numel() for parameter in model.parameters())
@@ -182,8 +187,7 @@ def spans(times: Sequence[float]) -> list[float]:
 
 def optimizers(job: Job) -> list[str]:
     """Name ours among those that a job trains or times."""
-    names = job.get("settings", [job.get("optimizer")])
-    return ["ThorMuon"] if "thor-muon" in names else []
+    return ["ThorMuon"] if job.get("optimizer", "thor-muon") == "thor-muon" else []
 
 
 # ---- what is run ---------------------------------------------------------------------------------
@@ -193,12 +197,9 @@ def jobs(rows: Rows) -> list[Job]:
     """List the jobs that are known: which come next depends on what was best so far."""
     found = [*confirm(OURS), *confirm(THEIRS)]
     found += [job for name in TUNED for job in tuning(rows, name)]
-    settings = chosen(rows)
-    for setting in settings.values():
+    for setting in chosen(rows).values():
         found += [job for job in confirm(setting) if job not in found]
-    if len(settings) == len(TUNED):
-        found.append({"settings": {**settings, "thor-muon": OURS}, "alone": True})
-    return found
+    return [*found, ALONE]
 
 
 def confirm(setting: Job) -> list[Job]:
@@ -279,12 +280,6 @@ def mean_curve(rows: Rows, setting: Job) -> list[tuple[float, float]]:
     ]
 
 
-def step_times(rows: Rows) -> Row | None:
-    """Return the row of the times, if it is there."""
-    found = [row for row in rows.values() if row["job"].get("alone")]
-    return found[-1] if found else None
-
-
 def milliseconds(times: Row, name: str) -> float:
     """Return the milliseconds of a step: the median ratio to AdamW's, times AdamW's median."""
     own, base = times["milliseconds"][name], times["milliseconds"]["adamw"]
@@ -310,7 +305,7 @@ def table(rows: Rows) -> str:
 
 def ends(rows: Rows) -> str:
     """Return a line for each contestant."""
-    times, found, lines = step_times(rows), contestants(rows), []
+    times, found, lines = rows.get(key_of(ALONE)), contestants(rows), []
     ours = mean_curve(rows, OURS) if "ThorMuon" in found else []
     for name, setting in found.items():
         last = [curve[-1][1] for curve in curves(rows, setting)]
@@ -355,7 +350,7 @@ def draw(rows: Rows) -> None:
 
     from torch_thor.training.curves import legend_below
 
-    times = step_times(rows)
+    times = rows.get(key_of(ALONE))
     if times is None:
         return
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -371,11 +366,11 @@ def against(panel: "Axes", rows: Rows, times: Row | None) -> None:
     """Draw the losses against seconds, or against steps where there are no times."""
     found = contestants(rows)
     lowest = min(point[1] for setting in found.values() for point in mean_curve(rows, setting))
-    for (name, setting), colour in zip(found.items(), COLOURS, strict=True):
+    for name, setting in found.items():
         steps = [step for step, _ in mean_curve(rows, setting)]
         xs = steps if times is None else seconds(rows, times, setting)
         losses = [[point[1] for point in curve] for curve in curves(rows, setting)]
         label = f"{name} ({setting['lr']:g})" if "lr" in setting else f"{name}, no option"
-        draw_band(panel, xs, losses, label=label, colour=colour)
+        draw_band(panel, xs, losses, label=label, colour=COLOURS[name])
     panel.set(xlabel="steps" if times is None else "seconds, one core", ylim=(lowest - 0.03, 2.5))
     panel.grid(alpha=0.3)

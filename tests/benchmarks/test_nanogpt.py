@@ -79,7 +79,7 @@ def told(best):
     while todo := [job for job in nanogpt.jobs(rows) if key_of(job) not in rows]:
         for job in todo:
             if job.get("alone"):
-                settings = job["settings"]
+                settings = (*nanogpt.TUNED, "thor-muon")
                 one = {"milliseconds": {name: [2.0, 4.0, 3.0] for name in settings}}
                 one["milliseconds"] |= {"thor-muon": [4.0, 8.0, 9.0]}
                 one["milliseconds"] |= {"thor-muon refresh": [20.0, 40.0, 30.0]}
@@ -123,7 +123,7 @@ def test_shares_of_steps_and_seconds_by_hand():
     A step of AdamW takes 3 ms, one of ThorMuon 2 × 3 ms and a refresh 10 × 3 ms.
     """
     rows = told({"adamw": 0.004, "muon": 0.02, "soap": 0.004})
-    times = nanogpt.step_times(rows)
+    times = rows[key_of(nanogpt.ALONE)]
     assert nanogpt.seconds(rows, times, nanogpt.OURS) == pytest.approx(
         [0.0, (991 * 6 + 9 * 30) / 1000, (1990 * 6 + 10 * 30) / 1000]
     )
@@ -187,12 +187,15 @@ def test_rates_are_those_of_the_schedule(small, monkeypatch):
     assert all(len(set(rates)) == 1 for rates in seen)
 
 
-def test_steps_of_all_are_timed(small):
-    settings = {name: own for name, own in SETTINGS.items() if name != "soap"}
-    row = nanogpt.run({"settings": settings, "alone": True})
-    assert row["milliseconds"].keys() == {*settings, "thor-muon refresh"}
+def test_steps_of_all_are_timed(small, monkeypatch):
+    monkeypatch.delitem(nanogpt.TUNED, "soap")  # which is not installed everywhere
+    row = nanogpt.run(nanogpt.ALONE)
+    names = {"adamw", "muon", "thor-muon"}
+    assert row["milliseconds"].keys() == {*names, "thor-muon refresh"}
     assert all(len(own) == 2 and min(own) > 0 for own in row["milliseconds"].values())
+    assert row["state_bytes"].keys() == names
     assert row["state_bytes"]["adamw"] == pytest.approx(8.0, abs=0.2)
+    assert nanogpt.optimizers(nanogpt.ALONE) == ["ThorMuon"]
 
 
 def test_what_is_missing_is_named_with_where_it_comes_from(small):
