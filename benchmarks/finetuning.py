@@ -22,6 +22,7 @@ from torch import nn
 from benchmarks.finetuning_problems import PROBLEMS, UNSEEN
 from benchmarks.finetuning_ways import WAYS, same
 from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.markdown import with_error
 from benchmarks.runner.stores import key_of
 from benchmarks.suite_problems import Batch, Problem
 from torch_thor import THOR, ThorMuon
@@ -33,6 +34,7 @@ ADAMW = {False: (2e-5, 5e-5, 1e-4, 2e-4), True: (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)} 
 BEYOND = (5e-4, 1e-3, 2e-3)  # more than is usual, for the networks that were trained here
 RATE = 0.08  # ThorMuon's
 OURS = {"optimizer": "thor-muon"}
+README = ("minilm-sst2", "minilm-trec", "minilm-subj")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Job = dict[str, Any]
 Rows = dict[str, dict[str, Any]]
@@ -186,7 +188,23 @@ def is_adamw(job: Job) -> bool:
     return job["optimizer"] == "adamw"
 
 
+# the first is what ThorMuon does without a learning rate
 FINALISTS = (known(0.125, 0.25, 0.0125), known(0.25, 0.25, 0.0125), known(0.25, 0.25, 0.05))
+
+
+def headlines(rows: Rows) -> list[Job]:
+    """Return one seed of ThorMuon and of AdamW on each problem whose row README shows."""
+    found: list[Job] = []
+    for problem in README:
+        adamw = {"optimizer": "adamw", "lr": chosen_rate(rows, problem, None)}
+        found += [{**job, "task": problem, "seed": SEEDS[0]} for job in (FINALISTS[0], adamw)]
+    return found
+
+
+def tolerance(rows: Rows, job: Job) -> float:
+    """Return how far a value may differ on another machine: by as much as the seeds do."""
+    values = [rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS]
+    return float(max(values) - min(values))
 
 
 def table(rows: Rows) -> str:
@@ -243,7 +261,4 @@ def cell(rows: Rows, problem: str, job: Job, seeds: Sequence[int]) -> str:
     values = [row["value"] for row in found if row is not None and row["value"] is not None]
     if not values:
         return "–"
-    mean = f"{statistics.fmean(values):.4f}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.4f}"
+    return f"{values[0]:.4f}" if len(values) == 1 else with_error(values)

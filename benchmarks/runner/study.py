@@ -104,7 +104,14 @@ def verify(name: str, store: Lines, workers: int) -> int:
     """Run the headlines again, and print each value beside the recorded one."""
     # The new results are kept in a store of their own.
     study = importlib.import_module(name)
+    require(hasattr(study, "headlines"), f"{_short(name)}: README shows none of its numbers")
     again, jobs = Lines(store.path.with_suffix(".verify")), study.headlines(store.rows)
+    missing = [key_of(job) for job in jobs if key_of(job) not in store.rows]
+    require(
+        not missing,
+        f"{len(missing)} rows to compare with are missing, which `python -m benchmarks "
+        f"{_short(name)}` runs:\n" + "\n".join(missing),
+    )
     again.rows.clear()
     measure(name, again, jobs, workers)
     again.path.unlink()

@@ -143,4 +143,3 @@ def test_the_table_has_means_over_seeds_and_ratios_within_a_seed():
     assert own == f"| 2 | Muon + SGD | 2 | .500, .650 | 0.750 ± 0.050 | 1.00 | {words}"
     assert ours == f"| 2 | ThorMuon | 3 | .500, .700 | 0.800 ± 0.058 | 1.15 | {words}"
     assert [job["optimizer"] for job in cifar10.headlines(rows)] == [OWN, THOR_MUON]
-    assert cifar10.headlines({}) == []

@@ -133,6 +133,16 @@ def test_verify_compares_headlines_with_what_is_recorded(call, capfd):
         assert [path.name for path in Path("results").iterdir()] == ["toy.jsonl"]
 
 
+def test_what_cannot_be_verified_is_said(call, monkeypatch):
+    said = r"1 rows to compare with are missing.*`python -m benchmarks toy` runs:\nlr 2, seed 1"
+    with pytest.raises(UserError, match=said):
+        call("--verify")
+    monkeypatch.delattr(importlib.import_module("toy"), "headlines")
+    with pytest.raises(UserError, match="toy: README shows none of its numbers"):
+        call("--verify")
+    assert not Path("ran").exists()
+
+
 def test_bad_words_and_full_disks_are_one_line(call, monkeypatch, tmp_path):
     for words, said in (
         (("--workers", "0"), "--workers 0: give a whole number of 1 or more"),
