@@ -88,6 +88,15 @@ def test_a_training_that_stopped_is_the_worst_of_its_case():
     )
 
 
+def by_data(rows):
+    """The rows of a figure for each data set that it is made of."""
+    found = {}
+    for row in rows.values():
+        data = row["job"].get("recipe", {}).get("data", {}).get("name")
+        found.setdefault(data, []).append(row)
+    return found
+
+
 def test_the_docs_show_the_raw_data():
     text = "".join(
         page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
@@ -95,7 +104,8 @@ def test_the_docs_show_the_raw_data():
     results = ROOT / "benchmarks" / "results"
     shown = {name: study(name).table(Lines(results / f"{name}.jsonl").rows) for name in STUDIES}
     for name, figure in FIGURES.items():
-        shown[name] = figure.table(list(Lines(results / "figures" / f"{name}.jsonl").rows.values()))
+        for data, rows in by_data(Lines(results / "figures" / f"{name}.jsonl").rows).items():
+            shown[f"{name}, {data}"] = figure.table(rows)
     for name, tables in shown.items():
         parts = tables.split("\n\n")
         assert parts[0].count("\n") > 1, name
