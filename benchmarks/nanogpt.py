@@ -300,37 +300,45 @@ def seconds(rows: Rows, times: Row, setting: Job) -> list[float]:
 
 def table(rows: Rows) -> str:
     """Return what each ends at and when ThorMuon is there, then the trials."""
-    return "\n\n".join([ends(rows), trials(rows)])
+    heads = ["optimizer", "learning rate", "validation loss", "ThorMuon is there after: steps"]
+    heads += ["seconds", "step / AdamW's", "bytes a parameter"]
+    return "\n\n".join([markdown(heads, ends(rows)), trials(rows)])
 
 
-def ends(rows: Rows) -> str:
-    """Return a line for each contestant."""
-    times, found, lines = rows.get(key_of(ALONE)), contestants(rows), []
-    ours = mean_curve(rows, OURS) if "ThorMuon" in found else []
+def ends(rows: Rows) -> list[list[str]]:
+    """Return the cells of each contestant."""
+    found, lines = contestants(rows), []
     for name, setting in found.items():
         last = [curve[-1][1] for curve in curves(rows, setting)]
-        there = steps_to(ours, statistics.fmean(last), higher=False)
-        steps = "" if name == "ThorMuon" else share_of(there, ours[-1][0] if ours else 0.0)
-        cells = [name, f"{setting['lr']:g}" if "lr" in setting else "none given", with_error(last)]
-        cells.append(steps)
-        if times is None:
-            cells += ["", "", ""]
-        else:
-            whole = seconds(rows, times, setting)[-1]
-            own = seconds(rows, times, OURS)
-            points = [step for step, _ in ours]
-            reached = None if there is None else float(numpy.interp(there, points, own))
-            relative = whole / seconds(rows, times, THEIRS)[-1]
-            cells.append("" if name == "ThorMuon" else share_of(reached, whole))
-            cells += [f"{relative:.2f}", f"{times['state_bytes'][setting['optimizer']]:.1f}"]
-        lines.append(cells)
-    heads = ("optimizer", "learning rate", "validation loss", "ThorMuon is there after: steps")
-    return markdown((*heads, "seconds", "step / AdamW's", "bytes a parameter"), lines)
+        rate = f"{setting['lr']:g}" if "lr" in setting else "none given"
+        shares = ["", ""]
+        if name != "ThorMuon" and "ThorMuon" in found:
+            shares = reached(rows, setting, statistics.fmean(last))
+        lines.append([name, rate, with_error(last), *shares, *costs(rows, setting)])
+    return lines
 
 
-def share_of(part: float | None, whole: float) -> str:
-    """Format a share."""
-    return "not reached" if part is None else f"{part / whole:.2f}"
+def reached(rows: Rows, other: Job, goal: float) -> list[str]:
+    """Return the shares of another's steps and seconds after which ThorMuon is at a loss."""
+    ours, times = mean_curve(rows, OURS), rows.get(key_of(ALONE))
+    steps = [step for step, _ in ours]
+    there = steps_to(ours, goal, higher=False)
+    if there is None:
+        return ["not reached", "not reached"]
+    shares = [f"{there / steps[-1]:.2f}", ""]
+    if times is not None:
+        at = float(numpy.interp(there, steps, seconds(rows, times, OURS)))
+        shares[1] = f"{at / seconds(rows, times, other)[-1]:.2f}"
+    return shares
+
+
+def costs(rows: Rows, setting: Job) -> list[str]:
+    """Return the time of a step over AdamW's, and bytes of state a parameter."""
+    times = rows.get(key_of(ALONE))
+    if times is None:
+        return ["", ""]
+    relative = seconds(rows, times, setting)[-1] / seconds(rows, times, THEIRS)[-1]
+    return [f"{relative:.2f}", f"{times['state_bytes'][setting['optimizer']]:.1f}"]
 
 
 def trials(rows: Rows) -> str:

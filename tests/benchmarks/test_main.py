@@ -11,7 +11,7 @@ from benchmarks.runner import study
 from command_line import assert_refused
 
 NAMES = [
-    "cifar10", "defaults", "figures", "finetuning", "gpu", "gpu_airbench", "gpu_nanogpt",
+    "cifar10", "defaults", "figures", "finetuning", "front", "gpu", "gpu_airbench", "gpu_nanogpt",
     "loop_time", "many_devices", "models", "nanogpt", "step_time", "suite", "untrained",
 ]  # fmt: skip
 

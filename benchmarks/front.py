@@ -1,0 +1,155 @@
+"""README's first table and picture, from the raw data of nanogpt, finetuning and suite.
+
+    python -m benchmarks front
+
+The table answers what somebody gains who uses AdamW today: AdamW is tuned on each task, ThorMuon
+is not, and *steps* and *seconds* are what ThorMuon needs to be where AdamW ends, as a share of what
+AdamW needs. Fine-tuning has no curves in its raw data.
+"""
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import finetuning, nanogpt, suite, suite_report
+from benchmarks.runner.drawing import save
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.stores import Lines, key_of
+from benchmarks.runner.study import RESULTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PICTURE = suite_report.PICTURES / "front.png"
+TITLES = {
+    "autoencoder": "autoencoder (8 layers), Fashion-MNIST: squared error ↓",
+    "characters": "transformer (2 blocks of 64), characters: loss ↓",
+    "resnet1024": "ResNet (8 to 32 wide), Fashion-MNIST, batch 1024: accuracy ↑",
+    "bert512": "BERT (2 layers of 64), batch 512: loss ↓",
+    "vit": "ViT (3 blocks of 64), Fashion-MNIST: accuracy ↑",
+    "unet": "U-Net (8 to 32 wide), denoising: squared error ↓",
+}
+TUNED = {
+    "minilm-sst2": "MiniLM, fine-tuned on SST-2: accuracy ↑",
+    "minilm-trec": "MiniLM, fine-tuned on TREC: accuracy ↑",
+    "minilm-subj": "MiniLM, fine-tuned on films: accuracy ↑",
+}
+NONE, OURS, PEERS = "–", "ThorMuon", ("Muon", "SOAP")
+FONT = 14  # legible where the picture is 400 pixels wide
+Rows = dict[str, dict[str, Any]]
+
+
+def main() -> None:
+    """Print the table, and draw the picture."""
+    studies = {name: rows_of(name) for name in ("nanogpt", "finetuning", "suite")}
+    print(table(**studies))
+    draw(studies["nanogpt"], studies["finetuning"])
+
+
+def rows_of(study: str) -> Rows:
+    """Return the raw data of a study."""
+    return Lines(RESULTS / f"{study}.jsonl").rows
+
+
+def table(nanogpt: Rows, finetuning: Rows, suite: Rows) -> str:
+    """Return the table from the raw data of each study."""
+    heads = ("task", "AdamW, tuned", "ThorMuon", "steps", "seconds", "Muon, tuned", "SOAP, tuned")
+    lines = [*of_nanogpt(nanogpt), *of_suite(suite), *of_finetuning(finetuning)]
+    return markdown(heads, lines)
+
+
+def of_nanogpt(rows: Rows) -> list[list[str]]:
+    """Return the lines of nanoGPT's example: its own AdamW, and the tuned one."""
+    ends = {cells[0]: cells for cells in nanogpt.ends(rows)}
+    if OURS not in ends:
+        return []
+    titles = {
+        "nanoGPT's AdamW": "the same with nanoGPT's own AdamW (0.001)",
+        "AdamW, tuned": "nanoGPT's CPU example (0.8 M), Shakespeare: loss ↓",
+    }
+    lines = []
+    for name in ("AdamW, tuned", "nanoGPT's AdamW"):
+        if name in ends:
+            _, _, loss, steps, seconds, *_ = ends[name]
+            others = [
+                ends[f"{one}, tuned"][2] if f"{one}, tuned" in ends else NONE for one in PEERS
+            ]
+            lines.append([titles[name], loss, ends[OURS][2], steps, seconds, *others])
+    return lines
+
+
+def of_suite(rows: Rows) -> list[list[str]]:
+    """Return a line for each problem of the suite that README shows."""
+    found = suite_report.contests(rows, suite.chosen(rows), suite.one_rates(rows))
+    by_name = {one.problem: one for one in found}
+    lines = []
+    for problem, title in TITLES.items():
+        if problem in by_name:
+            one = by_name[problem]
+            steps, slower = one.steps("adamw"), one.relative("adamw")
+            seconds = None if steps is None or slower is None else steps * slower
+            shown = {
+                name: suite_report.shown(one, one.setting(name))
+                for name in ("adamw", "thor-muon", "muon", "soap")
+            }
+            shares = suite_report.ratio(steps), suite_report.ratio(seconds)
+            cells = [shown["adamw"], shown["thor-muon"], *shares, shown["muon"], shown["soap"]]
+            lines.append([title, *cells])
+    return lines
+
+
+def of_finetuning(rows: Rows) -> list[list[str]]:
+    """Return a line for each set of sentences; AdamW's rate is the best of all."""
+    lines = []
+    for problem, title in TUNED.items():
+        adamw = {"optimizer": "adamw", "lr": finetuning.chosen_rate(rows, problem, None)}
+        cells = [
+            finetuning.cell(rows, problem, job, finetuning.SEEDS)
+            for job in (adamw, finetuning.FINALISTS[0])
+        ]
+        lines.append([title, *cells, NONE, NONE, NONE, NONE])
+    return lines
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def draw(of_nanogpt: Rows, of_finetuning: Rows) -> None:
+    """Draw nanoGPT's example against seconds, and the accuracies of fine-tuning."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    times = of_nanogpt.get(key_of(nanogpt.ALONE))
+    if times is None:
+        return
+    with rc_context({"font.size": FONT}):
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        nanogpt.against(left, of_nanogpt, times)
+        left.set(title="nanoGPT's CPU example", ylabel="validation loss")
+        left.legend(frameon=False, fontsize=FONT - 1)
+        accuracies(right, of_finetuning)
+        save(figure, PICTURE)
+
+
+def accuracies(panel: "Axes", rows: Rows) -> None:
+    """Draw the accuracies on each set of sentences, with all weights trained and with LoRA."""
+    names = {"minilm-sst2": "SST-2", "minilm-trec": "TREC", "minilm-subj": "films"}
+    problems = {problem + lora: name + (", LoRA" if lora else "")
+                for lora in ("", "-lora") for problem, name in names.items()}  # fmt: skip
+    for place, problem in enumerate(problems):
+        adamw = {"optimizer": "adamw", "lr": finetuning.chosen_rate(rows, problem, None)}
+        jobs = {"AdamW, tuned": adamw, "ThorMuon, no option": finetuning.FINALISTS[0]}
+        for (label, job), name in zip(jobs.items(), ("AdamW, tuned", OURS), strict=True):
+            asked = [key_of({**job, "task": problem, "seed": seed}) for seed in finetuning.SEEDS]
+            values = [rows[key]["value"] for key in asked]
+            error = statistics.stdev(values) / len(values) ** 0.5
+            panel.errorbar(
+                [statistics.fmean(values)], [place + 0.15 * (name != OURS)], xerr=[error],
+                fmt="o", markersize=9, elinewidth=2, color=nanogpt.COLOURS[name],
+                label=label if place == 0 else None,
+            )  # fmt: skip
+    panel.set_yticks(range(len(problems)), list(problems.values()))
+    panel.invert_yaxis()
+    panel.set(title="MiniLM, fine-tuned", xlabel="held-out accuracy")
+    panel.grid(alpha=0.3)
+    panel.legend(frameon=False, fontsize=FONT - 1)
