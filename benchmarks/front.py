@@ -7,12 +7,15 @@ is not, and *steps* and *seconds* are what ThorMuon needs to be where AdamW ends
 AdamW needs. Fine-tuning has no curves in its raw data.
 """
 
+import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import finetuning, nanogpt, suite, suite_report
+from benchmarks.gpu_airbench import OWN, THOR_MUON
 from benchmarks.runner.drawing import save
 from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.markdown import with_error
 from benchmarks.runner.stores import Lines, key_of
 from benchmarks.runner.study import RESULTS
 
@@ -20,20 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PICTURE = suite_report.PICTURES / "front.png"
-TITLES = {
-    "autoencoder": "autoencoder (8 layers), Fashion-MNIST: squared error ↓",
-    "characters": "transformer (2 blocks of 64), characters: loss ↓",
-    "resnet1024": "ResNet (8 to 32 wide), Fashion-MNIST, batch 1024: accuracy ↑",
-    "bert512": "BERT (2 layers of 64), batch 512: loss ↓",
-    "vit": "ViT (3 blocks of 64), Fashion-MNIST: accuracy ↑",
-    "unet": "U-Net (8 to 32 wide), denoising: squared error ↓",
-}
-TUNED = {
-    "minilm-sst2": "MiniLM, fine-tuned on SST-2: accuracy ↑",
-    "minilm-trec": "MiniLM, fine-tuned on TREC: accuracy ↑",
-    "minilm-subj": "MiniLM, fine-tuned on films: accuracy ↑",
-}
+MINILM = {"minilm-sst2": "SST-2", "minilm-trec": "TREC", "minilm-subj": "films"}
 NONE, OURS, PEERS = "–", "ThorMuon", ("Muon", "SOAP")
+AIRBENCH_EPOCHS = 8
 FONT = 14  # legible where the picture is 400 pixels wide
 Rows = dict[str, dict[str, Any]]
 
@@ -53,7 +45,7 @@ def rows_of(study: str) -> Rows:
 def table(nanogpt: Rows, finetuning: Rows, suite: Rows) -> str:
     """Return the table from the raw data of each study."""
     heads = ("task", "AdamW, tuned", "ThorMuon", "steps", "seconds", "Muon, tuned", "SOAP, tuned")
-    lines = [*of_nanogpt(nanogpt), *of_suite(suite), *of_finetuning(finetuning)]
+    lines = [*of_nanogpt(nanogpt), *of_suite(suite), *of_finetuning(finetuning), of_airbench()]
     return markdown(heads, lines)
 
 
@@ -82,32 +74,50 @@ def of_suite(rows: Rows) -> list[list[str]]:
     found = suite_report.contests(rows, suite.chosen(rows), suite.one_rates(rows))
     by_name = {one.problem: one for one in found}
     lines = []
-    for problem, title in TITLES.items():
+    for problem, title in suite_report.README.items():
         if problem in by_name:
             one = by_name[problem]
-            steps, slower = one.steps("adamw"), one.relative("adamw")
-            seconds = None if steps is None or slower is None else steps * slower
             shown = {
                 name: suite_report.shown(one, one.setting(name))
                 for name in ("adamw", "thor-muon", "muon", "soap")
             }
-            shares = suite_report.ratio(steps), suite_report.ratio(seconds)
-            cells = [shown["adamw"], shown["thor-muon"], *shares, shown["muon"], shown["soap"]]
+            own = shown["adamw"], shown["thor-muon"]
+            cells = [*own, *shares(one), shown["muon"], shown["soap"]]
             lines.append([title, *cells])
     return lines
+
+
+def shares(one: suite_report.Contest) -> tuple[str, str]:
+    """Return the shares of AdamW's steps and seconds after which ThorMuon is where it ends."""
+    steps, slower = one.steps("adamw"), one.relative("adamw")
+    seconds = None if steps is None or slower is None else steps * slower
+    return suite_report.ratio(steps), suite_report.ratio(seconds)
 
 
 def of_finetuning(rows: Rows) -> list[list[str]]:
     """Return a line for each set of sentences; AdamW's rate is the best of all."""
     lines = []
-    for problem, title in TUNED.items():
+    for problem, name in MINILM.items():
         adamw = {"optimizer": "adamw", "lr": finetuning.chosen_rate(rows, problem, None)}
         cells = [
             finetuning.cell(rows, problem, job, finetuning.SEEDS)
             for job in (adamw, finetuning.FINALISTS[0])
         ]
+        title = f"MiniLM, fine-tuned on {name}: accuracy ↑"
         lines.append([title, *cells, NONE, NONE, NONE, NONE])
     return lines
+
+
+def of_airbench() -> list[str]:
+    """Return the line of airbench94 on a GPU, with its own optimizers in the place of Muon."""
+    lines = (RESULTS / "gpu-h200-airbench.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["job"]["epochs"] == AIRBENCH_EPOCHS]
+    theirs, ours = (
+        with_error([row["tta_val_acc"] for row in rows if row["job"]["optimizer"] == name])
+        for name in (OWN, THOR_MUON)
+    )
+    title = f"airbench94, {AIRBENCH_EPOCHS} epochs of CIFAR-10 (JPEG copies): accuracy ↑"
+    return [title, NONE, ours, NONE, NONE, f"its own {theirs}", NONE]
 
 
 # ---- the picture ---------------------------------------------------------------------------------
@@ -133,9 +143,8 @@ def draw(of_nanogpt: Rows, of_finetuning: Rows) -> None:
 
 def accuracies(panel: "Axes", rows: Rows) -> None:
     """Draw the accuracies on each set of sentences, with all weights trained and with LoRA."""
-    names = {"minilm-sst2": "SST-2", "minilm-trec": "TREC", "minilm-subj": "films"}
-    problems = {problem + lora: name + (", LoRA" if lora else "")
-                for lora in ("", "-lora") for problem, name in names.items()}  # fmt: skip
+    problems = dict(MINILM)
+    problems |= {f"{problem}-lora": f"{name}, LoRA" for problem, name in MINILM.items()}
     for place, problem in enumerate(problems):
         adamw = {"optimizer": "adamw", "lr": finetuning.chosen_rate(rows, problem, None)}
         jobs = {"AdamW, tuned": adamw, "ThorMuon, no option": finetuning.FINALISTS[0]}

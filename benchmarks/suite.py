@@ -255,7 +255,7 @@ def table(rows: Rows) -> str:
 
 
 def draw(rows: Rows) -> None:
-    """Draw the picture of README."""
+    """Draw the picture of four problems."""
     picture(contests(rows, chosen(rows), one_rates(rows)))
 
 

@@ -16,7 +16,9 @@ from benchmarks.runner.stores import Lines, key_of
 from golden.runs import RUNS_OF
 
 ROOT = Path(__file__).parents[2]
-STUDIES = ("defaults", "finetuning", "many_devices", "models", "step_time", "untrained")
+STUDIES = (
+    "defaults", "finetuning", "many_devices", "models", "nanogpt", "step_time", "untrained",
+)  # fmt: skip
 
 
 def study(name):
