@@ -3,7 +3,7 @@
 While the module's forward runs, a function mode reports them.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,28 @@ class Report(Protocol):
         """Report the layer's name inside the module, its input and its output."""
         # The kind of this call is given, too, if it differs.
         ...
+
+
+class FunctionCalls(TorchFunctionMode):
+    """A mode that makes another call in the place of each call of one of torch's functions.
+
+    Args:
+        call: called with the function, its arguments and its keyword arguments, returns the result.
+    """
+
+    def __init__(self, call: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Make the other call."""
+        return self._call(func, args, kwargs or {})
 
 
 class CompositeHook:
