@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from torch_thor.capture.evidence import Evidence
-from torch_thor.capture.hooks import ModuleCalls, ModuleHook
+from torch_thor.capture.hooks import ModuleCalls
+from torch_thor.capture.module_hooks import ModuleHook
 from torch_thor.capture.sampling import Mark, Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature, Statistics

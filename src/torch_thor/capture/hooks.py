@@ -14,7 +14,6 @@ by a compiled function has no call that could be seen first: then everything run
 refresh is done.
 """
 
-import inspect
 import sys
 import warnings
 import weakref
@@ -24,13 +23,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_module
 
-from torch_thor.capture.composites import CompositeHook
-from torch_thor.capture.composites.hook import Watcher
 from torch_thor.capture.layers import Layer
-from torch_thor.curvature.kinds import Kind
+from torch_thor.capture.module_hooks import ModuleHook, Watcher
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.torch_internals import compile_stance, is_tracing
 
@@ -40,39 +37,15 @@ from torch_thor.torch_internals import compile_stance, is_tracing
 _COMPILE_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
-class CalledModuleHook:
-    """The hook on a module that is one layer: the rows are those of its own input and output."""
-
-    def __init__(self, module: nn.Module, kind: Kind, layer: LayerCurvature) -> None:
-        self.module = module
-        self.layers = [layer]
-        self.kind = kind
-
-    def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
-        """Report the module's first argument, even if passed by name, and its output."""
-        if not args:
-            names = list(inspect.signature(type(self.module).forward).parameters)[1:2]
-            args = [kwargs.get(name) for name in names]
-        if args and isinstance(args[0], Tensor):
-            watcher.watch(self.layers[0], self.kind, args[0], output)
-
-
-ModuleHook = CalledModuleHook | CompositeHook
-
-
 def hooks_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[ModuleHook]:
-    """Make the hooks on the modules whose calls give rows to layers."""
-    hooks: list[ModuleHook] = []
-    composite: dict[int, CompositeHook] = {}
+    """Make the hooks on the modules whose calls give rows to layers, one for each module."""
+    hooks: dict[int, ModuleHook] = {}
     for name, layer in found.items():
-        hooks += [CalledModuleHook(module, kind, layers[name]) for module, kind in layer.modules]
-        if layer.inside is not None:
-            module = layer.inside.module
-            hook = composite.get(id(module)) or composite.setdefault(
-                id(module), layer.inside.hook(module)
-            )
-            hook.by_name[layer.inside.name] = layers[name]
-    return [*hooks, *composite.values()]
+        for use in layer.uses:
+            if id(use.module) not in hooks:
+                hooks[id(use.module)] = use.hook(use.module)
+            hooks[id(use.module)].by_name[use.name] = layers[name]
+    return list(hooks.values())
 
 
 class ModuleCalls:
@@ -160,7 +133,7 @@ class ModuleCalls:
                 self._by_function = by_function
             _run_eagerly(self, wanted=True)
         handler, watcher = self._handlers.get(id(module)), self._watcher()
-        if isinstance(handler, CompositeHook) and watcher is not None:
+        if handler is not None and watcher is not None:
             handler.enter(watcher)
 
     def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
@@ -170,8 +143,7 @@ class ModuleCalls:
         if handler is not None and watcher is not None:
             if len(rest) == 2:
                 handler.leave(watcher, args, *rest)
-            # torch passes no kwargs if an exception was raised
-            elif isinstance(handler, CompositeHook):
+            else:  # torch passes no kwargs if an exception was raised
                 handler.abandon()
         if module is self._outermost:
             self._outermost = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_thor.capture.composites import CompositeHook
+from torch_thor.capture.module_hooks import ModuleHook
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import Kind, parameter_names_of
 
@@ -24,6 +24,13 @@ class Owner:
     def name(self) -> str:
         """The parameter's name in the model."""
         return f"{self.module_name}.{self.attribute}".lstrip(".")
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter, which the module has."""
+        found = self.module._parameters[self.attribute]
+        assert found is not None
+        return found
 
     @property
     def is_weight(self) -> bool:
@@ -48,15 +55,15 @@ def owners_of(model: nn.Module) -> Mapping[int, Sequence[Owner]]:
 
 
 @dataclass(frozen=True)
-class Inside:
-    """The place of a layer that a composite module computes."""
+class Use:
+    """A module that computes a layer, and so has its rows."""
 
-    module: nn.Module  # the composite module
-    name: str  # the layer's name inside it
-    hook: Callable[[Any], CompositeHook]
+    module: nn.Module
+    name: str  # the layer's name inside the module; empty if the module is the layer
+    hook: Callable[[Any], ModuleHook]  # makes the hook on the module
 
 
-@dataclass
+@dataclass(frozen=True)
 class Layer:
     """A layer that can be preconditioned.
 
@@ -67,13 +74,6 @@ class Layer:
     kind: Kind
     weight: ParameterView
     biases: list[ParameterView]
+    uses: list[Use] = field(repr=False)
     # put before the names of its state, where several layers are rows of one parameter
     prefix: str = ""
-    modules: list[tuple[nn.Module, Kind]] = field(default_factory=list)
-    # its place in a composite module; None for a layer that consists of modules
-    inside: Inside | None = None
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that owns the weight."""
-        return self.weight.module

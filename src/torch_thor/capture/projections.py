@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from torch_thor.capture.coverage import LEFT_OUT, Covered
+from torch_thor.capture.coverage import Covered
 from torch_thor.capture.layers import Owner
 from torch_thor.capture.patterns import some
+from torch_thor.capture.reasons import LEFT_OUT
 from torch_thor.curvature.kinds import Kind, LinearKind, owner_of_forward
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import (

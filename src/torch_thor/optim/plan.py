@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Covered
-from torch_thor.capture.hooks import ModuleHook, hooks_of
-from torch_thor.capture.inspection import Inspection
+from torch_thor.capture.coverage import Covered, Rest, covered
+from torch_thor.capture.hooks import hooks_of
+from torch_thor.capture.inspection import inspect
 from torch_thor.capture.layers import Layer, Owner, owners_of
+from torch_thor.capture.module_hooks import ModuleHook
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.projections import (
     Fused,
@@ -65,12 +66,13 @@ class Plan:
         model: nn.Module,
         trained: Sequence[nn.Parameter],
         sides: tuple[str, ...],
+        rest: Rest,
         chosen: Patterns,
         before: "Plan | None" = None,
     ) -> None:
         self.model = model
-        found = Inspection(model, trained, chosen=chosen, matrices_alone="G" not in sides)
-        self.entries: tuple[Covered, ...] = tuple(found.entries)
+        found = inspect(model, trained, chosen=chosen, inputs_alone="G" not in sides)
+        self.entries: tuple[Covered, ...] = tuple(covered(model, found, rest))
         self.left_out: tuple[Layer, ...] = tuple(found.left_out)
         self.names: dict[int, str] = {}
         # parameters that are DTensors, and how their rows are divided, by name

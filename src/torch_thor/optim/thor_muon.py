@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Coverage
+from torch_thor.capture.coverage import Coverage, Rest
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.projections import hints
 from torch_thor.curvature.blocks import factor_dtype
@@ -92,6 +92,7 @@ class ThorMuon(CurvatureOptimizer):
     """
 
     sides = ("A",)
+    rest = Rest("AdamW", matrix="orthogonalised momentum")
     usual_lr = 0.08
     relative_damping = True
     # a layer whose trace has changed by 1 % or less keeps its factor

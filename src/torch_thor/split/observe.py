@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_thor.capture.hooks import ModuleCalls, hooks_of
-from torch_thor.capture.inspection import Inspection
+from torch_thor.capture.inspection import inspect
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.split.spectral import spectral_losses
@@ -35,7 +35,7 @@ class Observer:
         self._model = copy.deepcopy(model).to(device)
         self._device = device
         trained = [p for p in self._model.parameters() if p.requires_grad]
-        found = Inspection(self._model, trained, matrices_alone="G" not in sides).layers
+        found = inspect(self._model, trained, inputs_alone="G" not in sides).layers
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no layer that is preconditioned with Kronecker "

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.declarations import InnerLayer
-from torch_thor.capture.composites.hook import CompositeHook, FunctionCalls, Report
+from torch_thor.capture.module_hooks import CompositeHook, FunctionCalls, Report
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import PackedCall, ProjectionKind, class_of
 from torch_thor.torch_internals import tree_map

@@ -1,9 +1,11 @@
-"""The hook on a composite module, which reports the calls of the layers inside it.
+"""The hooks on modules: each reports the calls of the layers that its module computes.
 
-While the module's forward runs, a function mode reports them.
+While the forward of a composite module runs, a function mode reports them.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +64,58 @@ class FunctionCalls(TorchFunctionMode):
         return self._call(func, args, kwargs or {})
 
 
-class CompositeHook:
+class ModuleHook:
+    """The hook on a module.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        # the layers that are preconditioned, by their names inside; the module itself has none
+        self.by_name: dict[str, LayerCurvature] = {}
+
+    @property
+    def layers(self) -> list[LayerCurvature]:
+        """The layers whose calls are reported."""
+        return list(self.by_name.values())
+
+    def report(
+        self, watcher: Watcher, name: str, x: Tensor, output: Any, kind: Kind | None = None
+    ) -> None:
+        """Tell a watcher of a call of a layer, if that is preconditioned."""
+        layer = self.by_name.get(name)
+        if layer is not None:
+            watcher.watch(layer, layer.kind if kind is None else kind, x, output)
+
+    def enter(self, watcher: Watcher) -> None:
+        """Handle that the module is about to run."""
+
+    def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Handle that it has run."""
+
+    def abandon(self) -> None:
+        """Handle that it has raised an exception."""
+
+
+class CalledModuleHook(ModuleHook):
+    """The hook on a module that is one layer: the rows are those of its own input and output."""
+
+    def __init__(self, module: nn.Module, kind: Kind) -> None:
+        super().__init__(module)
+        self._kind = kind
+
+    def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Report the module's first argument, even if passed by name, and its output."""
+        if not args:
+            names = list(inspect.signature(type(self.module).forward).parameters)[1:2]
+            args = [kwargs.get(name) for name in names]
+        if args and isinstance(args[0], Tensor):
+            self.report(watcher, "", args[0], output, self._kind)
+
+
+class CompositeHook(ModuleHook):
     """Reports the inputs and outputs of the layers that one composite module computes.
 
     A subclass overrides ``mode``.
@@ -71,16 +124,7 @@ class CompositeHook:
         module: the composite module.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module: Any = module
-        # the layers that are preconditioned, by their names inside
-        self.by_name: dict[str, LayerCurvature] = {}
-        self._active: TorchFunctionMode | None = None
-
-    @property
-    def layers(self) -> list[LayerCurvature]:
-        """The layers whose calls are reported."""
-        return list(self.by_name.values())
+    _active: TorchFunctionMode | None = None
 
     def mode(self, report: Report) -> TorchFunctionMode:
         """Return a function mode that reports the calls of the layers inside the module.
@@ -106,13 +150,7 @@ class CompositeHook:
         # Ctrl-C inside the forward: torch then calls no hook that leaves the mode.
         if function_mode() is self._active:
             self.abandon()
-
-        def report(name: str, x: Tensor, output: Any, kind: Kind | None = None) -> None:
-            layer = self.by_name.get(name)
-            if layer is not None:
-                watcher.watch(layer, layer.kind if kind is None else kind, x, output)
-
-        self._active = self.mode(report)
+        self._active = self.mode(partial(self.report, watcher))
         self._active.__enter__()
 
     def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
