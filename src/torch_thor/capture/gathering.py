@@ -1,6 +1,4 @@
-"""The gathering of statistics: which layers do so in a step, their rows, and loss terms.
-
-The loss terms that are counted are those of the step's losses.
+"""The gathering of statistics: which layers do so in a step, and their rows.
 
 On a refresh step hooks see the calls of the layers (:mod:`torch_thor.capture.hooks`), and each call
 registers a hook on its output. When the gradient of the output has been computed, that adds the
@@ -19,9 +17,9 @@ model runs eagerly for it, unless it is frozen, the loss did not reach it when i
 its weight is used without calling its module (uncalled).
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +29,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from torch_thor.capture.evidence import Evidence
 from torch_thor.capture.hooks import ModuleCalls
+from torch_thor.capture.loss_terms import Call, Pass, call_of
 from torch_thor.capture.module_hooks import ModuleHook
 from torch_thor.capture.sampling import Mark, Sampler
 from torch_thor.curvature.kinds import Kind
@@ -52,25 +51,6 @@ _ROWS_PER_COLUMN = 8
 _SMALL = 2**14
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of a layer whose output has received a gradient."""
-
-    layer: Any  # the layer, or anything hashable that identifies it
-    loss_terms: int  # the size of the leading dimension of its input, 1 without a batch dimension
-    dims: tuple[int, ...]  # the sizes of all dimensions of its input but that of the features
-    certain: bool = False  # whether the leading dimension is known to be the batch
-    embedding: bool = False  # whether the input consists of indices, of tokens or of positions
-
-
-@dataclass
-class Pass:
-    """One backward pass."""
-
-    calls: list[Call] = field(default_factory=list)
-    repeated: bool = False  # whether it is another backward pass through calls that have had one
-
-
 @dataclass
 class _Watched:
     """A call of a layer whose output has not received a gradient yet, or may receive another."""
@@ -81,14 +61,20 @@ class _Watched:
     weight: Node | None  # the node that adds to the gradient of the weight
     # the backward pass in which the call was made, as activation checkpointing does; -1 outside
     outer: int
-    sequences: int  # their number in a nested input, whose rows are theirs; 0 for any other
-    enough: int | None = None  # a number of rows that is enough, for a layer that has A alone
-    rows: Statistics | None = None  # those of the input, summed, where that is smaller than it
+    counted: Call  # what its input tells of N
     x: Any = None  # the input, where it is kept
     version: int = 0  # of the input
+    rows: Statistics | None = None  # those of the input, summed, where that is smaller than it
     mark: Mark | None = None
-    # the generation of the previous gradient, and the gradient where G needs it
-    earlier: tuple[int, Tensor | None] = (-1, None)
+    # the step of the previous gradient, and the gradient where G needs it
+    earlier: tuple[object, Tensor | None] = (None, None)
+
+    def trains(self) -> bool:
+        """Return whether the backward pass that runs adds to the gradient of the weight."""
+        try:
+            return self.weight is None or bool(backward_reaches(self.weight))
+        except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
+            return False
 
 
 class Capture:
@@ -97,21 +83,12 @@ class Capture:
     def __init__(self, *, sampled: bool = False) -> None:
         self.sampler = Sampler() if sampled else None
         self.row_mask: Tensor | None = None
-        self.mask_taken = False  # whether the mask has fitted the input of a layer in this step
-        # layers that the loss has reached in this step, also without rows
-        self.reached: set[LayerCurvature] = set()
-        # layers that ran under torch.func, where hooks see no gradient
-        self.inside_transform: set[str] = set()
         self.evidence = Evidence()
+        self.layers: list[LayerCurvature] = []
         self.gathering: set[LayerCurvature] = set()
         self.awaited: set[LayerCurvature] = set()
-        self.passes: dict[int, Pass] = {}  # by autograd's id of the pass
-        self._parents: dict[int, int] = {}  # the id of the outer pass of each nested one
-        # calls that a pass with create_graph went through, which a loss may reach by its result
-        self._differentiated: defaultdict[LayerCurvature, list[_Watched]] = defaultdict(list)
-        # counts calls of discard(), after which a pass may go through an earlier graph again
-        self._generation = 0
         self._calls = ModuleCalls(self)
+        self.discard()
 
     def follow(self, model: nn.Module, hooks: Sequence[ModuleHook]) -> None:
         """Replace the hooks, and keep what has been gathered.
@@ -163,11 +140,11 @@ class Capture:
         if functorch() is not None:
             self.inside_transform.add(layer.name)
             return
-        if not (isinstance(output, Tensor) and output.requires_grad):
-            return
         weight = layer.weight_view.module._parameters.get(layer.weight_view.attribute)
         # pruned since the optimizer was created, or frozen
         if weight is None or not weight.requires_grad:
+            return
+        if not (isinstance(output, Tensor) and output.requires_grad):
             return
         inputs, mask = as_rows(x), self.row_mask
         call = _Watched(
@@ -176,20 +153,17 @@ class Capture:
             mask if mask is not None and kind.row_shape(inputs) == mask.shape else None,
             get_gradient_edge(weight).node if weight.is_leaf else None,
             backward_id(),
-            x.size(0) if x.is_nested else 0,
+            call_of(layer, kind, x, inputs),
         )
-        if "G" in layer.sides:
+        if layer.needs_gradients:
             call.x, call.version = inputs, inputs._version  # shares storage and version counter
             call.mark = None if self.sampler is None else self.sampler.mark(output)
+        elif inputs.numel() <= max(_SMALL, layer.stored[0].cut.rows * layer.stored[0].cut.width):
+            call.x = inputs.clone()
         else:
-            cut = layer.stored[0].cut
-            call.enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * cut.width)
-            if inputs.numel() <= max(_SMALL, cut.rows * cut.width):
-                call.x = inputs.clone()
-            else:
-                call.rows = Statistics(layer.kind, layer.weight_view, layer.stored)
-                shape = as_rows(output).shape
-                call.rows.gather(kind, inputs, shape, call.keep, most=call.enough)
+            call.rows = Statistics(layer.kind, layer.weight_view, layer.stored)
+            shape = as_rows(output).shape
+            call.rows.gather(kind, inputs, shape, call.keep, most=_enough_rows(layer))
         output.register_hook(partial(self._on_gradient, call))
 
     def _on_gradient(self, call: _Watched, g: Tensor) -> None:
@@ -197,66 +171,60 @@ class Capture:
         layer, sampler = call.layer, self.sampler
         if layer not in self.gathering:
             return
-        try:  # a gradient penalty's pass does not add to the gradient of the weight
-            trains = call.weight is None or backward_reaches(call.weight)
-        except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
-            trains = False
-        # such a pass adds to no gradient of a weight
         sampled = sampler is not None and sampler.running
-        if not (trains or sampled):
+        if not (sampled or call.trains()):
+            # as a gradient penalty's pass, which adds to no gradient of a weight
             self.evidence.beside.add(layer)
-        if "G" not in layer.sides:
-            if trains:
-                self._running_pass(call.outer)
-                for one in (*self._differentiated.pop(layer, ()), call):
-                    self._add_inputs(one, as_rows(g).shape)
-            elif torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not layer.needs_gradients:
                 self._differentiated[layer].append(call)
-        elif sampled or trains:
+        elif layer.needs_gradients:
             self._add(call, as_rows(g), sampled=sampled)
+        else:
+            self._running_pass(call.outer)
+            for each in (*self._differentiated.pop(layer, ()), call):
+                self._add_inputs(each, as_rows(g).shape)
 
     def _add_inputs(self, call: _Watched, output: torch.Size) -> None:
         """Add the rows of the input of a call, once for each step."""
-        layer = call.layer
-        if call.earlier[0] == self._generation:
+        if call.earlier[0] is self._step:
             return
-        call.earlier = self._generation, None
-        self.mask_taken |= call.keep is not None
-        self.reached.add(layer)
+        call.earlier, statistics = (self._step, None), self._reach(call)
         if call.rows is not None:
-            layer.statistics.add(call.rows)
+            statistics.add(call.rows)
         else:
-            layer.statistics.gather(call.kind, call.x, output, call.keep, most=call.enough)
+            most = _enough_rows(call.layer)
+            statistics.gather(call.kind, call.x, output, call.keep, most=most)
 
     def _add(self, call: _Watched, g: Tensor, *, sampled: bool) -> None:
         """Add the rows of a call and of the gradient of its output."""
-        layer, kind, sampler, before = call.layer, call.kind, self.sampler, None
+        sampler, before = self.sampler, None
         if sampler is not None and call.mark is not None and not sampled:
             call.mark.trained = sampler.trained = True
             return
         if call.x._version != call.version:
             raise RuntimeError(
-                f"the input of layer {layer.name!r} was changed in place between forward and "
+                f"the input of layer {call.layer.name!r} was changed in place between forward and "
                 "backward, so its statistics would be wrong; make the operation that follows the "
                 "layer's input out of place"
             )
         if sampler is None:
             into = self._running_pass(call.outer)
-            if call.earlier[0] == self._generation:
+            into.calls.append(call.counted)
+            if call.earlier[0] is self._step:
                 into.repeated, before = True, call.earlier[1]
             g = g if before is None else g + before
             # kept if another pass may follow (retain_graph), because G is that of the sum of all
             # losses
-            call.earlier = self._generation, g if backward_keeps_graph() else None
-            dims = (call.sequences,) if call.sequences else tuple(kind.row_shape(call.x))
-            # no dims: rows are patches, as in a convolution; registered kinds may lack batch_first
-            certain = not dims or call.sequences > 0 or bool(getattr(kind, "batch_first", False))
-            terms = call.sequences or kind.loss_terms(call.x)
-            into.calls.append(Call(layer, terms, dims, certain, kind.diagonal_input))
-        self.mask_taken |= call.keep is not None
-        self.reached.add(layer)
+            call.earlier = self._step, g if backward_keeps_graph() else None
+        statistics = self._reach(call)
         if sampler is None or not sampler.empty:
-            layer.statistics.gather(kind, call.x, g, call.keep, instead_of=before)
+            statistics.gather(call.kind, call.x, g, call.keep, instead_of=before)
+
+    def _reach(self, call: _Watched) -> Statistics:
+        """Note that the loss has reached a call, and return the statistics of its layer."""
+        self.mask_taken |= call.keep is not None
+        self.reached.add(call.layer)
+        return call.layer.statistics
 
     def _running_pass(self, outer: int) -> Pass:
         """Return the backward pass that is running, and forget earlier ones."""
@@ -322,17 +290,25 @@ class Capture:
     @uncompiled
     def discard(self) -> None:
         """Drop all statistics and loss terms of this step."""
-        self.passes.clear()
-        self._parents.clear()
-        self._differentiated.clear()
-        self._generation += 1
-        self.reached.clear()
-        self.inside_transform.clear()
-        self.mask_taken = False
+        self._step = object()  # a pass of the next step may go through an earlier graph again
+        self.passes: dict[int, Pass] = {}  # by autograd's id of the pass
+        self._parents: dict[int, int] = {}  # the id of the outer pass of each nested one
+        # calls that a pass with create_graph went through, which a loss may reach by its result
+        self._differentiated: defaultdict[LayerCurvature, list[_Watched]] = defaultdict(list)
+        # layers that the loss has reached in this step, also without rows
+        self.reached: set[LayerCurvature] = set()
+        # layers that ran under torch.func, where hooks see no gradient
+        self.inside_transform: set[str] = set()
+        self.mask_taken = False  # whether the mask has fitted the input of a layer in this step
         if self.sampler is not None:
             self.sampler.reset()
         for layer in self.layers:
             layer.statistics.forget()
+
+
+def _enough_rows(layer: LayerCurvature) -> int:
+    """Return a number of rows that is enough, for a layer that has A alone."""
+    return max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.stored[0].cut.width)
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -346,57 +322,3 @@ def as_rows(tensor: Tensor) -> Tensor:
     if dense.is_nested:
         return torch.cat(dense.unbind())
     return dense if dense.layout is torch.strided else dense.to_dense()
-
-
-# ---- N, the number of loss terms -----------------------------------------------------------------
-# As a rule the input of a layer has N samples in its leading dimension. The exceptions are found by
-# comparing the layers of one pass: position embeddings (1, L), inputs without a batch dimension,
-# sequence-first inputs (L, N, d), and windows and experts, which see other numbers of rows than the
-# other layers.
-
-
-def loss_terms_of_pass(calls: Iterable[Call]) -> tuple[int, int]:
-    """Return the number of samples of a pass, and that nearest to the loss.
-
-    If they differ, N is uncertain.
-    """
-    # 1. Calls of embeddings are left out if other layers were reached, and calls without a batch
-    # dimension if others have one. 2. If calls whose leading dimension is certainly the batch have
-    # M samples, a call with M in its second dimension and not in its leading one is sequence first,
-    # and has M samples. 3. N is the number of the calls nearest to the input and nearest to the
-    # loss if these agree; otherwise the most frequent number, and of several such numbers the one
-    # nearest to the input.
-    calls = list(calls)
-    telling = [c for c in calls if not c.embedding]
-    if not telling:  # of positions (L,) and tokens (N, L), the ones with most dimensions
-        telling = [c for c in calls if len(c.dims) == max(len(other.dims) for other in calls)]
-    telling = [c for c in telling if c.loss_terms > 1] or telling
-    certain = Counter(c.loss_terms for c in telling if c.certain)
-    samples = certain.most_common(1)[0][0] if certain else 0
-    numbers = []
-    for c in telling:
-        sequence_first = not c.certain and len(c.dims) > 1 and c.dims[0] != samples == c.dims[1]
-        numbers.append(samples if sequence_first else c.loss_terms)
-    last, first = numbers[0], numbers[-1]
-    # for equal counts most_common() returns the first: that nearest to the input
-    counts = Counter(reversed(numbers))
-    number = first if first == last else counts.most_common(1)[0][0]
-    return number, last
-
-
-def loss_terms_of_step(passes: Iterable[Pass]) -> tuple[int, tuple[int, int] | None]:
-    """Return N of a step, and the first pass whose N is uncertain.
-
-    The pass is given as :func:`loss_terms_of_pass` returns it.
-    """
-    totals: Counter[Any] = Counter()
-    uncertain = None
-    for one in passes:
-        if one.calls:
-            number, last = loss_terms_of_pass(one.calls)
-            if uncertain is None and number != last:
-                uncertain = number, last
-            # the sum over micro-batches, but not over several losses of one batch
-            for layer in set() if one.repeated else {call.layer for call in one.calls}:
-                totals[layer] += number
-    return max(totals.values(), default=0), uncertain

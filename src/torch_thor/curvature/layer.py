@@ -290,6 +290,11 @@ class LayerCurvature:
     # ---- the weight and its state ----------------------------------------------------------------
 
     @property
+    def needs_gradients(self) -> bool:
+        """Whether its statistics need the gradients of its outputs, as those of G do."""
+        return "G" in self.sides
+
+    @property
     def state(self) -> State:
         """The mapping that holds factors, inverses and counters; empty before the first step."""
         return self.weight_view.state

@@ -30,6 +30,7 @@ from torch_thor.capture.projections import (
     modules_by_weight,
     row_splits_of,
 )
+from torch_thor.capture.reasons import LEFT_OUT
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.factor import ParameterView
@@ -70,7 +71,7 @@ class Plan:
         chosen: Patterns,
         before: "Plan | None" = None,
     ) -> None:
-        self.model = model
+        self.model, self._rest = model, rest
         found = inspect(model, trained, chosen=chosen, inputs_alone="G" not in sides)
         self.entries: tuple[Covered, ...] = tuple(covered(model, found, rest))
         self.left_out: tuple[Layer, ...] = tuple(found.left_out)
@@ -148,10 +149,13 @@ class Plan:
         """Take the projections of matrices from fused layers."""
         modules = modules_by_weight(self.model, owners)
         if is_new:
-            entries = {entry.name: entry for entry in self.entries}
-            check_are_matrices(
-                fused, modules, {key: entries[name] for key, name in self.names.items()}
-            )
+            entries = dict(zip(self.names, self.entries, strict=True))
+            plain = {
+                key: entry
+                for key, entry in entries.items()
+                if entry.trained and entry.rest == self._rest.plain and entry.reason != LEFT_OUT
+            }
+            check_are_matrices(fused, modules, plain)
         matrices: dict[int, Kind | PlainMatrix] = dict(self.matrix_of)
         for layer in self.layers.values():
             view = layer.weight_view

@@ -63,7 +63,7 @@ class Observer:
         self._waiting[layer.name] += 1
 
         def on_gradient(g: Tensor) -> None:
-            layer.statistics.gather(kind, x, g if "G" in layer.sides else g.shape)
+            layer.statistics.gather(kind, x, g if layer.needs_gradients else g.shape)
             self._waiting[layer.name] -= 1
             if not self._waiting[layer.name]:
                 self._finish(layer)
