@@ -19,7 +19,7 @@ its weight is used without calling its module (uncalled).
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torch_thor.capture.evidence import Evidence
 from torch_thor.capture.hooks import ModuleCalls
 from torch_thor.capture.loss_terms import Call, Pass, call_of
 from torch_thor.capture.module_hooks import ModuleHook
@@ -49,6 +48,18 @@ _ENOUGH_ROWS = 1024
 _ROWS_PER_COLUMN = 8
 # The size of an input that is kept in the place of the sum of its rows, however small that is.
 _SMALL = 2**14
+
+
+@dataclass
+class Evidence:
+    """What a step has seen beside its statistics, to tell why a layer with a gradient has none."""
+
+    # layers whose outputs received gradients in passes that add nothing to .grad of their weights
+    beside: set[LayerCurvature] = field(default_factory=set)
+    # layers that had a gradient already when their statistics were asked for
+    late: set[LayerCurvature] = field(default_factory=set)
+    loaded: bool = False  # whether a state dict has asked for them
+    dropped: bool = False  # whether zero_grad() has dropped statistics
 
 
 @dataclass
@@ -120,8 +131,8 @@ class Capture:
         """
         before = self.gathering
         self.listen()
-        late = {layer for layer in self.gathering - before if layer.weight.grad is not None}
-        self.evidence.late |= late
+        new = self.gathering - before
+        self.evidence.late |= {layer for layer in new if layer.weight.grad is not None}
         self.evidence.loaded |= loaded
         if not self.awaited:
             self.discard()
@@ -144,7 +155,7 @@ class Capture:
         # pruned since the optimizer was created, or frozen
         if weight is None or not weight.requires_grad:
             return
-        if not (isinstance(output, Tensor) and output.requires_grad):
+        if not isinstance(output, Tensor) or not output.requires_grad:
             return
         inputs, mask = as_rows(x), self.row_mask
         call = _Watched(
@@ -279,13 +290,12 @@ class Capture:
 
     def finish_step(self) -> bool:
         """Drop a non-refresh step's statistics, and return whether an idle layer was reached."""
-        found = False
-        for layer in self.gathering:
-            if layer.idle and layer.weight_view.has_gradient():
-                layer.record(idle=False)
-                found = True
+        idle = [layer for layer in self.gathering if layer.idle]
+        reached = [layer for layer in idle if layer.weight_view.has_gradient()]
+        for layer in reached:
+            layer.record(idle=False)
         self.discard()
-        return found
+        return bool(reached)
 
     @uncompiled
     def discard(self) -> None:
@@ -317,8 +327,6 @@ def as_rows(tensor: Tensor) -> Tensor:
     The sequences of a nested one follow each other.
     """
     dense = tensor.detach()
-    if dense.layout is torch.jagged:
-        return dense.values()
     if dense.is_nested:
         return torch.cat(dense.unbind())
     return dense if dense.layout is torch.strided else dense.to_dense()

@@ -105,8 +105,7 @@ class ModuleCalls:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or is_tracing():
             return
-        if getattr(module, "_is_replica", False):
-            self.ran_as_replicas = True
+        self.ran_as_replicas |= getattr(module, "_is_replica", False)
         if self._outermost is None and (
             id(module) in self._own
             # torch.compile of something that contains some of the model

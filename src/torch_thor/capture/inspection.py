@@ -10,6 +10,7 @@ class (:mod:`torch_thor.curvature.kinds`), or one of the layers inside a composi
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -146,14 +147,14 @@ def _unusable(owners: Owners, trained: Collection[int]) -> dict[int, str]:
     """Return the parameters that cannot be preconditioned, whatever their layer's kind is."""
     found = {}
     for key, (owner, *_) in owners.items():
-        parameter, attributes = owner.parameter, vars(owner.module)
+        parameter: Any = owner.module._parameters[owner.attribute]
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(
                 f"parameter {owner.name!r} has no shape yet; run one batch through the lazy module "
                 "before the optimizer is made"
             )
         names = [owner.attribute.removesuffix(suffix) for suffix in ("_orig", "_g", "_v")]
-        computed = [name for name in names if isinstance(attributes.get(name), Tensor)]
+        computed = [name for name in names if isinstance(vars(owner.module).get(name), Tensor)]
         if key not in trained:
             found[key] = reasons.NOT_TRAINED
         elif not parameter.is_floating_point():

@@ -26,13 +26,6 @@ class Owner:
         return f"{self.module_name}.{self.attribute}".lstrip(".")
 
     @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter, which the module has."""
-        found = self.module._parameters[self.attribute]
-        assert found is not None
-        return found
-
-    @property
     def is_weight(self) -> bool:
         """Whether the parameter has the name of the module's weight."""
         return self.attribute == parameter_names_of(self.module)[0]

@@ -118,7 +118,7 @@ class CalledModuleHook(ModuleHook):
 class CompositeHook(ModuleHook):
     """Reports the inputs and outputs of the layers that one composite module computes.
 
-    A subclass overrides ``mode``.
+    A subclass overrides ``call``, or ``mode`` for a mode of its own.
 
     Args:
         module: the composite module.
@@ -140,6 +140,22 @@ class CompositeHook(ModuleHook):
 
         Returns:
             A mode that has not been entered.
+        """
+        return FunctionCalls(partial(self.call, report))
+
+    def call(
+        self, report: Report, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Make another call in the place of a call of one of torch's functions.
+
+        Args:
+            report: as for ``mode``.
+            func: the function.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The function's result, or what stands in its place.
         """
         raise NotImplementedError
 

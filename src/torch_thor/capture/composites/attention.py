@@ -11,16 +11,14 @@ four projections are then those of ordinary linear layers, and the model is not 
 
 import inspect
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.declarations import InnerLayer
-from torch_thor.capture.module_hooks import CompositeHook, FunctionCalls, Report
+from torch_thor.capture.module_hooks import CompositeHook, Report
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import ProjectionKind
 
@@ -54,11 +52,7 @@ def _kind(weight: ParameterView) -> ProjectionKind:
 class AttentionHook(CompositeHook):
     """The hook on an attention: reports its four projections."""
 
-    def mode(self, report: Report) -> TorchFunctionMode:
-        """Return the mode that takes the projections out of the attention function."""
-        return FunctionCalls(partial(self._call, report))
-
-    def _call(
+    def call(
         self, report: Report, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Replace the arguments of the attention function; call every other function as it is."""

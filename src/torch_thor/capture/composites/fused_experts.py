@@ -27,6 +27,7 @@ from torch_thor.torch_internals import functorch, storage_of
 _MATRIX_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
 _GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 _FUNCTIONS = ("__getitem__", "linear", *_MATRIX_PRODUCTS, *_GROUPED)
+_INTEGERS = (torch.int64, torch.int32)  # those of lists of experts
 # the names of the first two arguments of all of them
 _OPERANDS = ("input", "weight", "mat_a", "mat_b", "mat2", "other")
 
@@ -72,17 +73,15 @@ class ExpertsHook(CompositeHook):
     def mode(self, report: Report) -> TorchFunctionMode:
         """Return the mode that recognises the products."""
         operands: Operands = {}
-        # looked up at each call: a wrapper may have replaced the parameters, and pruning removed
-        # one
-        for name, layer in self.by_name.items():
-            weight, kind = layer.weight_view.present, layer.kind
-            if weight is None:
-                continue
-            with torch.no_grad():
-                for which, matrices in ((None, weight), *enumerate(weight)):
-                    for is_turned, tensor in ((True, matrices.mT), (False, matrices)):
-                        outputs_first = is_turned is kind.transposed
-                        operand = _Operand(name, kind, which, outputs_first, tensor)
+        with torch.no_grad():
+            for name, layer in self.by_name.items():
+                # looked up at each call: a wrapper may have replaced the parameters, and pruning
+                # removed one
+                weight, is_turned = layer.weight_view.present, layer.kind.transposed
+                parts = [] if weight is None else [(None, weight), *enumerate(weight)]
+                for which, part in parts:
+                    for tensor, outputs_first in ((part.mT, is_turned), (part, not is_turned)):
+                        operand = _Operand(name, layer.kind, which, outputs_first, tensor)
                         operands[_place(tensor)] = operand
         return FunctionCalls(partial(_call, report, operands))
 
@@ -101,12 +100,12 @@ class _Operand(NamedTuple):
 Operands = dict[Any, _Operand]
 
 
-def _place(tensor: Any) -> tuple[Any, ...] | None:
-    """Return what equal views of the same memory have in common, of two or three dimensions."""
-    is_view = isinstance(tensor, Tensor) and tensor.dim() in (2, 3)
+def _place(tensor: Any) -> tuple[Any, ...]:
+    """Return what equal views of the same memory have in common, and other objects have not."""
     # sparse tensors and those of a transform have no storage
-    if not is_view or tensor.layout is not torch.strided or functorch() is not None:
-        return None
+    is_dense = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+    if not is_dense or functorch() is not None:
+        return (id(tensor),)
     offset = tensor.storage_offset()
     return storage_of(tensor), tensor.dtype, offset, tensor.shape, tensor.stride()
 
@@ -127,7 +126,8 @@ def _call(
     left, right = (right, left) if name == "__rmatmul__" else (left, right)
     if name == "__getitem__":
         operand = operands.get(_place(left))
-        if operand is not None and operand.which is None and _is_list(right):
+        is_list = isinstance(right, Tensor) and right.dim() == 1 and right.dtype in _INTEGERS
+        if operand is not None and operand.which is None and is_list:
             gathered = operand._replace(which=right.long(), tensor=result)
             operands[_place(result)] = gathered
         return result
@@ -141,12 +141,6 @@ def _call(
         if operand is not None and operand.outputs_first is outputs_first and torch.is_tensor(x):
             _report_product(report, operand, x, result, offsets, columns=experts is left)
     return result
-
-
-def _is_list(index: Any) -> bool:
-    """Return whether an index is a list of experts."""
-    is_tensor = isinstance(index, Tensor) and index.dim() == 1
-    return is_tensor and not index.is_floating_point() and index.dtype != torch.bool
 
 
 def _report_product(

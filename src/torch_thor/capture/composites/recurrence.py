@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.declarations import InnerLayer
-from torch_thor.capture.module_hooks import CompositeHook, FunctionCalls, Report
+from torch_thor.capture.module_hooks import CompositeHook, Report
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import PackedCall, ProjectionKind, class_of
 from torch_thor.torch_internals import tree_map
@@ -47,11 +46,7 @@ def gate_layers(module: nn.Module) -> Iterator[InnerLayer]:
 class RecurrentHook(CompositeHook):
     """The hook on a recurrent layer or cell: reports its linear layers."""
 
-    def mode(self, report: Report) -> TorchFunctionMode:
-        """Return the mode that computes the recurrence step by step."""
-        return FunctionCalls(partial(self._call, report))
-
-    def _call(
+    def call(
         self, report: Report, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Compute recurrent functions step by step; call every other function as it is."""
