@@ -173,8 +173,9 @@ class Capture:
             call.x = inputs.clone()
         else:
             call.rows = Statistics(layer.kind, layer.weight_view, layer.stored)
-            shape = as_rows(output).shape
-            call.rows.gather(kind, inputs, shape, call.keep, most=_enough_rows(layer))
+            call.rows.gather(
+                kind, inputs, as_rows(output).shape, call.keep, most=_enough_rows(layer)
+            )
         output.register_hook(partial(self._on_gradient, call))
 
     def _on_gradient(self, call: _Watched, g: Tensor) -> None:
@@ -203,8 +204,7 @@ class Capture:
         if call.rows is not None:
             statistics.add(call.rows)
         else:
-            most = _enough_rows(call.layer)
-            statistics.gather(call.kind, call.x, output, call.keep, most=most)
+            statistics.gather(call.kind, call.x, output, call.keep, most=_enough_rows(call.layer))
 
     def _add(self, call: _Watched, g: Tensor, *, sampled: bool) -> None:
         """Add the rows of a call and of the gradient of its output."""

@@ -140,10 +140,8 @@ class ModuleCalls:
             return
         handler, watcher = self._handlers.get(id(module)), self._watcher()
         if handler is not None and watcher is not None:
-            if len(rest) == 2:
-                handler.leave(watcher, args, *rest)
-            else:  # torch passes no kwargs if an exception was raised
-                handler.abandon()
+            # torch passes no kwargs if an exception was raised
+            handler.leave(watcher, args, *(rest if len(rest) == 2 else ({}, None)))
         if module is self._outermost:
             self._outermost = None
             if self._by_function is False:

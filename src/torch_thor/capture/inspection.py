@@ -135,9 +135,14 @@ def inspect(
         | _why_composites_are_not(model)
         | unusable
     )
-    left_out = [candidates[name] for name in candidates if name not in kept]
-    matrices = _matrices(model, owners, layers, of_parameters) if inputs_alone else {}
-    return Inspection(owners, layers, left_out, of_parameters, matrices, inputs_alone)
+    return Inspection(
+        owners=owners,
+        layers=layers,
+        left_out=[layer for name, layer in candidates.items() if name not in kept],
+        reasons=of_parameters,
+        matrices=_matrices(model, owners, layers, of_parameters) if inputs_alone else {},
+        inputs_alone=inputs_alone,
+    )
 
 
 # ---- the layers ----------------------------------------------------------------------------------
@@ -184,10 +189,13 @@ def _called_layers(owners: Owners, unusable: Reasons, uncalled: Collection[int])
         known = [(o, kind) for o in places if (kind := kind_of(o.module)) is not None]
         pooled = _pooled(known) if len(known) == len(places) else []
         for first, kind in pooled[:1]:
-            biases = [ParameterView(o.module, o.bias) for o, _ in pooled]
-            uses = [Use(o.module, "", partial(CalledModuleHook, kind=k)) for o, k in pooled]
-            weight = ParameterView(first.module, first.attribute)
-            yield Layer(first.module_name, kind, weight, biases, uses)
+            yield Layer(
+                name=first.module_name,
+                kind=kind,
+                weight=ParameterView(first.module, first.attribute),
+                biases=[ParameterView(o.module, o.bias) for o, _ in pooled],
+                uses=[Use(o.module, "", partial(CalledModuleHook, kind=k)) for o, k in pooled],
+            )
 
 
 def _pooled(sharing: list[tuple[Owner, Kind]]) -> list[tuple[Owner, Kind]]:
@@ -210,9 +218,14 @@ def _layers_inside(model: nn.Module) -> Iterator[Layer]:
         if composite is None or why is not None:
             continue
         for inner in composite.layers_of(module):
-            name = f"{module_name}.{inner.name}".lstrip(".")
-            uses = [Use(module, inner.name, composite.hook)]
-            yield Layer(name, inner.kind, inner.weight, [*inner.biases], uses, inner.prefix)
+            yield Layer(
+                name=f"{module_name}.{inner.name}".lstrip("."),
+                kind=inner.kind,
+                weight=inner.weight,
+                biases=inner.biases,
+                prefix=inner.prefix,
+                uses=[Use(module, inner.name, composite.hook)],
+            )
 
 
 def _kept(
@@ -256,11 +269,11 @@ def _matrices(
 
 def _why_not(layer: Layer, inputs_alone: bool) -> str | None:
     """Return why a layer is not preconditioned although it has a kind."""
-    weight = layer.weight.parameter
     if inputs_alone and layer.kind.diagonal_input:
         return reasons.DIAGONAL
-    is_divided = row_shards_of(weight) is not None
-    return why_not_by_rows(layer.kind, tuple(weight.shape)) if is_divided else None
+    if row_shards_of(layer.weight.parameter) is None:
+        return None
+    return why_not_by_rows(layer.kind, tuple(layer.weight.parameter.shape))
 
 
 def _why_no_bias(layer: Layer, inputs_alone: bool) -> str | None:

@@ -2,14 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from torch_thor.capture.composites import InnerLayer
 from torch_thor.capture.module_hooks import ModuleHook
-from torch_thor.curvature.factor import ParameterView
-from torch_thor.curvature.kinds import Kind, parameter_names_of
+from torch_thor.curvature.kinds import parameter_names_of
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,11 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(InnerLayer):
     """A layer that can be preconditioned.
 
-    It is one or several modules that share a weight, or a part of a composite module.
+    It is one or several modules that share a weight, or a part of a composite module. Its name is
+    that of its module, or of the composite module with its name inside that.
     """
 
-    name: str  # its name: that of its module, or of the composite module with its name inside that
-    kind: Kind
-    weight: ParameterView
-    biases: list[ParameterView]
-    uses: list[Use] = field(repr=False)
-    # put before the names of its state, where several layers are rows of one parameter
-    prefix: str = ""
+    uses: Sequence[Use] = ()

@@ -93,10 +93,7 @@ class ModuleHook:
         """Handle that the module is about to run."""
 
     def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
-        """Handle that it has run."""
-
-    def abandon(self) -> None:
-        """Handle that it has raised an exception."""
+        """Handle that it has run; ``output`` is None if it has raised an exception."""
 
 
 class CalledModuleHook(ModuleHook):
@@ -165,7 +162,7 @@ class CompositeHook(ModuleHook):
             return
         # Ctrl-C inside the forward: torch then calls no hook that leaves the mode.
         if function_mode() is self._active:
-            self.abandon()
+            self._abandon()
         self._active = self.mode(partial(self.report, watcher))
         self._active.__enter__()
 
@@ -173,9 +170,9 @@ class CompositeHook(ModuleHook):
         """Leave the mode."""
         # A module does not change the grad mode between these two hooks, so both see the same.
         if torch.is_grad_enabled():
-            self.abandon()
+            self._abandon()
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Leave the mode if it has been entered."""
         active, self._active = self._active, None
         if active is not None:

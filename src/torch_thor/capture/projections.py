@@ -4,7 +4,6 @@
 because in some classes heads take turns in the rows. A name makes no more than a hint.
 """
 
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,7 +71,6 @@ class Fused:
 
     name: str
     split: RowSplit
-    shape: tuple[int, int]  # of its matrix
     is_declared: bool
 
 
@@ -96,8 +94,7 @@ def fused_layers(
         rows = None if sizes is None else sizes_of(sizes, geometry.outputs)
         split = known.get(module) if sizes is None else None if rows is None else RowSplit(rows)
         if split is not None:
-            shape = geometry.outputs, geometry.inputs
-            found[module] = Fused(name, split, shape, is_declared=sizes is not None)
+            found[module] = Fused(name, split, is_declared=sizes is not None)
         else:
             rule, remedy = _OF_SIZES if isinstance(sizes, tuple) else _OF_A_NUMBER
             unfit.append(
@@ -169,7 +166,7 @@ def row_splits_of(
     found = {}
     for key, kind in matrices.items():
         sharing = [fused[module] for module in modules[key] if module in fused]
-        alike = [layer for layer in sharing if layer.shape == (kind.outputs, kind.inputs)]
+        alike = [layer for layer in sharing if sum(layer.split.sizes) == kind.outputs]
         alike.sort(key=lambda layer: not layer.is_declared)
         for layer in alike:
             if layer.is_declared and layer.split != alike[0].split:
@@ -192,8 +189,8 @@ def check_are_matrices(
     # ``entries`` are those of the parameters that are trained as no matrices, by their ids.
     for key, entry in entries.items():
         for layer in (fused[module] for module in modules[key] if module in fused):
-            is_split = layer.is_declared and len(layer.split.sizes) > 1
-            if is_split and math.prod(entry.shape) == math.prod(layer.shape):
+            is_weight = len(entry.shape) > 1
+            if layer.is_declared and len(layer.split.sizes) > 1 and is_weight:
                 raise ValueError(
                     f"split_rows of layer {layer.name!r}: its weight {entry.name!r} must be "
                     f"trained as a matrix, and {entry.rest} trains it: {entry.reason}; {_UNDO}"

@@ -85,8 +85,9 @@ class Sampler:
             if mask is not None:
                 _check_mask(mask, likelihoods.shape)
                 likelihoods = likelihoods.where(mask, 0.0)
-            is_counted = mask is not None and has_values(mask)
-            terms = int(mask.sum()) if mask is not None and is_counted else likelihoods.numel()
+            terms = likelihoods.numel()
+            if mask is not None and has_values(mask):
+                terms = int(mask.sum())
             self._differentiate(-likelihoods.sum(), terms)
 
     def _differentiate(self, loss: Tensor, terms: int) -> None:

@@ -22,10 +22,12 @@ from torch_thor.capture.module_hooks import CompositeHook, Report
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import ProjectionKind
 
-# The projections of the inputs, in the order of the rows of the fused weight, and their weights if
-# those are separate.
-_INPUTS = ("q_proj", "k_proj", "v_proj")
+# The inputs and their projections, in the order of the rows of the fused weight, and the weights of
+# these if they are separate.
+_INPUTS = ("query", "key", "value")
+_PROJECTED = ("q_proj", "k_proj", "v_proj")
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_WEIGHTS = ("in_proj_weight", "out_proj_weight", *_SEPARATE)
 
 
 def projections(module: nn.MultiheadAttention) -> Iterator[InnerLayer]:
@@ -34,7 +36,7 @@ def projections(module: nn.MultiheadAttention) -> Iterator[InnerLayer]:
     Those of the inputs are rows of the fused weight, or three weights.
     """
     is_fused, size = module._qkv_same_embed_dim, module.embed_dim
-    for i, name in enumerate(_INPUTS):
+    for i, name in enumerate(_PROJECTED):
         rows = slice(i * size, (i + 1) * size)
         fused, separate = ("in_proj_weight", rows), (_SEPARATE[i],)
         weight = ParameterView(module, *(fused if is_fused else separate))
@@ -60,8 +62,7 @@ class AttentionHook(CompositeHook):
             return func(*args, **kwargs)
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         of_module = {id(parameter) for parameter in self.module.parameters()}
-        weights = ("in_proj_weight", "out_proj_weight", *_SEPARATE)
-        if of_module.isdisjoint(id(given.get(name)) for name in weights):
+        if of_module.isdisjoint(id(given.get(name)) for name in _WEIGHTS):
             # of another module, or the mode of another optimizer has taken the projections out
             return func(**given)
         if given.get("use_separate_proj_weight"):
@@ -70,9 +71,8 @@ class AttentionHook(CompositeHook):
             of_inputs = given["in_proj_weight"].chunk(3)
         bias = given["in_proj_bias"]
         biases = [None] * 3 if bias is None else bias.chunk(3)
-        arguments = ("query", "key", "value")
-        for name, argument, *layer in zip(_INPUTS, arguments, of_inputs, biases, strict=True):
-            given[argument] = _projected(report, name, given[argument], *layer)
+        for name, x, *layer in zip(_PROJECTED, _INPUTS, of_inputs, biases, strict=True):
+            given[x] = _projected(report, name, given[x], *layer)
         out = given["out_proj_weight"], given["out_proj_bias"]
         identity = torch.eye(len(out[0]), dtype=given["query"].dtype, device=out[0].device)
         given.update(

@@ -46,10 +46,9 @@ def expert_layers(module: nn.Module) -> Iterator[InnerLayer]:
         )
     for name, weight in weights.items():
         kind = ExpertsKind(weight, inputs_first=inputs_first)
-        bias = module._parameters.get(f"{name}_bias")
-        has_biases = bias is not None and bias.shape == (kind.groups, kind.outputs)
-        biases = [ParameterView(module, f"{name}_bias")] if has_biases else []
-        yield InnerLayer(name, kind, ParameterView(module, name), biases)
+        bias = ParameterView(module, f"{name}_bias")
+        fits = bias.present is not None and bias.shape == (kind.groups, kind.outputs)
+        yield InnerLayer(name, kind, ParameterView(module, name), [bias] if fits else [])
 
 
 def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -81,8 +80,9 @@ class ExpertsHook(CompositeHook):
                 parts = [] if weight is None else [(None, weight), *enumerate(weight)]
                 for which, part in parts:
                     for tensor, outputs_first in ((part.mT, is_turned), (part, not is_turned)):
-                        operand = _Operand(name, layer.kind, which, outputs_first, tensor)
-                        operands[_place(tensor)] = operand
+                        operands[_place(tensor)] = _Operand(
+                            name, layer.kind, which, outputs_first, tensor
+                        )
         return FunctionCalls(partial(_call, report, operands))
 
 
@@ -128,8 +128,7 @@ def _call(
         operand = operands.get(_place(left))
         is_list = isinstance(right, Tensor) and right.dim() == 1 and right.dtype in _INTEGERS
         if operand is not None and operand.which is None and is_list:
-            gathered = operand._replace(which=right.long(), tensor=result)
-            operands[_place(result)] = gathered
+            operands[_place(result)] = operand._replace(which=right.long(), tensor=result)
         return result
     # the rows, the experts, and whether their matrices are `(out, in)`
     uses = [(left, right, name == "linear")]
