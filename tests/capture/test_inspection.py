@@ -17,10 +17,8 @@ def inspect(model, trained=None, **options):
     """What is found, with the entry of each parameter."""
     trained = model.parameters() if trained is None else trained
     found = inspection.inspect(model, trained, **options)
-    rest = Rest("AdamW", matrix="orthogonalised momentum")
-    return SimpleNamespace(
-        layers=found.layers, matrices=found.matrices, entries=covered(model, found, rest)
-    )
+    rest = Rest("momentum")
+    return SimpleNamespace(layers=found.layers, entries=covered(model, found, rest))
 
 
 def reasons(found):
@@ -208,15 +206,27 @@ def test_what_weights_are_computed_from():
 
 
 def test_without_g():
-    """ThorMuon takes A alone: no embeddings, no biases; matrices of unknown modules are found."""
-    model = nn.Sequential(
-        nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 2)
-    )
+    """ThorMuon takes A alone: of no embeddings, and of no biases."""
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4))
     found = inspect(model, inputs_alone=True)
     assert set(found.layers) == {"1"}
     assert found.layers["1"].biases == []
-    assert set(found.matrices) == {"3.weight"}
-    adamw = dict.fromkeys(["0.weight", "1.bias", "2.weight", "2.bias", "3.bias"], "AdamW")
-    rest = {entry.name: entry.rest for entry in found.entries if not entry.preconditioned}
-    assert rest == {**adamw, "3.weight": "orthogonalised momentum"}
+    assert reasons(found) == {
+        "0.weight": "the input factor is diagonal",
+        "1.bias": "no matrix",
+        "2.weight": "a normalisation layer",
+        "2.bias": "a normalisation layer",
+    }
     assert found.entries[1].factor_sizes == (4,)
+
+
+def test_how_the_rest_is_trained():
+    """In the optimizer's words."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 4, 2))
+    found = inspection.inspect(model, model.parameters(), inputs_alone=True)
+    for rest, words in (
+        (Rest("AdamW"), ["AdamW"] * 4),
+        (Rest("AdamW", matrix="Muon"), ["Muon", "AdamW", "Muon", "AdamW"]),
+    ):
+        entries = covered(model, found, rest, {"1.weight"})
+        assert [entry.rest for entry in entries] == words

@@ -1,7 +1,7 @@
 """What ``torch_thor.THOR.coverage`` lists: how each parameter is trained, why not otherwise."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -64,14 +64,26 @@ class Covered:
         return self.reason is None
 
 
-def covered(model: nn.Module, found: Inspection, rest: Rest) -> list[Covered]:
-    """Return one entry for each parameter, in the model's order."""
+def covered(
+    model: nn.Module, found: Inspection, rest: Rest, matrices: Container[str] = ()
+) -> list[Covered]:
+    """Return one entry for each parameter, in the model's order.
+
+    Args:
+        model: the model.
+        found: what it was found to hold.
+        rest: how the parameters that are not preconditioned are trained.
+        matrices: the names of those of them that are trained as matrices.
+
+    Returns:
+        The entries.
+    """
     layers, left_out = _by_parameter(found.layers.values()), _by_parameter(found.left_out)
     entries = []
     for name, parameter in model.named_parameters():
         key, shape = id(parameter), tuple(parameter.shape)
         owner, *others = found.owners[key]
-        is_matrix = key in layers or name in found.matrices
+        is_matrix = key in layers or name in matrices
         otherwise = rest.plain if rest.matrix is None or not is_matrix else rest.matrix
         if key not in layers:
             entry = Covered(name, shape, class_name_of(owner.module), reason=found.reasons[key])

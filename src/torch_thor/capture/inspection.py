@@ -20,14 +20,11 @@ from torch_thor.capture.composites import composite_of
 from torch_thor.capture.layers import Layer, Owner, Use, owners_of
 from torch_thor.capture.module_hooks import CalledModuleHook
 from torch_thor.capture.patterns import Patterns, selected
-from torch_thor.capture.sharding import check_sharded, is_sharded, row_shards_of
+from torch_thor.capture.sharding import check_sharded, row_shards_of
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import Kind, class_name_of, kind_of, why_not
-from torch_thor.curvature.matrices import PlainMatrix, matrix_of
 from torch_thor.curvature.shards import why_not_by_rows
 
-# the reasons of parameters that are no matrices, or are not trained as such
-_NO_MATRICES = (reasons.LEFT_OUT, reasons.NOT_TRAINED, reasons.NORM, reasons.NO_MATRIX)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 
 # the places of each parameter, and why parameters are not preconditioned, by their ids
@@ -44,8 +41,6 @@ class Inspection:
         layers: the layers to precondition, by name.
         left_out: the layers that the option ``layers`` leaves out.
         reasons: why each other parameter is not preconditioned, by its id.
-        matrices: trained parameters that are matrices and have no factors, by name; found for the
-            input factor alone.
         inputs_alone: whether the input factor is used alone.
     """
 
@@ -53,7 +48,6 @@ class Inspection:
     layers: Mapping[str, Layer]
     left_out: Sequence[Layer]
     reasons: Reasons
-    matrices: Mapping[str, PlainMatrix]
     inputs_alone: bool
 
 
@@ -140,7 +134,6 @@ def inspect(
         layers=layers,
         left_out=[layer for name, layer in candidates.items() if name not in kept],
         reasons=of_parameters,
-        matrices=_matrices(model, owners, layers, of_parameters) if inputs_alone else {},
         inputs_alone=inputs_alone,
     )
 
@@ -244,24 +237,6 @@ def _is_norm(module: nn.Module) -> bool:
     by_name = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
     own = list(module.parameters(recurse=False))
     return isinstance(module, _NORMS) or (by_name and bool(own) and all(p.dim() == 1 for p in own))
-
-
-def _matrices(
-    model: nn.Module, owners: Owners, layers: Mapping[str, Layer], why: Reasons
-) -> dict[str, PlainMatrix]:
-    """Return the trained parameters that are matrices without factors."""
-    found = {}
-    weights = {id(layer.weight.parameter) for layer in layers.values()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in weights or why[id(parameter)] in _NO_MATRICES:
-            continue
-        matrices = [matrix_of(o.module, o.attribute, parameter) for o in owners[id(parameter)]]
-        first = matrices[0]
-        if first is None or None in matrices:
-            continue
-        if not is_sharded(parameter) or first.of_rows(tuple(parameter.shape), 1) is not None:
-            found[name] = first
-    return found
 
 
 # ---- why the rest is left out --------------------------------------------------------------------

@@ -23,13 +23,6 @@ from torch_thor.capture.inspection import inspect
 from torch_thor.capture.layers import Layer, Owner, owners_of
 from torch_thor.capture.module_hooks import ModuleHook
 from torch_thor.capture.patterns import Patterns
-from torch_thor.capture.projections import (
-    Fused,
-    check_are_matrices,
-    fused_layers,
-    modules_by_weight,
-    row_splits_of,
-)
 from torch_thor.capture.reasons import LEFT_OUT
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.curvature.blocks import has_values
@@ -44,6 +37,14 @@ from torch_thor.curvature.matrices import (
     take,
 )
 from torch_thor.curvature.shards import RowShards
+from torch_thor.optim.matrices import (
+    Fused,
+    check_are_matrices,
+    fused_layers,
+    modules_by_weight,
+    plain_matrices,
+    row_splits_of,
+)
 from torch_thor.optim.parameters import Group, States
 
 
@@ -73,7 +74,8 @@ class Plan:
     ) -> None:
         self.model, self._rest = model, rest
         found = inspect(model, trained, chosen=chosen, inputs_alone="G" not in sides)
-        self.entries: tuple[Covered, ...] = tuple(covered(model, found, rest))
+        matrices = {} if rest.matrix is None else plain_matrices(model, found)
+        self.entries: tuple[Covered, ...] = tuple(covered(model, found, rest, matrices))
         self.left_out: tuple[Layer, ...] = tuple(found.left_out)
         self.names: dict[int, str] = {}
         # parameters that are DTensors, and how their rows are divided, by name
@@ -107,14 +109,9 @@ class Plan:
             made = LayerCurvature(name, layer.kind, layer.weight, layer.biases, layer.prefix, sides)
             self.layers[name] = old if old is not None and self._is_same(old, layer) else made
         self.hooks: tuple[ModuleHook, ...] = tuple(hooks_of(found.layers, self.layers))
-        plain = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if name in found.matrices
-        }
         # parameters that are matrices without factors, by id
         self.matrix_of: dict[int, PlainMatrix] = {
-            id(p): found.matrices[name] for name, p in plain.items()
+            key: matrices[name] for key, name in self.names.items() if name in matrices
         }
         # the parameters of the layers that are there, by id
         views = [

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from torch_thor.capture.coverage import Coverage, Rest
 from torch_thor.capture.patterns import Patterns
-from torch_thor.capture.projections import hints
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.distributed.data_parallel import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
@@ -19,6 +18,7 @@ from torch_thor.optim import counterparts as foreign
 from torch_thor.optim import learned
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.callers import lr_of_caller
+from torch_thor.optim.matrices import hints
 from torch_thor.optim.options import OF_GROUPS, group_of
 from torch_thor.optim.orthogonal import (
     MuonWork,

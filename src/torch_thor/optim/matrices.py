@@ -1,7 +1,8 @@
-"""Which weights compute several projections at once: those declared, and those of known classes.
+"""Matrices that are orthogonalised: those without factors, and those that are parts of a weight.
 
-``torch_thor.split_rows`` declares them. Modules are known by their class and never by a name,
-because in some classes heads take turns in the rows. A name makes no more than a hint.
+Some weights compute several projections at once: those that ``torch_thor.split_rows`` declares, and
+those of known classes. Modules are known by their class and never by a name, because in some
+classes heads take turns in the rows. A name makes no more than a hint.
 """
 
 import sys
@@ -13,9 +14,12 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from torch_thor.capture import reasons
 from torch_thor.capture.coverage import Covered
+from torch_thor.capture.inspection import Inspection
 from torch_thor.capture.layers import Owner
 from torch_thor.capture.patterns import some
+from torch_thor.capture.sharding import is_sharded
 from torch_thor.curvature.kinds import Kind, LinearKind, owner_of_forward
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import (
@@ -23,8 +27,32 @@ from torch_thor.curvature.matrices import (
     PlainMatrix,
     RowSplit,
     geometry_of,
+    matrix_of,
     sizes_of,
 )
+
+# The reasons of parameters that are no matrices, or are not trained as such.
+_NO_MATRICES = (reasons.LEFT_OUT, reasons.NOT_TRAINED, reasons.NORM, reasons.NO_MATRIX)
+
+
+def plain_matrices(model: nn.Module, found: Inspection) -> dict[str, PlainMatrix]:
+    """Return the trained parameters that are matrices without factors, by name."""
+    matrices = {}
+    weights = {id(layer.weight.parameter) for layer in found.layers.values()}
+    for name, parameter in model.named_parameters():
+        key = id(parameter)
+        if key in weights or found.reasons[key] in _NO_MATRICES:
+            continue
+        shapes = [matrix_of(o.module, o.attribute, parameter) for o in found.owners[key]]
+        first = shapes[0]
+        if first is None or None in shapes:
+            continue
+        if not is_sharded(parameter) or first.of_rows(tuple(parameter.shape), 1) is not None:
+            matrices[name] = first
+    return matrices
+
+
+# ---- weights that are several projections --------------------------------------------------------
 
 
 @dataclass(frozen=True)
