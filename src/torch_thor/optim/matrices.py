@@ -5,6 +5,7 @@ those of known classes. Modules are known by their class and never by a name, be
 classes heads take turns in the rows. A name makes no more than a hint.
 """
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -217,7 +218,8 @@ def check_are_matrices(
     # ``entries`` are those of the parameters that are trained as no matrices, by their ids.
     for key, entry in entries.items():
         for layer in (fused[module] for module in modules[key] if module in fused):
-            is_weight = len(entry.shape) > 1
+            # a bias, or a length of weight_norm, has one number for each output
+            is_weight = math.prod(entry.shape) > sum(layer.split.sizes)
             if layer.is_declared and len(layer.split.sizes) > 1 and is_weight:
                 raise ValueError(
                     f"split_rows of layer {layer.name!r}: its weight {entry.name!r} must be "
