@@ -10,8 +10,7 @@ from torch import nn
 
 from hooked import hooked
 from tiny import listened_to, listeners
-from torch_thor.capture.gathering import Capture
-from torch_thor.capture.loss_terms import loss_terms_of_step
+from torch_thor.capture.gathering import Capture, loss_terms_of_step
 from torch_thor.curvature import Decision, RefreshEvent
 
 NAMES = ("0", "2", "4")

@@ -11,7 +11,7 @@ from torch import nn
 
 from comparing import having
 from torch_thor import THOR
-from torch_thor.capture.loss_terms import Call, Pass, loss_terms_of_pass, loss_terms_of_step
+from torch_thor.capture.gathering import Call, Pass, loss_terms_of_pass, loss_terms_of_step
 
 N, L, D = 6, 5, 4
 

@@ -1,4 +1,6 @@
-"""The gathering of statistics: which layers do so in a step, and their rows.
+"""The gathering of statistics: which layers do so in a step, their rows, and loss terms.
+
+The loss terms that are counted are those of the step's losses.
 
 On a refresh step hooks see the calls of the layers (:mod:`torch_thor.capture.hooks`), and each call
 registers a hook on its output. When the gradient of the output has been computed, that adds the
@@ -17,19 +19,18 @@ model runs eagerly for it, unless it is frozen, the loss did not reach it when i
 its weight is used without calling its module (uncalled).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import mode
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torch_thor.capture.hooks import ModuleCalls
-from torch_thor.capture.loss_terms import Call, Pass, call_of
-from torch_thor.capture.module_hooks import ModuleHook
+from torch_thor.capture.hooks import ModuleCalls, ModuleHook
 from torch_thor.capture.sampling import Mark, Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature, Statistics
@@ -48,6 +49,25 @@ _ENOUGH_ROWS = 1024
 _ROWS_PER_COLUMN = 8
 # The size of an input that is kept in the place of the sum of its rows, however small that is.
 _SMALL = 2**14
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer whose output has received a gradient."""
+
+    layer: Any  # the layer, or anything hashable that identifies it
+    loss_terms: int  # the size of the leading dimension of its input, 1 without a batch dimension
+    dims: tuple[int, ...]  # the sizes of all dimensions of its input but that of the features
+    certain: bool = False  # whether the leading dimension is known to be the batch
+    embedding: bool = False  # whether the input consists of indices, of tokens or of positions
+
+
+@dataclass
+class Pass:
+    """One backward pass."""
+
+    calls: list[Call] = field(default_factory=list)
+    repeated: bool = False  # whether it is another backward pass through calls that have had one
 
 
 @dataclass
@@ -72,20 +92,14 @@ class _Watched:
     weight: Node | None  # the node that adds to the gradient of the weight
     # the backward pass in which the call was made, as activation checkpointing does; -1 outside
     outer: int
-    counted: Call  # what its input tells of N
+    sequences: int  # their number in a nested input, whose rows are theirs; 0 for any other
     x: Any = None  # the input, where it is kept
     version: int = 0  # of the input
+    enough: int | None = None  # a number of rows that is enough, for a layer that has A alone
     rows: Statistics | None = None  # those of the input, summed, where that is smaller than it
     mark: Mark | None = None
     # the step of the previous gradient, and the gradient where G needs it
     earlier: tuple[object, Tensor | None] = (None, None)
-
-    def trains(self) -> bool:
-        """Return whether the backward pass that runs adds to the gradient of the weight."""
-        try:
-            return self.weight is None or bool(backward_reaches(self.weight))
-        except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
-            return False
 
 
 class Capture:
@@ -118,7 +132,7 @@ class Capture:
         }
         self.awaited = {layer for layer in self.gathering if not layer.uncalled and not layer.idle}
         needed = (
-            [hook for hook in self._hooks if not self.gathering.isdisjoint(hook.layers)]
+            [hook for hook in self._hooks if not self.gathering.isdisjoint(hook.by_name.values())]
             if self.awaited
             else ()
         )
@@ -164,18 +178,19 @@ class Capture:
             mask if mask is not None and kind.row_shape(inputs) == mask.shape else None,
             get_gradient_edge(weight).node if weight.is_leaf else None,
             backward_id(),
-            call_of(layer, kind, x, inputs),
+            x.size(0) if x.is_nested else 0,
         )
+        cut = layer.stored[0].cut
+        call.enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * cut.width)
         if layer.needs_gradients:
             call.x, call.version = inputs, inputs._version  # shares storage and version counter
             call.mark = None if self.sampler is None else self.sampler.mark(output)
-        elif inputs.numel() <= max(_SMALL, layer.stored[0].cut.rows * layer.stored[0].cut.width):
+        elif inputs.numel() <= max(_SMALL, cut.rows * cut.width):
             call.x = inputs.clone()
         else:
             call.rows = Statistics(layer.kind, layer.weight_view, layer.stored)
-            call.rows.gather(
-                kind, inputs, as_rows(output).shape, call.keep, most=_enough_rows(layer)
-            )
+            shape = as_rows(output).shape
+            call.rows.gather(kind, inputs, shape, call.keep, most=call.enough)
         output.register_hook(partial(self._on_gradient, call))
 
     def _on_gradient(self, call: _Watched, g: Tensor) -> None:
@@ -183,9 +198,12 @@ class Capture:
         layer, sampler = call.layer, self.sampler
         if layer not in self.gathering:
             return
+        try:  # whether this backward pass adds to the gradient of the weight
+            trains = call.weight is None or backward_reaches(call.weight)
+        except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
+            trains = False
         sampled = sampler is not None and sampler.running
-        if not (sampled or call.trains()):
-            # as a gradient penalty's pass, which adds to no gradient of a weight
+        if not (trains or sampled):  # as a gradient penalty's pass
             self.evidence.beside.add(layer)
             if torch.is_grad_enabled() and not layer.needs_gradients:
                 self._differentiated[layer].append(call)
@@ -200,42 +218,43 @@ class Capture:
         """Add the rows of the input of a call, once for each step."""
         if call.earlier[0] is self._step:
             return
-        call.earlier, statistics = (self._step, None), self._reach(call)
+        call.earlier = self._step, None
+        self.mask_taken |= call.keep is not None
+        self.reached.add(call.layer)
         if call.rows is not None:
-            statistics.add(call.rows)
+            call.layer.statistics.add(call.rows)
         else:
-            statistics.gather(call.kind, call.x, output, call.keep, most=_enough_rows(call.layer))
+            call.layer.statistics.gather(call.kind, call.x, output, call.keep, most=call.enough)
 
     def _add(self, call: _Watched, g: Tensor, *, sampled: bool) -> None:
         """Add the rows of a call and of the gradient of its output."""
-        sampler, before = self.sampler, None
+        layer, kind, sampler, before = call.layer, call.kind, self.sampler, None
         if sampler is not None and call.mark is not None and not sampled:
             call.mark.trained = sampler.trained = True
             return
         if call.x._version != call.version:
             raise RuntimeError(
-                f"the input of layer {call.layer.name!r} was changed in place between forward and "
+                f"the input of layer {layer.name!r} was changed in place between forward and "
                 "backward, so its statistics would be wrong; make the operation that follows the "
                 "layer's input out of place"
             )
         if sampler is None:
             into = self._running_pass(call.outer)
-            into.calls.append(call.counted)
+            dims = (call.sequences,) if call.sequences else tuple(kind.row_shape(call.x))
+            # no dims: rows are patches, as in a convolution; registered kinds may lack batch_first
+            certain = not dims or call.sequences > 0 or bool(getattr(kind, "batch_first", False))
+            terms = call.sequences or kind.loss_terms(call.x)
+            into.calls.append(Call(layer, terms, dims, certain, kind.diagonal_input))
             if call.earlier[0] is self._step:
                 into.repeated, before = True, call.earlier[1]
             g = g if before is None else g + before
             # kept if another pass may follow (retain_graph), because G is that of the sum of all
             # losses
             call.earlier = self._step, g if backward_keeps_graph() else None
-        statistics = self._reach(call)
-        if sampler is None or not sampler.empty:
-            statistics.gather(call.kind, call.x, g, call.keep, instead_of=before)
-
-    def _reach(self, call: _Watched) -> Statistics:
-        """Note that the loss has reached a call, and return the statistics of its layer."""
         self.mask_taken |= call.keep is not None
-        self.reached.add(call.layer)
-        return call.layer.statistics
+        self.reached.add(layer)
+        if sampler is None or not sampler.empty:
+            layer.statistics.gather(kind, call.x, g, call.keep, instead_of=before)
 
     def _running_pass(self, outer: int) -> Pass:
         """Return the backward pass that is running, and forget earlier ones."""
@@ -316,11 +335,6 @@ class Capture:
             layer.statistics.forget()
 
 
-def _enough_rows(layer: LayerCurvature) -> int:
-    """Return a number of rows that is enough, for a layer that has A alone."""
-    return max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.stored[0].cut.width)
-
-
 def as_rows(tensor: Tensor) -> Tensor:
     """Return an input or the gradient of an output as a dense tensor.
 
@@ -330,3 +344,54 @@ def as_rows(tensor: Tensor) -> Tensor:
     if dense.is_nested:
         return torch.cat(dense.unbind())
     return dense if dense.layout is torch.strided else dense.to_dense()
+
+
+# ---- N, the number of loss terms -----------------------------------------------------------------
+# As a rule the input of a layer has N samples in its leading dimension. The exceptions are found by
+# comparing the layers of one pass: position embeddings (1, L), inputs without a batch dimension,
+# sequence-first inputs (L, N, d), and windows and experts, which see other numbers of rows than the
+# other layers.
+
+
+def loss_terms_of_pass(calls: Iterable[Call]) -> tuple[int, int]:
+    """Return the number of samples of a pass, and that nearest to the loss.
+
+    If they differ, N is uncertain.
+    """
+    # 1. Calls of embeddings are left out if other layers were reached, and calls without a batch
+    # dimension if others have one. 2. If calls whose leading dimension is certainly the batch have
+    # M samples, a call with M in its second dimension and not in its leading one is sequence first,
+    # and has M samples. 3. N is the number of the calls nearest to the input and nearest to the
+    # loss if these agree; otherwise the most frequent number, and of several such numbers the one
+    # nearest to the input.
+    calls = list(calls)
+    most = max(len(c.dims) for c in calls)  # of positions (L,) and tokens (N, L), the latter
+    telling = [c for c in calls if not c.embedding] or [c for c in calls if len(c.dims) == most]
+    telling = [c for c in telling if c.loss_terms > 1] or telling
+    certain = [c.loss_terms for c in telling if c.certain]
+    samples = mode(certain) if certain else 0
+    sequence_first = [
+        not c.certain and len(c.dims) > 1 and c.dims[0] != samples == c.dims[1] for c in telling
+    ]
+    numbers = [
+        samples if is_first else c.loss_terms
+        for c, is_first in zip(telling, sequence_first, strict=True)
+    ]
+    last, first = numbers[0], numbers[-1]
+    # of equally frequent numbers mode() returns the first
+    return (first if first == last else mode(reversed(numbers))), last
+
+
+def loss_terms_of_step(passes: Iterable[Pass]) -> tuple[int, tuple[int, int] | None]:
+    """Return N of a step, and the first pass whose N is uncertain.
+
+    The pass is given as :func:`loss_terms_of_pass` returns it.
+    """
+    found = [(each, *loss_terms_of_pass(each.calls)) for each in passes if each.calls]
+    totals: Counter[Any] = Counter()
+    for each, number, _ in found:
+        # the sum over micro-batches, but not over several losses of one batch
+        if not each.repeated:
+            totals.update(dict.fromkeys({call.layer for call in each.calls}, number))
+    uncertain = next(((number, last) for _, number, last in found if number != last), None)
+    return max(totals.values(), default=0), uncertain

@@ -17,8 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from torch_thor.capture import reasons
 from torch_thor.capture.composites import composite_of
+from torch_thor.capture.hooks import CalledModuleHook
 from torch_thor.capture.layers import Layer, Owner, Use, owners_of
-from torch_thor.capture.module_hooks import CalledModuleHook
 from torch_thor.capture.patterns import Patterns, selected
 from torch_thor.capture.sharding import check_sharded, row_shards_of
 from torch_thor.curvature.factor import ParameterView

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from torch_thor.capture.composites import InnerLayer
-from torch_thor.capture.module_hooks import ModuleHook
+from torch_thor.capture.hooks import ModuleHook
 from torch_thor.curvature.kinds import parameter_names_of
+from torch_thor.curvature.layer import LayerCurvature
 
 
 @dataclass(frozen=True)
@@ -65,3 +66,14 @@ class Layer(InnerLayer):
     """
 
     uses: Sequence[Use] = ()
+
+
+def hooks_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[ModuleHook]:
+    """Make the hooks on the modules whose calls give rows to layers, one for each module."""
+    hooks: dict[int, ModuleHook] = {}
+    for name, layer in found.items():
+        for use in layer.uses:
+            if id(use.module) not in hooks:
+                hooks[id(use.module)] = use.hook(use.module)
+            hooks[id(use.module)].by_name[use.name] = layers[name]
+    return list(hooks.values())

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.coverage import Covered, Rest, covered
-from torch_thor.capture.hooks import hooks_of
+from torch_thor.capture.hooks import ModuleHook
 from torch_thor.capture.inspection import inspect
-from torch_thor.capture.layers import Layer, Owner, owners_of
-from torch_thor.capture.module_hooks import ModuleHook
+from torch_thor.capture.layers import Layer, Owner, hooks_of, owners_of
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.reasons import LEFT_OUT
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of

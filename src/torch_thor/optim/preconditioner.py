@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from torch_thor.capture.coverage import Rest
-from torch_thor.capture.gathering import Capture
-from torch_thor.capture.loss_terms import loss_terms_of_step
+from torch_thor.capture.gathering import Capture, loss_terms_of_step
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.communication import ALONE, Processes

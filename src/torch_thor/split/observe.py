@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_thor.capture.hooks import ModuleCalls, hooks_of
+from torch_thor.capture.hooks import ModuleCalls
 from torch_thor.capture.inspection import inspect
+from torch_thor.capture.layers import hooks_of
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.split.spectral import spectral_losses

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_thor.capture.composites.declarations import InnerLayer
-from torch_thor.capture.module_hooks import CompositeHook, Report
+from torch_thor.capture.hooks import CompositeHook, Report
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import ProjectionKind
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.declarations import InnerLayer
-from torch_thor.capture.module_hooks import CompositeHook, FunctionCalls, Report
+from torch_thor.capture.hooks import CompositeHook, FunctionCalls, Report
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds.experts import ExpertsKind
