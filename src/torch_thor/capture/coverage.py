@@ -65,33 +65,35 @@ class Covered:
 
 
 def covered(
-    model: nn.Module, found: Inspection, rest: Rest, matrices: Container[str] = ()
+    model: nn.Module, inspection: Inspection, rest: Rest, matrices: Container[str] = ()
 ) -> list[Covered]:
     """Return one entry for each parameter, in the model's order.
 
     Args:
         model: the model.
-        found: what it was found to hold.
+        inspection: what it was inspection to hold.
         rest: how the parameters that are not preconditioned are trained.
         matrices: the names of those of them that are trained as matrices.
 
     Returns:
         The entries.
     """
-    layers, left_out = _by_parameter(found.layers.values()), _by_parameter(found.left_out)
+    layers, left_out = _by_parameter(inspection.layers.values()), _by_parameter(inspection.left_out)
     entries = []
     for name, parameter in model.named_parameters():
         key, shape = id(parameter), tuple(parameter.shape)
-        owner, *others = found.owners[key]
+        owner, *others = inspection.owners[key]
         is_matrix = key in layers or name in matrices
         otherwise = rest.plain if rest.matrix is None or not is_matrix else rest.matrix
         if key not in layers:
-            entry = Covered(name, shape, class_name_of(owner.module), reason=found.reasons[key])
+            entry = Covered(
+                name, shape, class_name_of(owner.module), reason=inspection.reasons[key]
+            )
             is_trained = entry.reason != NOT_TRAINED
             entries.append(replace(entry, trained=is_trained, rest=otherwise))
             continue
         first, kind = layers[key][0], layers[key][0].kind
-        of_weight = (kind.inputs,) if found.inputs_alone else (kind.inputs, kind.outputs)
+        of_weight = (kind.inputs,) if inspection.inputs_alone else (kind.inputs, kind.outputs)
         sizes = of_weight if first.weight.parameter is parameter else (kind.outputs,)
         notes = [f"shared with {', '.join(repr(o.name) for o in others)}"] if others else []
         notes += [f"{otherwise} for {layer.name!r}: {LEFT_OUT}" for layer in left_out.get(key, ())]
@@ -102,11 +104,11 @@ def covered(
 
 
 def _by_parameter(layers: Iterable[Layer]) -> dict[int, list[Layer]]:
-    found: defaultdict[int, list[Layer]] = defaultdict(list)
+    of_parameters: defaultdict[int, list[Layer]] = defaultdict(list)
     for layer in layers:
         for view in (layer.weight, *layer.biases):
-            found[id(view.parameter)].append(layer)
-    return dict(found)
+            of_parameters[id(view.parameter)].append(layer)
+    return dict(of_parameters)
 
 
 class Coverage(list[Covered]):

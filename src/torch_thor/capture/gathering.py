@@ -387,11 +387,11 @@ def loss_terms_of_step(passes: Iterable[Pass]) -> tuple[int, tuple[int, int] | N
 
     The pass is given as :func:`loss_terms_of_pass` returns it.
     """
-    found = [(each, *loss_terms_of_pass(each.calls)) for each in passes if each.calls]
+    counted = [(each, *loss_terms_of_pass(each.calls)) for each in passes if each.calls]
     totals: Counter[Any] = Counter()
-    for each, number, _ in found:
+    for each, number, _ in counted:
         # the sum over micro-batches, but not over several losses of one batch
         if not each.repeated:
             totals.update(dict.fromkeys({call.layer for call in each.calls}, number))
-    uncertain = next(((number, last) for _, number, last in found if number != last), None)
+    uncertain = next(((number, last) for _, number, last in counted if number != last), None)
     return max(totals.values(), default=0), uncertain

@@ -83,7 +83,9 @@ def inspect(
     called = list(_called_layers(owners, unusable, _uncalled(model)))
     inside = list(_layers_inside(model))
     taken = {id(layer.weight.parameter) for layer in called}
-    usable = [one for one in inside if is_free(one.weight) and id(one.weight.present) not in taken]
+    usable = [
+        layer for layer in inside if is_free(layer.weight) and id(layer.weight.present) not in taken
+    ]
     candidates = {
         layer.name: replace(layer, biases=list(filter(is_free, layer.biases)))
         for layer in (*called, *usable)
@@ -97,7 +99,7 @@ def inspect(
     refused = {
         name: why
         for name, layer in candidates.items()
-        if (why := reasons.LEFT_OUT if name not in kept else _why_not(layer, inputs_alone))
+        if (why := _why_not(layer, kept, inputs_alone)) is not None
     }
     no_biases = {
         name: why
@@ -111,7 +113,7 @@ def inspect(
     }
     # of several reasons the last counts
     of_parameters = (
-        {key: _why_plain(owner) for key, (owner, *_) in owners.items()}
+        {key: _why_plain(owner) for key, (owner, *_) in owners.items() if key not in unusable}
         | {id(bias.present): reasons.WITHOUT_WEIGHT for layer in inside for bias in layer.biases}
         | {key: _why_shared(places) for key, places in owners.items() if len(places) > 1}
         | _why_tied(owners, layers)
@@ -143,7 +145,7 @@ def inspect(
 
 def _unusable(owners: Owners, trained: Collection[int]) -> dict[int, str]:
     """Return the parameters that cannot be preconditioned, whatever their layer's kind is."""
-    found = {}
+    why = {}
     for key, (owner, *_) in owners.items():
         parameter: Any = owner.module._parameters[owner.attribute]
         if isinstance(parameter, UninitializedParameter):
@@ -154,12 +156,12 @@ def _unusable(owners: Owners, trained: Collection[int]) -> dict[int, str]:
         names = [owner.attribute.removesuffix(suffix) for suffix in ("_orig", "_g", "_v")]
         computed = [name for name in names if isinstance(vars(owner.module).get(name), Tensor)]
         if key not in trained:
-            found[key] = reasons.NOT_TRAINED
+            why[key] = reasons.NOT_TRAINED
         elif not parameter.is_floating_point():
-            found[key] = reasons.NO_REAL_NUMBERS.format(parameter.dtype)
+            why[key] = reasons.NO_REAL_NUMBERS.format(parameter.dtype)
         elif computed:
-            found[key] = reasons.COMPUTES.format(computed[0])
-    return found
+            why[key] = reasons.COMPUTES.format(computed[0])
+    return why
 
 
 def _uncalled(model: nn.Module) -> set[int]:
@@ -235,15 +237,18 @@ def _is_norm(module: nn.Module) -> bool:
     # Those of model libraries too (LlamaRMSNorm, T5LayerNorm), so that coverage() calls them
     # normalisation layers.
     by_name = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
-    own = list(module.parameters(recurse=False))
-    return isinstance(module, _NORMS) or (by_name and bool(own) and all(p.dim() == 1 for p in own))
+    parameters = list(module.parameters(recurse=False))
+    are_vectors = bool(parameters) and all(p.dim() == 1 for p in parameters)
+    return isinstance(module, _NORMS) or (by_name and are_vectors)
 
 
 # ---- why the rest is left out --------------------------------------------------------------------
 
 
-def _why_not(layer: Layer, inputs_alone: bool) -> str | None:
+def _why_not(layer: Layer, kept: Collection[str], inputs_alone: bool) -> str | None:
     """Return why a layer is not preconditioned although it has a kind."""
+    if layer.name not in kept:
+        return reasons.LEFT_OUT
     if inputs_alone and layer.kind.diagonal_input:
         return reasons.DIAGONAL
     if row_shards_of(layer.weight.parameter) is None:

@@ -68,12 +68,14 @@ class Layer(InnerLayer):
     uses: Sequence[Use] = ()
 
 
-def hooks_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[ModuleHook]:
+def hooks_of(
+    layers: Mapping[str, Layer], curvature: Mapping[str, LayerCurvature]
+) -> list[ModuleHook]:
     """Make the hooks on the modules whose calls give rows to layers, one for each module."""
     hooks: dict[int, ModuleHook] = {}
-    for name, layer in found.items():
+    for name, layer in layers.items():
         for use in layer.uses:
             if id(use.module) not in hooks:
                 hooks[id(use.module)] = use.hook(use.module)
-            hooks[id(use.module)].by_name[use.name] = layers[name]
+            hooks[id(use.module)].by_name[use.name] = curvature[name]
     return list(hooks.values())

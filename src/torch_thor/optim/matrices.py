@@ -36,15 +36,15 @@ from torch_thor.curvature.matrices import (
 _NO_MATRICES = (reasons.LEFT_OUT, reasons.NOT_TRAINED, reasons.NORM, reasons.NO_MATRIX)
 
 
-def plain_matrices(model: nn.Module, found: Inspection) -> dict[str, PlainMatrix]:
+def plain_matrices(model: nn.Module, inspection: Inspection) -> dict[str, PlainMatrix]:
     """Return the trained parameters that are matrices without factors, by name."""
     matrices = {}
-    weights = {id(layer.weight.parameter) for layer in found.layers.values()}
+    weights = {id(layer.weight.parameter) for layer in inspection.layers.values()}
     for name, parameter in model.named_parameters():
         key = id(parameter)
-        if key in weights or found.reasons[key] in _NO_MATRICES:
+        if key in weights or inspection.reasons[key] in _NO_MATRICES:
             continue
-        shapes = [matrix_of(o.module, o.attribute, parameter) for o in found.owners[key]]
+        shapes = [matrix_of(o.module, o.attribute, parameter) for o in inspection.owners[key]]
         first = shapes[0]
         if first is None or None in shapes:
             continue
@@ -195,17 +195,17 @@ def row_splits_of(
     found = {}
     for key, kind in matrices.items():
         sharing = [fused[module] for module in modules[key] if module in fused]
-        alike = [layer for layer in sharing if sum(layer.split.sizes) == kind.outputs]
-        alike.sort(key=lambda layer: not layer.is_declared)
-        for layer in alike:
-            if layer.is_declared and layer.split != alike[0].split:
+        layers = [layer for layer in sharing if sum(layer.split.sizes) == kind.outputs]
+        layers.sort(key=lambda layer: not layer.is_declared)
+        for layer in layers:
+            if layer.is_declared and layer.split != layers[0].split:
                 raise ValueError(
                     f"split_rows of layer {layer.name!r}: {layer.split.sizes} must be those of "
-                    f"layer {alike[0].name!r}, {alike[0].split.sizes}, which shares its weight; "
+                    f"layer {layers[0].name!r}, {layers[0].split.sizes}, which shares its weight; "
                     "declare the same of both"
                 )
-        if alike and len(alike[0].split.sizes) > 1:
-            found[key] = alike[0].split
+        if layers and len(layers[0].split.sizes) > 1:
+            found[key] = layers[0].split
     return found
 
 
