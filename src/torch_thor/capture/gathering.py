@@ -208,7 +208,7 @@ class Capture:
             if torch.is_grad_enabled() and not layer.needs_gradients:
                 self._differentiated[layer].append(call)
         elif layer.needs_gradients:
-            self._add(call, as_rows(g), sampled=sampled)
+            self._add_both(call, as_rows(g), sampled=sampled)
         else:
             self._running_pass(call.outer)
             for each in (*self._differentiated.pop(layer, ()), call):
@@ -226,7 +226,7 @@ class Capture:
         else:
             call.layer.statistics.gather(call.kind, call.x, output, call.keep, most=call.enough)
 
-    def _add(self, call: _Watched, g: Tensor, *, sampled: bool) -> None:
+    def _add_both(self, call: _Watched, g: Tensor, *, sampled: bool) -> None:
         """Add the rows of a call and of the gradient of its output."""
         layer, kind, sampler, before = call.layer, call.kind, self.sampler, None
         if sampler is not None and call.mark is not None and not sampled:
