@@ -45,7 +45,7 @@ HOMES = {
 # Files that need private names of other packages: these modules, and the reason.
 EXCEPTIONS = {
     "pretend.py": ("curvature.blocks", "tells that the pretend device has pinned memory"),
-    "hooked.py": ("capture.inspection capture.hooks", "makes hooks without an optimizer"),
+    "hooked.py": ("capture.inspection capture.layers", "makes hooks without an optimizer"),
     "tiny.py": (
         "capture.hooks",
         "tells which modules have hooks, for which there is no public function",

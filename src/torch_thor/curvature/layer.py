@@ -194,6 +194,8 @@ class LayerCurvature:
         self.biases = tuple(biases)
         self.prefix = prefix
         self.sides = sides
+        # whether its statistics need the gradients of its outputs, as those of G do
+        self.needs_gradients = "G" in sides
         self.stored = tuple(Factor(side, kind, weight, prefix) for side in sides)
         self.statistics = Statistics(kind, weight, self.stored)  # those of the current step
         self.bind()

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Coverage
+from torch_thor.capture.coverage import Coverage, Rest
 from torch_thor.capture.hooks import suspended_stances
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import check_shards_fit
@@ -177,6 +177,7 @@ class CurvatureOptimizer(EagerStep):
     """
 
     sides: ClassVar[tuple[str, ...]]  # the factors that are used: ("A", "G") or ("A",)
+    rest: ClassVar[Rest]  # how it trains what has no factors, in words
     # whether the damping is relative to the mean diagonal of a factor
     relative_damping: ClassVar[bool]
     trace_thresholds: ClassVar[tuple[float, float]]  # where a group has none
@@ -208,6 +209,7 @@ class CurvatureOptimizer(EagerStep):
             type(self),
             frozenset({**options, **COUNTERS}),
             self.sides,
+            self.rest,
             self.relative_damping,
             self.trace_thresholds,
             loss_reduction,

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 
-from torch_thor.capture.evidence import Evidence
-from torch_thor.capture.gathering import Capture
+from torch_thor.capture.gathering import Capture, Evidence
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
 

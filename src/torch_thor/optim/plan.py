@@ -17,18 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Covered
-from torch_thor.capture.hooks import ModuleHook, hooks_of
-from torch_thor.capture.inspection import Inspection
-from torch_thor.capture.layers import Layer, Owner, owners_of
+from torch_thor.capture.coverage import Covered, Rest, covered
+from torch_thor.capture.hooks import ModuleHook
+from torch_thor.capture.inspection import inspect
+from torch_thor.capture.layers import Layer, Owner, hooks_of, owners_of
 from torch_thor.capture.patterns import Patterns
-from torch_thor.capture.projections import (
-    Fused,
-    check_are_matrices,
-    fused_layers,
-    modules_by_weight,
-    row_splits_of,
-)
+from torch_thor.capture.reasons import LEFT_OUT
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.factor import ParameterView
@@ -42,6 +36,14 @@ from torch_thor.curvature.matrices import (
     take,
 )
 from torch_thor.curvature.shards import RowShards
+from torch_thor.optim.matrices import (
+    Fused,
+    check_are_matrices,
+    fused_layers,
+    modules_by_weight,
+    plain_matrices,
+    row_splits_of,
+)
 from torch_thor.optim.parameters import Group, States
 
 
@@ -65,12 +67,14 @@ class Plan:
         model: nn.Module,
         trained: Sequence[nn.Parameter],
         sides: tuple[str, ...],
+        rest: Rest,
         chosen: Patterns,
         before: "Plan | None" = None,
     ) -> None:
-        self.model = model
-        found = Inspection(model, trained, chosen=chosen, matrices_alone="G" not in sides)
-        self.entries: tuple[Covered, ...] = tuple(found.entries)
+        self.model, self._rest = model, rest
+        found = inspect(model, trained, chosen=chosen, inputs_alone="G" not in sides)
+        matrices = {} if rest.matrix is None else plain_matrices(model, found)
+        self.entries: tuple[Covered, ...] = tuple(covered(model, found, rest, matrices))
         self.left_out: tuple[Layer, ...] = tuple(found.left_out)
         self.names: dict[int, str] = {}
         # parameters that are DTensors, and how their rows are divided, by name
@@ -104,14 +108,9 @@ class Plan:
             made = LayerCurvature(name, layer.kind, layer.weight, layer.biases, layer.prefix, sides)
             self.layers[name] = old if old is not None and self._is_same(old, layer) else made
         self.hooks: tuple[ModuleHook, ...] = tuple(hooks_of(found.layers, self.layers))
-        plain = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if name in found.matrices
-        }
         # parameters that are matrices without factors, by id
         self.matrix_of: dict[int, PlainMatrix] = {
-            id(p): found.matrices[name] for name, p in plain.items()
+            key: matrices[name] for key, name in self.names.items() if name in matrices
         }
         # the parameters of the layers that are there, by id
         views = [
@@ -146,10 +145,13 @@ class Plan:
         """Take the projections of matrices from fused layers."""
         modules = modules_by_weight(self.model, owners)
         if is_new:
-            entries = {entry.name: entry for entry in self.entries}
-            check_are_matrices(
-                fused, modules, {key: entries[name] for key, name in self.names.items()}
-            )
+            entries = dict(zip(self.names, self.entries, strict=True))
+            plain = {
+                key: entry
+                for key, entry in entries.items()
+                if entry.trained and entry.rest == self._rest.plain and entry.reason != LEFT_OUT
+            }
+            check_are_matrices(fused, modules, plain)
         matrices: dict[int, Kind | PlainMatrix] = dict(self.matrix_of)
         for layer in self.layers.values():
             view = layer.weight_view

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from torch_thor.capture.coverage import Rest
 from torch_thor.capture.gathering import Capture, loss_terms_of_step
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import has_values
@@ -51,6 +52,7 @@ class Form:
     optimizer: type  # its class, for messages and options
     options: frozenset[str]  # what every parameter group has
     sides: tuple[str, ...]  # the factors that are used: ("A", "G") or ("A",)
+    rest: Rest  # how it trains what has no factors
     relative_damping: bool  # whether the damping is relative to the mean diagonal of a factor
     trace_thresholds: tuple[float, float]  # where a group has none
     loss_reduction: str = "mean"
@@ -82,7 +84,8 @@ class Preconditioner:
         """
         if self._bound is None or not self._bound.is_current(groups, states, modules=modules):
             before, self._bound = self.plan, None
-            plan = Plan(self.model, parameters(groups), self.form.sides, self.chosen, before)
+            form = self.form
+            plan = Plan(self.model, parameters(groups), form.sides, form.rest, self.chosen, before)
             bound = Bound(plan, groups, states)
             if before is not None:
                 if not plan.layers and "G" in self.form.sides:

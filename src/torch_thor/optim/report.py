@@ -6,8 +6,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch_thor.capture.coverage import LEFT_OUT, NOT_TRAINED, Covered, table
+from torch_thor.capture.coverage import Covered, table
 from torch_thor.capture.patterns import some
+from torch_thor.capture.reasons import LEFT_OUT, NOT_TRAINED
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.learned import LEARNED, NEW, REST
 from torch_thor.optim.plan import Bound, Plan, parameters

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_thor.capture.coverage import Rest
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sampling import Predicts
 from torch_thor.curvature.blocks import factor_dtype
@@ -99,6 +100,7 @@ class THOR(CurvatureOptimizer):
     """
 
     sides = ("A", "G")
+    rest = Rest("plain momentum")
     usual_lr = None
     relative_damping = False
     trace_thresholds = (0.01, 0.0)

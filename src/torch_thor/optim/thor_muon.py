@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Coverage
+from torch_thor.capture.coverage import Coverage, Rest
 from torch_thor.capture.patterns import Patterns
-from torch_thor.capture.projections import hints
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.distributed.data_parallel import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
@@ -19,6 +18,7 @@ from torch_thor.optim import counterparts as foreign
 from torch_thor.optim import learned
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.callers import lr_of_caller
+from torch_thor.optim.matrices import hints
 from torch_thor.optim.options import OF_GROUPS, group_of
 from torch_thor.optim.orthogonal import (
     MuonWork,
@@ -92,6 +92,7 @@ class ThorMuon(CurvatureOptimizer):
     """
 
     sides = ("A",)
+    rest = Rest("AdamW", matrix="orthogonalised momentum")
     usual_lr = 0.08
     relative_damping = True
     # a layer whose trace has changed by 1 % or less keeps its factor
