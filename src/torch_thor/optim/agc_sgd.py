@@ -4,7 +4,7 @@ It is for networks without normalisation.
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.optim.sgd import sgd
 from torch_thor.capture.patterns import Patterns, some
 from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.agc import (
-    CLIPPING,
     ClipStatistics,
     add_up,
     clip,
@@ -21,16 +20,11 @@ from torch_thor.optim.agc import (
     linear_layers,
     units_of,
 )
-from torch_thor.optim.exclusion import COMMON, ExcludingOptimizer, Found, Slot
-from torch_thor.optim.options import OPTIONS, Option, real
+from torch_thor.optim.exclusion import ExcludingOptimizer, Found, Slot
 from torch_thor.optim.parameters import Group
 
-_SGD = {  # the options of torch's SGD
-    **COMMON,
-    "momentum": OPTIONS["momentum"],
-    "dampening": Option(real(lambda v: 0 <= v <= 1), "in [0, 1]", "0 switches it off"),
-    "nesterov": OPTIONS["nesterov"],
-}
+# what torch's SGD takes
+_SGD = ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "foreach")
 
 
 class AGCSGD(ExcludingOptimizer):
@@ -77,7 +71,6 @@ class AGCSGD(ExcludingOptimizer):
         TypeError: the model is missing, or ``exclude`` is no pattern.
     """
 
-    options: ClassVar = {**_SGD, **CLIPPING, "dampen_first": OPTIONS["nesterov"]}
     relative = "torch.optim.SGD"
     counterparts = foreign.AGC_SGD
     clip_statistics: ClipStatistics | None = None

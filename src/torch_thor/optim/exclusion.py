@@ -10,17 +10,8 @@ from torch_thor.capture.patterns import Patterns, selected, some
 from torch_thor.curvature.blocks import has_values
 from torch_thor.optim import checkpoint
 from torch_thor.optim.base import EagerStep
-from torch_thor.optim.options import OPTIONS, Option, OptionGroup, check, check_complete, flag
+from torch_thor.optim.options import check_complete, options_in, options_of
 from torch_thor.optim.parameters import Group, parameters_of
-
-COMMON = {
-    "lr": OPTIONS["lr"],
-    "weight_decay": OPTIONS["weight_decay"],
-    "maximize": Option(flag, "True or False", "leave it out for {default}"),
-    "foreach": Option(
-        lambda v: v is None or flag(v), "None, True or False", "leave it out for {default}"
-    ),
-}
 
 
 class Slot(NamedTuple):
@@ -66,9 +57,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class ExcludingOptimizer(EagerStep):
-    """An optimizer with a table of options and the option ``exclude``."""
+    """An optimizer with the option ``exclude``."""
 
-    options: ClassVar[Mapping[str, Option]]
     relative: ClassVar[str]  # torch's optimizer with the same state
     _excluded_by_default: Callable[[list[Tensor]], set[Tensor]]
     _make_state: Callable[[Tensor, Group], None]  # of one parameter, if it has none
@@ -89,15 +79,12 @@ class ExcludingOptimizer(EagerStep):
         # by position, because wrappers such as FSDP2 and Accelerate replace the objects in the
         # groups
         self._slots: list[list[Slot]] = []
-        super().__init__(params, OptionGroup({name: given[name] for name in self.options}))
+        super().__init__(params, options_in(given))
 
     @property
     def excluded(self) -> tuple[str, ...]:
         """The names of the excluded parameters, in the order of the groups."""
         return tuple(slot.name for slots in self._slots for slot in slots if slot.excluded)
-
-    def _check_group(self, group: Group) -> None:
-        check(type(self), group, self.options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own, as to any optimizer of torch."""
@@ -138,7 +125,7 @@ class ExcludingOptimizer(EagerStep):
         self._own_groups()
         found: list[list[Found]] = []
         for i, (group, slots) in enumerate(zip(self.param_groups, self._slots, strict=True)):
-            check_complete(type(self), i, group, self.options)
+            check_complete(type(self), i, group, options_of(self))
             self._check_group(group)
             if len(group["params"]) != len(slots):
                 raise RuntimeError(

@@ -26,7 +26,7 @@ from torch_thor.distributed.divided import is_divided
 from torch_thor.intervals import Interval
 from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, take_missing
 from torch_thor.optim.checkpoint import load as load_whole
-from torch_thor.optim.options import COUNTERS, check
+from torch_thor.optim.options import check_group
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Bound, parameters
 from torch_thor.optim.preconditioner import Preconditioner
@@ -64,8 +64,7 @@ def load(
         is_function = callable(own_interval) and not isinstance(own_interval, Interval)
         if is_function or group["update_interval"] == _CALLABLE:
             group["update_interval"] = own_interval
-        check(type(optimizer), group)
-        check(type(optimizer), group, COUNTERS)
+        check_group(optimizer, group)
 
     def complete() -> None:
         for factor, _ in divided:

@@ -39,7 +39,7 @@ from torch_thor.optim.inputs import (
 )
 from torch_thor.optim.learned import Look
 from torch_thor.optim.missing import silent_layers
-from torch_thor.optim.options import check
+from torch_thor.optim.options import OPTIONS, check
 from torch_thor.optim.parameters import Group, States, parameters_with_gradient
 from torch_thor.optim.plan import Bound, Plan, parameters
 
@@ -49,10 +49,9 @@ class Form:
     """What an optimizer needs of the curvature, and how its loss is."""
 
     optimizer: type  # its class, for messages and options
-    options: frozenset[str]  # what every parameter group has
+    options: tuple[str, ...]  # what every parameter group has
     sides: tuple[str, ...]  # the factors that are used: ("A", "G") or ("A",)
     relative_damping: bool  # whether the damping is relative to the mean diagonal of a factor
-    trace_thresholds: tuple[float, float]  # where a group has none
     loss_reduction: str = "mean"
     fisher: str = "empirical"
 
@@ -66,7 +65,7 @@ class Preconditioner:
         self.model, self.form, self.chosen, self.distributed = model, form, chosen, distributed
         self.capture = Capture(sampled=form.fisher == "sampled")
         self.warnings = report.StepWarnings(form.optimizer)
-        self.options = CheckedOptions(form.optimizer)
+        self.options = CheckedOptions(form.optimizer, form.options)
         self.last_refresh: tuple[RefreshEvent, ...] = ()
         self.plan: Plan | None = None  # as it was found last
         self._bound: Bound | None = None  # None while the plan is bound to nothing, after an error
@@ -167,8 +166,8 @@ class Preconditioner:
         """Return the inputs of this process."""
         # Raise an error for an option, a state or a gradient that cannot be used.
         capture = self.capture
-        self.options.check(groups, self.form.options)
-        self.options.check_values({"nonfinite": request.nonfinite})
+        self.options.check(groups)
+        self.options.check_values({"nonfinite": request.nonfinite}, ("nonfinite",))
         bound = self.current(groups, states, modules=bool(capture.awaited))
         due = self._due(bound)
         known = bound, due, processes, next_refreshes(bound)
@@ -374,7 +373,7 @@ class Preconditioner:
                         layer, f"it saw no rows (an empty batch, or every row masked): {then}"
                     )
                 continue
-            thresholds = options.get("trace_thresholds", self.form.trace_thresholds)
+            thresholds = options.get("trace_thresholds", OPTIONS["trace_thresholds"].default)
             candidates.append(
                 Candidate(
                     layer,

@@ -18,7 +18,6 @@ from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.bounds import within_kl_clip, within_ratio
 from torch_thor.optim.natural import natural_gradients, turns_of
-from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.update import subtract_, with_decay, with_momentum
@@ -98,10 +97,6 @@ class THOR(CurvatureOptimizer):
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
-    sides = ("A", "G")
-    usual_lr = None
-    relative_damping = False
-    trace_thresholds = (0.01, 0.0)
     counterparts = foreign.THOR
 
     def _update(self, bound: Bound, unless: Tensor | None) -> None:
@@ -141,21 +136,7 @@ class THOR(CurvatureOptimizer):
         fisher: str = "empirical",
         distributed: Distributed | None = None,
     ) -> None:
-        if isinstance(distributed, Distributed) and distributed.whole_matrices:
-            raise ValueError(
-                "whole_matrices=True: must be False with THOR, which orthogonalises nothing; leave "
-                "it out"
-            )
-        options = {name: value for name, value in locals().items() if name in OF_GROUPS}
-        super().__init__(
-            params,
-            options,
-            model=model,
-            layers=layers,
-            distributed=distributed,
-            loss_reduction=loss_reduction,
-            fisher=fisher,
-        )
+        super().__init__(params, model, locals())
 
     @staticmethod
     def preset(name: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch_thor.optim import counterparts as foreign
 from torch_thor.optim import learned
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.callers import lr_of_caller
-from torch_thor.optim.options import OF_GROUPS, group_of
+from torch_thor.optim.options import group_of
 from torch_thor.optim.orthogonal import (
     MuonWork,
     adamw_,
@@ -94,8 +94,7 @@ class ThorMuon(CurvatureOptimizer):
     sides = ("A",)
     usual_lr = 0.08
     relative_damping = True
-    # a layer whose trace has changed by 1 % or less keeps its factor
-    trace_thresholds = (0.01, 0.0)
+    orthogonalises = True
     counterparts = foreign.THOR_MUON
 
     def _update(self, bound: Bound, unless: Tensor | None) -> None:
@@ -137,10 +136,10 @@ class ThorMuon(CurvatureOptimizer):
         layers: Patterns = None,
         distributed: Distributed | None = None,
     ) -> None:
-        options = {name: value for name, value in locals().items() if name in OF_GROUPS}
+        given = locals()
         lr = lr_of_caller(lr, type(self).__name__)
-        options |= {"lr": self.usual_lr if lr is None else lr, "auto_lr": lr is None}
-        super().__init__(params, options, model=model, layers=layers, distributed=distributed)
+        given |= {"lr": self.usual_lr if lr is None else lr, "auto_lr": lr is None}
+        super().__init__(params, model, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, with options of their own.

@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
-from pydantic import Field, PlainValidator, create_model
+from pydantic import AfterValidator, Field, PlainValidator, create_model
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import selected
@@ -13,6 +14,7 @@ from torch_thor.distributed.data_parallel import Distributed
 from torch_thor.errors import UserError, first_line, require
 from torch_thor.intervals import as_interval
 from torch_thor.optim import AGCSGD, LAMB, THOR, ThorMuon
+from torch_thor.optim.base import EagerStep
 from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.thor import PRESETS
 from torch_thor.split.choice import choose_split_dim
@@ -25,82 +27,40 @@ _THRESHOLDS = {
 }
 
 
-def _checked_interval(value: Any) -> Any:
-    rule = OPTIONS["update_interval"]
-    if not (isinstance(value, Mapping | int) and rule.test(value)):
-        raise ValueError(f"must be {rule.rule}, such as {{kind: constant, interval: 5}}")
-    return value
+# words that stand for a value of an option
+_WORDS = {"trace_thresholds": tuple(_THRESHOLDS), "split_dim": (AUTO,)}
+_NUMBERS = {float: Number, float | None: Number | None}
 
 
-def _option(key: str, *words: str) -> PlainValidator:
-    """Check a value by the rule of the optimizer's option, or that it is one of some words."""
+def _key(name: str) -> tuple[Any, str]:
+    """Return the type of an option, which takes what its rule takes, and its meaning."""
+    option, words = OPTIONS[name], _WORDS.get(name, ())
 
     def check(value: Any) -> Any:
-        if not (value in words if isinstance(value, str) else OPTIONS[key].test(value)):
-            raise ValueError(f"must be {OPTIONS[key].rule}; or one of {', '.join(words)}")
-        return tuple(map(float, value)) if isinstance(value, list | tuple) else value
+        is_word = bool(words) and isinstance(value, str)
+        is_code = callable(value) and not isinstance(value, Mapping)
+        if is_code or not (value in words if is_word else option.test(value)):
+            raise ValueError("; or one of ".join([f"must be {option.rule}", *words[:1]]))
+        return tuple(value) if isinstance(value, list) else value
 
-    return PlainValidator(check)
-
-
-def _checked_patterns(value: Any) -> Any:
-    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
-        return tuple(value)
-    if value is not None and not isinstance(value, str):
-        raise ValueError(
-            "must be a name, a pattern, or a list of them, such as ['*.weight', -head]"
-        )
-    return value
+    # a lr is the highest of its schedule
+    hint = Positive if name == "lr" else _NUMBERS.get(option.type, option.type)
+    hint = hint | Literal[words] if words else hint
+    is_union = get_origin(hint) in (Union, UnionType) and len({*get_args(hint)} - {NoneType}) > 1
+    # pydantic would say for each member why it is not that
+    return Annotated[hint, (PlainValidator if is_union else AfterValidator)(check)], option.meaning
 
 
-_Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_checked_patterns)]
+# type and meaning; the documentation of the classes says more
 _AVERAGE = "weight of the old value in a running average of "
-KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of the classes says more
-    "lr": (Positive, "learning rate; null: thor-muon finds it from the weights"),
-    "weight_decay": (NotNegative, "coefficient of the weight decay, in the optimizer's own form"),
-    "damping": (Positive, "λ, added to the diagonal of the factors; see damping_schedule"),
-    "momentum": (Share, "μ; 0 switches momentum off"),
-    "nesterov": (bool, "Nesterov's momentum"),
-    "update_interval": (
-        Annotated[int | dict[str, Any], PlainValidator(_checked_interval)],
-        "steps between refreshes, or {kind: constant, piecewise or geometric, ...} of "
-        "torch_thor.intervals",
-    ),
-    "trace_thresholds": (
-        Annotated[tuple[Number, Number] | str, _option("trace_thresholds", *_THRESHOLDS)],
-        "(ω1, ω2) of the trace rule, or thor, thor_stop, thor_nt",
-    ),
-    "split_dim": (
-        Annotated[int | Literal["auto"] | None, _option("split_dim", AUTO)],
-        "block size of the factors; null: whole ones; auto measures it at the start",
-    ),
-    "factor_decay": (Share, _AVERAGE + "the factors; 0: the latest only"),
-    "max_update_ratio": (
-        Positive | None,
-        "largest step of a parameter relative to its norm; null: no bound",
-    ),
-    "kl_clip": (
-        Positive | None,
-        "bound κ on the squared step in the Fisher norm, in the place of max_update_ratio",
-    ),
-    "layers": (
-        _Patterns,
-        "layers whose curvature is used, by name or pattern; a leading minus leaves out",
-    ),
-    "fisher": (
-        Literal["empirical", "sampled"],
-        "labels of the statistics: those of the loss, or drawn ones",
-    ),
-    "dampening": (Share, "τ in v ← μ v + (1 − τ) d"),
-    "dampen_first": (bool, "dampen the first step too"),
-    "clip_factor": (Positive, "largest ratio of gradient to weight of a unit"),
+_OF_TORCH: dict[str, tuple[Any, str]] = {
     "lr_decay": (NotNegative, "step t uses lr / (1 + t · lr_decay)"),
     "initial_accumulator_value": (NotNegative, "start of the sum of squared gradients"),
     "alpha": (Share, _AVERAGE + "squared gradients"),
     "rho": (Share, _AVERAGE + "squared gradients"),
     "beta1": (Share, _AVERAGE + "the gradient"),
     "beta2": (Share, _AVERAGE + "the squared gradient"),
-    "eps": (NotNegative, "term that keeps a denominator away from 0"),
+    "eps": (NotNegative, OPTIONS["eps"].meaning),
     "centered": (bool, "normalise by the variance of the gradient"),
     "amsgrad": (bool, "the AMSGrad variant"),
     "adjust_lr_fn": (
@@ -109,15 +69,22 @@ KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of t
     ),
     "adamw_lr": (Positive | None, "learning rate of what is no matrix; null: lr"),
     "adamw_embeddings": (bool, "train embeddings with AdamW"),
-    "exclude": (_Patterns, "parameters that are treated as biases are; null: biases and norms"),
-    "decay_filter": (_Patterns, "parameters with weight decay, by name or pattern; null: all"),
+    "decay_filter": (
+        _key("exclude")[0],
+        "parameters with weight decay, by name or pattern; null: all",
+    ),
     "divide_curvature": (bool, "each process keeps only the blocks that it inverts"),
+}
+_DECLARED = {
+    name: _key(name)
+    for name, option in OPTIONS.items()
+    if option.type is not None and option.scope in ("group", "optimizer")
 }
 
 
 _SGD = {"lr": 0.1, "momentum": 0.9}  # torch's lr=0.001 without momentum trains no image classifier
 # the class, and where a recipe has other defaults
-OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Mapping[str, Any]]] = {
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
     "thor-muon": (ThorMuon, {}),
     "thor": (THOR, {}),
     "sgd": (torch.optim.SGD, _SGD),
@@ -165,9 +132,10 @@ def _keys_of(name: str) -> type[OptimizerKeys]:
         given["divide_curvature"] = False
     if "update_interval" in given:
         given["update_interval"] = as_interval(given["update_interval"])
+    keys = _DECLARED | _OF_TORCH | (_DECLARED if issubclass(kind, EagerStep) else {})
     known: Any = {
         key: (hint if given[key] is not None else hint | None, Field(given[key], description=about))
-        for key, (hint, about) in KEYS.items()
+        for key, (hint, about) in keys.items()
         if key in given
     }
     return create_model(name, __base__=OptimizerKeys, **known)
