@@ -3,8 +3,8 @@
 import inspect
 
 import pytest
-
 from test_contract import OPTIONS as ALL
+
 from tiny import mlp
 from torch_thor import THOR, ThorMuon
 from torch_thor.optim.options import OPTIONS, check, default_of

@@ -183,6 +183,8 @@ class CurvatureOptimizer(EagerStep):
     sides: ClassVar[tuple[str, ...]] = ("A", "G")  # the factors that are used: these or ("A",)
     # whether the damping is relative to the mean diagonal of a factor
     relative_damping: ClassVar[bool] = False
+    # where a group has none
+    trace_thresholds: ClassVar[tuple[float, float]] = OPTIONS["trace_thresholds"].default
     orthogonalises: ClassVar[bool] = False  # whether whole matrices can be asked for
     # the lr that serves all tasks from scratch, so that another is told; None if there is none
     usual_lr: ClassVar[float | None] = None
@@ -210,6 +212,7 @@ class CurvatureOptimizer(EagerStep):
             tuple(options),
             self.sides,
             self.relative_damping,
+            self.trace_thresholds,
             more["loss_reduction"],
             more["fisher"],
         )

@@ -92,8 +92,11 @@ def level_of_user() -> int:
 
     It is for ``warnings.warn`` in the function that calls this.
     """
-    ours = ("torch", "torch_thor")
-    return next(i for i, frame in enumerate(_callers(), 1) if _package(frame) not in ours)
+    level = 0
+    for level, frame in enumerate(_callers(), 1):
+        if _package(frame) not in ("torch", "torch_thor"):
+            break
+    return level
 
 
 def _callers() -> Iterator[FrameType]:

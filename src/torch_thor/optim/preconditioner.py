@@ -39,7 +39,7 @@ from torch_thor.optim.inputs import (
 )
 from torch_thor.optim.learned import Look
 from torch_thor.optim.missing import silent_layers
-from torch_thor.optim.options import OPTIONS, check
+from torch_thor.optim.options import check
 from torch_thor.optim.parameters import Group, States, parameters_with_gradient
 from torch_thor.optim.plan import Bound, Plan, parameters
 
@@ -52,6 +52,7 @@ class Form:
     options: tuple[str, ...]  # what every parameter group has
     sides: tuple[str, ...]  # the factors that are used: ("A", "G") or ("A",)
     relative_damping: bool  # whether the damping is relative to the mean diagonal of a factor
+    trace_thresholds: tuple[float, float]  # where a group has none
     loss_reduction: str = "mean"
     fisher: str = "empirical"
 
@@ -373,7 +374,7 @@ class Preconditioner:
                         layer, f"it saw no rows (an empty batch, or every row masked): {then}"
                     )
                 continue
-            thresholds = options.get("trace_thresholds", OPTIONS["trace_thresholds"].default)
+            thresholds = options.get("trace_thresholds", self.form.trace_thresholds)
             candidates.append(
                 Candidate(
                     layer,
