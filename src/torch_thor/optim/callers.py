@@ -92,11 +92,10 @@ def level_of_user() -> int:
 
     It is for ``warnings.warn`` in the function that calls this.
     """
-    level = 0
     for level, frame in enumerate(_callers(), 1):
         if _package(frame) not in ("torch", "torch_thor"):
-            break
-    return level
+            return level
+    return 1
 
 
 def _callers() -> Iterator[FrameType]:

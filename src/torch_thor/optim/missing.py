@@ -110,15 +110,15 @@ _DATA_PARALLEL = (
 _NOTHING_SEEN = (
     "{}, because no forward and backward pass through them was seen since the last step: step() "
     "was called again without another loss.backward(), the gradients were set without a forward "
-    "pass or made before THOR was, a state was loaded between the two passes, a compiled or copied "
-    "model ran in the place of the one that THOR has, or the weights were used without calling the "
-    "modules. Call loss.backward() on what this model returns before each step(), and zero_grad() "
-    "after it; or leave the layers out with layers="
+    "pass or made before the optimizer was, a state was loaded between the two passes, a compiled "
+    "or copied model ran in the place of the optimizer's, or the weights were used without calling "
+    "the modules. Call loss.backward() on what this model returns before each step(), and "
+    "zero_grad() after it; or leave the layers out with layers="
 )
 _OTHER_OUTPUT = (
     "the output given to sample_fisher() depends on no layer that waits for statistics: it was "
-    "computed by a compiled or copied model in the place of the one that THOR has, or before THOR "
-    "was made. Give what this model returned in this step"
+    "computed by a compiled or copied model in the place of the optimizer's, or before the "
+    "optimizer was made. Give what this model returned in this step"
 )
 _NONFINITE_OUTPUT = (
     "the output given to sample_fisher() held NaN or inf where the loss does not, so no labels "

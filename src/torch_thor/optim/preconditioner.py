@@ -242,7 +242,8 @@ class Preconditioner:
             return self.capture.sampler.terms
         terms, uncertain = loss_terms_of_step(self.capture.passes.values())
         if uncertain is not None:
-            self.warnings.note("loss terms", _UNCERTAIN.format(*uncertain))
+            label = self.form.optimizer.__name__
+            self.warnings.note("loss terms", _UNCERTAIN.format(*uncertain, label=label))
         return terms
 
     def _check_mask(self, due: Sequence[LayerCurvature]) -> None:
@@ -446,7 +447,7 @@ class Preconditioner:
 
 
 _UNCERTAIN = (
-    "THOR takes N = {0} for the number of loss terms of a backward pass, from the leading "
+    "{label} takes N = {0} for the number of loss terms of a backward pass, from the leading "
     "dimension of the layers' inputs, while the last layer's input has {1}. If the loss averages "
     "over another number (predicted tokens, groups of rows), set optimizer.loss_terms; {0} "
     "confirms this one"

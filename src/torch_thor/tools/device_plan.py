@@ -28,6 +28,7 @@ from torch_thor.curvature.blocks import has_values
 from torch_thor.errors import UserError, first_line, require
 from torch_thor.files import check_place, write_text, writing
 from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.optim.registry import WITH_CURVATURE
 from torch_thor.printing import printer, quantity
 from torch_thor.split.observe import loss_of
 from torch_thor.split.timing import device_name, inverse_seconds
@@ -43,7 +44,7 @@ from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.recipes import load_recipe, recipe_names
 
 FILE, ROUNDS = "plan.json", 5
-KINDS, FORMS = ("thor-muon", "thor"), ("ddp", "divided", "fsdp", "hsdp")
+KINDS, FORMS = tuple(WITH_CURVATURE), ("ddp", "divided", "fsdp", "hsdp")
 PIXELS, LENGTH, VOCABULARY = 224, 128, 30522  # of ImageNet and of BERT, where no recipe says others
 OF_DATA = {"digits": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}  # classes
 # minutes by devices (Ascend 910) for about 40 epochs of ResNet-50 on ImageNet (Chen et al. 2021)

@@ -13,9 +13,10 @@ from torch_thor.capture.patterns import selected
 from torch_thor.distributed.data_parallel import Distributed
 from torch_thor.errors import UserError, first_line, require
 from torch_thor.intervals import as_interval
-from torch_thor.optim import AGCSGD, LAMB, THOR, ThorMuon
+from torch_thor.optim import registry
 from torch_thor.optim.base import EagerStep
 from torch_thor.optim.options import OPTIONS
+from torch_thor.optim.registry import WITH_CURVATURE
 from torch_thor.optim.thor import PRESETS
 from torch_thor.split.choice import choose_split_dim
 from torch_thor.training.muon import MuonAdamW
@@ -83,22 +84,25 @@ _DECLARED = {
 
 
 _SGD = {"lr": 0.1, "momentum": 0.9}  # torch's lr=0.001 without momentum trains no image classifier
-# the class, and where a recipe has other defaults
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
-    "thor-muon": (ThorMuon, {}),
-    "thor": (THOR, {}),
-    "sgd": (torch.optim.SGD, _SGD),
-    "momentum": (torch.optim.SGD, _SGD),
-    "nesterov": (torch.optim.SGD, {**_SGD, "nesterov": True}),
-    "adagrad": (torch.optim.Adagrad, {}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-    "adadelta": (torch.optim.Adadelta, {}),
-    "adam": (torch.optim.Adam, {}),
-    "adamw": (torch.optim.AdamW, {}),
-    "muon": (MuonAdamW, {"weight_decay": 0.01}),
-    "lamb": (LAMB, {"lr": 0.01}),
-    "agc-sgd": (AGCSGD, _SGD),
+_OTHERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": torch.optim.SGD,
+    "nesterov": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "adadelta": torch.optim.Adadelta,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "muon": MuonAdamW,
 }
+# where a recipe has other defaults than the class
+_DEFAULTS: dict[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("sgd", "momentum", "agc-sgd"), _SGD),
+    "nesterov": {**_SGD, "nesterov": True},
+    "muon": {"weight_decay": 0.01},
+    "lamb": {"lr": 0.01},
+}
+OPTIMIZERS = {**WITH_CURVATURE, **_OTHERS, **registry.OPTIMIZERS}
 
 
 class OptimizerKeys(Keys):
@@ -120,8 +124,9 @@ class OptimizerKeys(Keys):
                 )
 
 
-def _keys_of(name: str) -> type[OptimizerKeys]:
-    kind, own = OPTIMIZERS[name]
+def keys_of(name: str) -> type[OptimizerKeys]:
+    """Return the keys of an optimizer: the options of its class, and two that a recipe adds."""
+    kind, own = OPTIMIZERS[name], _DEFAULTS.get(name, {})
     given = {
         key: argument.default for key, argument in inspect.signature(kind).parameters.items()
     } | dict(own)
@@ -141,7 +146,7 @@ def _keys_of(name: str) -> type[OptimizerKeys]:
     return create_model(name, __base__=OptimizerKeys, **known)
 
 
-KEYS_OF = {name: _keys_of(name) for name in OPTIMIZERS}
+KEYS_OF = {name: keys_of(name) for name in OPTIMIZERS}
 _all: dict[str, Any] = {
     name: (own, Field(own(), description=f"settings of {name}")) for name, own in KEYS_OF.items()
 }
@@ -168,7 +173,7 @@ def build_optimizer(
         name in OPTIMIZERS,
         f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}",
     )
-    kind, options = OPTIMIZERS[name][0], {**settings_of(name), **given}
+    kind, options = OPTIMIZERS[name], {**settings_of(name), **given}
     if "beta1" in options:
         options["betas"] = (options.pop("beta1"), options.pop("beta2"))
     if isinstance(preset := options.get("trace_thresholds"), str):
