@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns, selected, some
-from torch_thor.curvature.blocks import has_values
 from torch_thor.optim import checkpoint
 from torch_thor.optim.base import EagerStep
+from torch_thor.optim.inputs import creates_state_only
 from torch_thor.optim.options import check_complete, options_in, options_of
 from torch_thor.optim.parameters import Group, parameters_of
 
@@ -63,8 +63,6 @@ class ExcludingOptimizer(EagerStep):
     _excluded_by_default: Callable[[list[Tensor]], set[Tensor]]
     _make_state: Callable[[Tensor, Group], None]  # of one parameter, if it has none
     _update: Callable[[list[list[Found]]], None]  # the parameters of each group
-    # whether the state is only what torch.distributed.checkpoint asked for before the first step
-    _placeholder = False
 
     def __init__(
         self,
@@ -79,7 +77,9 @@ class ExcludingOptimizer(EagerStep):
         # by position, because wrappers such as FSDP2 and Accelerate replace the objects in the
         # groups
         self._slots: list[list[Slot]] = []
-        super().__init__(params, options_in(given))
+        # the steps are counted to know the first, before which torch.distributed.checkpoint may ask
+        # for a state
+        super().__init__(params, options_in({**given, "step": 0}))
 
     @property
     def excluded(self) -> tuple[str, ...]:
@@ -142,23 +142,14 @@ class ExcludingOptimizer(EagerStep):
             )
             for slot, _, gradient in found[-1]:
                 check_dense(repr(slot.name), gradient)
-        if self._placeholder:
+        if not any(group["step"] for group in self.param_groups):
             self.state.clear()
-        # torch.distributed.checkpoint creates the state by a step in which lr and all gradients are
-        # 0
-        self._placeholder = (
-            not self.state
-            and all(float(group["lr"]) == 0 for group in self.param_groups)
-            and not any(
-                not has_values(gradient) or bool(gradient.any())
-                for own in found
-                for _, _, gradient in own
-            )
-        )
-        if self._placeholder:
-            self._make_states()
-        else:
-            self._update(found)
+            if creates_state_only(self.param_groups):
+                self._make_states()
+                return loss
+        self._update(found)
+        for group in self.param_groups:
+            dict.update(group, step=group["step"] + 1)  # plain already
         return loss
 
     def _make_states(self) -> None:
@@ -181,7 +172,6 @@ class ExcludingOptimizer(EagerStep):
             name=self._names().__getitem__,
             relative=self.relative,
         )
-        self._placeholder = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and options, as any optimizer of torch does.
@@ -215,9 +205,10 @@ class ExcludingOptimizer(EagerStep):
 
     def _adopt(self, group: Group, own: Group) -> None:
         """Complete a saved group by the options that the optimizer has."""
+        group.setdefault("step", 1)  # torch's optimizers have a state from the first step on only
         checkpoint.take_missing(self, group, own)
         self._check_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("model", "exclude", "_slots", "_placeholder")
+        own = ("model", "exclude", "_slots")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}

@@ -66,7 +66,8 @@ def creates_state_only(groups: list[Group]) -> bool:
     """
     if any(number(group.get("lr")) != 0 for group in groups):  # options are not checked yet
         return False
-    gradients = (gradient for _, _, gradient in parameters_with_gradient(groups))
+    # those of all processes, which decide alike: one may have rows without a gradient alone
+    gradients = (p.grad for group in groups for p in group["params"] if p.grad is not None)
     return not any(not has_values(g) or bool(real_elements(g).any()) for g in gradients)
 
 
