@@ -58,6 +58,12 @@ COLUMNS = (
     "the device that keeps most; sent: by it in a step, and in addition on a refresh; work: how "
     "much longer than the mean it inverts"
 )
+OF_COPIES = (
+    "hsdp: of the devices that hold the same rows, the first inverts their blocks and sends them to "
+    "the others, so the inversion takes as long as on --shards devices, whatever the number of "
+    "copies. Dealt out over the copies as well, the blocks would be sent as often, and a refresh "
+    "would be shorter by {saved}"
+)
 SIZES = ("in all", "factors", "sums", "sent, step", "+ refresh", "work")
 TIMES = ("batch", "step, ms", "network", "refresh", "all, min", "paper, min")
 
@@ -95,6 +101,11 @@ class Row:
         # what other devices invert
         others = measured.inverting * (1 - self.most_work / self.devices)
         return measured.ordinary + network, network, measured.refresh - others + network + more
+
+    @property
+    def waiting(self) -> float:
+        """The share of all inversions that a refresh takes longer than if all had the same work."""
+        return (self.most_work - 1) / self.devices
 
 
 def plan(
@@ -154,6 +165,10 @@ def plan(
                 times[row]["training"] = _training(row, times[row], measured, interval, samples)
         is_papers = (recipe.model if recipe else subject) == PAPER_MODEL
         _print_times(console, measured, times, PAPER if is_papers else {}, bandwidth, latency)
+    if longest := max((row.waiting for row in rows if row.form == "hsdp"), default=0.0):
+        all_of_them = "the inversion of all blocks on one device"
+        whole = f" ({1000 * longest * measured.inverting:.2g} ms)" if measured else ""
+        say(OF_COPIES.format(saved=f"{longest:.1%} of {all_of_them}{whole}"))
     if out is not None:
         content: dict[str, Any] = {"model": subject, "optimizer": name, "torch_thor": __version__}
         content["network"] = {"bandwidth": bandwidth, "latency": latency, "shards": shards}
