@@ -67,10 +67,6 @@ EXCEPTIONS = {
         "curvature.refresh",
         "simulates that memory is exhausted during a refresh",
     ),
-    "optim/test_whole_matrices.py": (
-        "distributed.whole",
-        "tests which process orthogonalises which matrix",
-    ),
     "distributed/test_disagreement.py": (
         "curvature.blocks curvature.inverse",
         "simulates ranks that compute different numbers",

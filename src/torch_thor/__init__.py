@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch_thor import intervals, schedules
     from torch_thor.curvature.kinds.registry import register_kind
     from torch_thor.curvature.matrices import split_rows
-    from torch_thor.distributed.data_parallel import Distributed
+    from torch_thor.distributed.options import Distributed
     from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
     from torch_thor.optim.agc_sgd import AGCSGD
     from torch_thor.optim.groups import coverage, param_groups
@@ -46,7 +46,7 @@ _MODULES = {
     "torch_thor.curvature.kinds.registry": ("register_kind",),
     "torch_thor.optim.agc": ("ClipStatistics", "adaptive_clip_grad_"),
     "torch_thor.optim.agc_sgd": ("AGCSGD",),
-    "torch_thor.distributed.data_parallel": ("Distributed",),
+    "torch_thor.distributed.options": ("Distributed",),
     "torch_thor.optim.groups": ("coverage", "param_groups"),
     "torch_thor.optim.lamb": ("LAMB",),
     "torch_thor.optim.parameters": ("model_is",),

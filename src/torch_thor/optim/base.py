@@ -20,8 +20,8 @@ from torch_thor.capture.sharding import check_shards_fit
 from torch_thor.curvature.blocks import ieee_float32
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.distributed.data_parallel import Distributed
 from torch_thor.distributed.divided import is_divided
+from torch_thor.distributed.options import Distributed
 from torch_thor.optim import checkpoint, counterparts, persistence, report
 from torch_thor.optim.callers import refuse_divided_parameters
 from torch_thor.optim.check import Check

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from torch_thor.distributed.data_parallel import Distributed
+from torch_thor.distributed.options import Distributed
 from torch_thor.intervals import as_interval, schedule_of
 
 Scope = Literal["group", "counter", "optimizer", "attribute"]

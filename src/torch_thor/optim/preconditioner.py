@@ -22,8 +22,9 @@ from torch_thor.curvature.communication import ALONE, Processes
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
 from torch_thor.distributed.agreement import NUMBERS, agree, check_same_gradients, count_rows
-from torch_thor.distributed.data_parallel import Distributed
+from torch_thor.distributed.data_parallel import DataParallel
 from torch_thor.distributed.divided import divide
+from torch_thor.distributed.options import Distributed
 from torch_thor.optim import report
 from torch_thor.optim.check import Check, accelerator_of
 from torch_thor.optim.checkpoint import conform
@@ -93,6 +94,20 @@ class Preconditioner:
             self.capture.follow(self.model, plan.hooks)
         return self._bound
 
+    @property
+    def processes(self) -> Processes:
+        """The processes that train together at this time."""
+        group: Any = self.distributed.process_group
+        plan = self.plan
+        if group is False or plan is None or not (dist.is_available() and dist.is_initialized()):
+            return ALONE
+        group = dist.group.WORLD if group is None else group
+        if dist.get_world_size(group) == 1:
+            return ALONE
+        divided: list[Any] = [p for p, shards in plan.sharded.values() if shards is not None]
+        mesh = divided[0].device_mesh if divided else None
+        return DataParallel(group, plan.device, self.distributed.communication_dtype, mesh)
+
     def bind(self, bound: Bound) -> Bound:
         """Take a plan that is bound anew."""
         self.plan, self._bound = bound.plan, bound
@@ -141,11 +156,7 @@ class Preconditioner:
             )
         if not (self.capture.awaited or sends or request.nonfinite == "skip") or request.state_only:
             return ALONE
-        return (
-            self.distributed.processes(plan)
-            if dist.is_available() and dist.is_initialized()
-            else ALONE
-        )
+        return self.processes
 
     def _facts(self, request: Request) -> Iterator[str]:
         """Yield lines of text that must be the same on all processes."""
@@ -305,7 +316,7 @@ class Preconditioner:
                     dict.update(group, last_loss_terms=inputs.terms)  # plain already
             if looked is not None:
                 looked.take()
-            self.bind(bound)
+            self._bound = bound
         # the statistics may be partly scaled, or partly summed over processes
         except BaseException:
             capture.discard()
@@ -337,7 +348,7 @@ class Preconditioner:
         # parameters after that.
         layers = list(bound.plan.layers.values())
         if self.distributed.divide_curvature and divides:
-            divide(layers, self.distributed.processes(bound.plan))
+            divide(layers, self.processes)
         for group in bound.groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:

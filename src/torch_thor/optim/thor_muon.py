@@ -13,7 +13,8 @@ from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.projections import hints
 from torch_thor.curvature.blocks import factor_dtype
-from torch_thor.distributed.data_parallel import Distributed
+from torch_thor.curvature.communication import ALONE
+from torch_thor.distributed.options import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim import counterparts as foreign
 from torch_thor.optim import learned
@@ -103,6 +104,7 @@ class ThorMuon(CurvatureOptimizer):
         of_depth = math.sqrt(min(1.0, _USUAL_DEPTH / max(1, bound.depth)))
         whole_matrices = self.distributed.whole_matrices
         shards = bound.plan.first_shards if whole_matrices else None
+        processes = self._curvature.processes if bound.plan.sharded else ALONE
         turns = bound.turns(partial(turns_of, whole_matrices=whole_matrices))
         for work in with_gradients(in_turns(turns)):
             # of the group, and less where the weights were trained already
@@ -116,7 +118,7 @@ class ThorMuon(CurvatureOptimizer):
             wide = preconditioned(work, u)  # u (A + λ tr(A)/d_in · I)⁻¹
             # d = orth(·);  ‖d‖ = √min(d_out, d_in) · √max(1, d_out / d_in), within r · ‖W‖ / lr;
             # W ← W - lr · √min(1, 10 / L) · d
-            subtract_orthogonal_(work, wide, lr * of_depth, shards, unless)
+            subtract_orthogonal_(work, wide, lr * of_depth, shards, processes, unless)
 
     @foreign.names_counterparts
     def __init__(

@@ -59,10 +59,10 @@ COLUMNS = (
     "much longer than the mean it inverts"
 )
 OF_COPIES = (
-    "hsdp: of the devices that hold the same rows, the first inverts their blocks and sends them to "
-    "the others, so the inversion takes as long as on --shards devices, whatever the number of "
+    "hsdp: of the devices that hold the same rows, the first inverts their blocks and sends them "
+    "to the others, so the inversion takes as long as on --shards devices, whatever the number of "
     "copies. Dealt out over the copies as well, the blocks would be sent as often, and a refresh "
-    "would be shorter by {saved}"
+    "would be shorter by {:.1%} of the inversion of all blocks on one device{}"
 )
 SIZES = ("in all", "factors", "sums", "sent, step", "+ refresh", "work")
 TIMES = ("batch", "step, ms", "network", "refresh", "all, min", "paper, min")
@@ -165,10 +165,8 @@ def plan(
                 times[row]["training"] = _training(row, times[row], measured, interval, samples)
         is_papers = (recipe.model if recipe else subject) == PAPER_MODEL
         _print_times(console, measured, times, PAPER if is_papers else {}, bandwidth, latency)
-    if longest := max((row.waiting for row in rows if row.form == "hsdp"), default=0.0):
-        all_of_them = "the inversion of all blocks on one device"
-        whole = f" ({1000 * longest * measured.inverting:.2g} ms)" if measured else ""
-        say(OF_COPIES.format(saved=f"{longest:.1%} of {all_of_them}{whole}"))
+    for line in _about_copies(rows, measured):
+        say(line)
     if out is not None:
         content: dict[str, Any] = {"model": subject, "optimizer": name, "torch_thor": __version__}
         content["network"] = {"bandwidth": bandwidth, "latency": latency, "shards": shards}
@@ -177,6 +175,13 @@ def plan(
         _write(out, content)
         say(f"Numbers are in {out}")
     return rows
+
+
+def _about_copies(rows: Sequence[Row], measured: Measured | None) -> list[str]:
+    """Return why a device of HSDP has more work than the mean, if one has."""
+    longest = max((row.waiting for row in rows if row.form == "hsdp"), default=0.0)
+    saved = f" ({1000 * longest * measured.inverting:.2g} ms)" if measured else ""
+    return [OF_COPIES.format(longest, saved)] if longest else []
 
 
 def _require_at_least(least: int, **given: int | None) -> None:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, PlainValidator, create_model
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import selected
-from torch_thor.distributed.data_parallel import Distributed
+from torch_thor.distributed.options import Distributed
 from torch_thor.errors import UserError, first_line, require
 from torch_thor.intervals import as_interval
 from torch_thor.optim import registry
