@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.kinds import Kind, kind_of, parameter_names_of
 from torch_thor.curvature.kinds.matrix import ConvKind
-from torch_thor.optim.exclusion import check_dense, excluded_parameters, whole
+from torch_thor.optim.excluding import check_dense, excluded_parameters, whole
+from torch_thor.optim.model_argument import parameters_of
 from torch_thor.optim.options import check
-from torch_thor.optim.parameters import parameters_of
 
 # Where the units of a parameter are: the dim of the outputs, or the kind if that is not one dim.
 Units = int | Kind

@@ -20,8 +20,8 @@ from torch_thor.optim.agc import (
     linear_layers,
     units_of,
 )
-from torch_thor.optim.exclusion import ExcludingOptimizer, Found, Slot
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.excluding import ExcludingOptimizer, Found, Slot
+from torch_thor.optim.model_argument import Group
 
 # what torch's SGD takes
 _SGD = ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "foreach")

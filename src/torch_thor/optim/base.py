@@ -22,12 +22,13 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.divided import is_divided
 from torch_thor.distributed.options import Distributed
-from torch_thor.optim import checkpoint, counterparts, persistence, report
+from torch_thor.optim import counterparts, persistence, report
 from torch_thor.optim.callers import refuse_divided_parameters
 from torch_thor.optim.check import Check
 from torch_thor.optim.inputs import Inputs, Request, creates_state_only, nonfinite_message
 from torch_thor.optim.learned import Look, looks_trained
 from torch_thor.optim.loss_scale import LossScale, asked_by_lightning, remove_scale
+from torch_thor.optim.model_argument import Group, check_known, parameters_of_model
 from torch_thor.optim.options import (
     COUNTERS,
     OPTIONS,
@@ -38,9 +39,9 @@ from torch_thor.optim.options import (
     options_in,
     scoped,
 )
-from torch_thor.optim.parameters import Group, check_known, parameters_of_model
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.preconditioner import Form, Preconditioner
+from torch_thor.optim.state_dict import VERSION
 from torch_thor.torch_internals import (
     compiler_in_use,
     refuse_running_fullgraph,
@@ -132,7 +133,7 @@ class EagerStep(torch.optim.Optimizer):
         def finish(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
             for group in state_dict["param_groups"]:
                 self._as_saved(group)
-            state_dict["version"] = checkpoint.VERSION
+            state_dict["version"] = VERSION
 
         handle = self.register_state_dict_post_hook(finish, prepend=True)
         try:

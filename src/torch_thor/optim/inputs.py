@@ -19,8 +19,8 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.intervals import steps_until_next
 from torch_thor.optim.check import Check
 from torch_thor.optim.loss_scale import LossScale
+from torch_thor.optim.model_argument import Group, parameters_with_gradient
 from torch_thor.optim.options import COUNTERS, OPTIONS, check, check_complete, number, scoped
-from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.plan import Bound, Plan
 
 

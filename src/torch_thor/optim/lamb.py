@@ -14,8 +14,8 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype, has_values
 from torch_thor.curvature.factor import local
 from torch_thor.optim import counterparts as foreign
-from torch_thor.optim.exclusion import ExcludingOptimizer, Found, whole
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.excluding import ExcludingOptimizer, Found, whole
+from torch_thor.optim.model_argument import Group
 
 
 class LAMB(ExcludingOptimizer):

@@ -26,7 +26,7 @@ from torch_thor.curvature.shards import RowShards, bounds_within
 from torch_thor.distributed.divided import is_divided, turns_of_parameters
 from torch_thor.distributed.gathered_matrices import DividedMatrix, orthogonalise_whole_
 from torch_thor.optim.check import fused_on
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.model_argument import Group
 from torch_thor.optim.plan import Bound, free_rows
 from torch_thor.optim.update import subtract_, trust_ratios
 from torch_thor.optim.works import (

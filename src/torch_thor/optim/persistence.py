@@ -24,12 +24,12 @@ from torch_thor.curvature.layer import SHARDS, LayerCurvature
 from torch_thor.curvature.shards import bounds_within, shard_bounds
 from torch_thor.distributed.divided import is_divided
 from torch_thor.intervals import Interval
-from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, take_missing
-from torch_thor.optim.checkpoint import load as load_whole
+from torch_thor.optim.model_argument import Group, States
 from torch_thor.optim.options import check_group
-from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Bound, parameters
 from torch_thor.optim.preconditioner import Preconditioner
+from torch_thor.optim.state_dict import MOMENTS, StateDict, check_loaded, take_missing
+from torch_thor.optim.state_dict import load as load_whole
 
 _CALLABLE = "callable"  # stands for a callable, which no state dict holds
 

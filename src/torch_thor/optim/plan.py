@@ -42,7 +42,7 @@ from torch_thor.curvature.matrices import (
     take,
 )
 from torch_thor.curvature.shards import RowShards
-from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.model_argument import Group, States
 
 
 @dataclass(frozen=True)

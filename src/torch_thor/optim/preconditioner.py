@@ -27,7 +27,6 @@ from torch_thor.distributed.divided import divide
 from torch_thor.distributed.options import Distributed
 from torch_thor.optim import report
 from torch_thor.optim.check import Check, accelerator_of
-from torch_thor.optim.checkpoint import conform
 from torch_thor.optim.inputs import (
     CheckedOptions,
     Inputs,
@@ -40,9 +39,10 @@ from torch_thor.optim.inputs import (
 )
 from torch_thor.optim.learned import Look
 from torch_thor.optim.missing import silent_layers
+from torch_thor.optim.model_argument import Group, States, parameters_with_gradient
 from torch_thor.optim.options import check
-from torch_thor.optim.parameters import Group, States, parameters_with_gradient
 from torch_thor.optim.plan import Bound, Plan, parameters
+from torch_thor.optim.state_dict import conform
 
 
 @dataclass(frozen=True)

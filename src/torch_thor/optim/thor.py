@@ -18,8 +18,8 @@ from torch_thor.intervals import UpdateInterval
 from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.bounds import within_kl_clip, within_ratio
+from torch_thor.optim.model_argument import Group
 from torch_thor.optim.natural import natural_gradients, turns_of
-from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.update import subtract_, with_decay, with_momentum
 from torch_thor.optim.works import in_turns

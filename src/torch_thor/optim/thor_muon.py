@@ -20,6 +20,7 @@ from torch_thor.optim import counterparts as foreign
 from torch_thor.optim import learned
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.callers import lr_of_caller
+from torch_thor.optim.model_argument import Group
 from torch_thor.optim.options import group_of
 from torch_thor.optim.orthogonal import (
     MuonWork,
@@ -30,7 +31,6 @@ from torch_thor.optim.orthogonal import (
     subtract_orthogonal_,
     turns_of,
 )
-from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.update import momentum_, shrink_
 from torch_thor.optim.works import in_turns, with_gradients

@@ -31,7 +31,7 @@ from torch_thor.distributed.assignment import (
 )
 from torch_thor.distributed.divided import owners_of, turns_of
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.checkpoint import MOMENTS
+from torch_thor.optim.state_dict import MOMENTS
 from torch_thor.training.parallel import blocks
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"

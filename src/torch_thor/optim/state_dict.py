@@ -14,8 +14,8 @@ from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import NUMBERS as LAYER_NUMBERS
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
 from torch_thor.optim.callers import level_of_user
+from torch_thor.optim.model_argument import Group, States
 from torch_thor.optim.options import OptionGroup, number, options_of, scoped
-from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Bound, parameters
 from torch_thor.plain import plain
 

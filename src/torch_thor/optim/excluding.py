@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns, selected, some
-from torch_thor.optim import checkpoint
+from torch_thor.optim import state_dict as state_dicts
 from torch_thor.optim.base import EagerStep
 from torch_thor.optim.inputs import creates_state_only
+from torch_thor.optim.model_argument import Group, parameters_of
 from torch_thor.optim.options import check_complete, options_in, options_of
-from torch_thor.optim.parameters import Group, parameters_of
 
 
 class Slot(NamedTuple):
@@ -163,7 +163,7 @@ class ExcludingOptimizer(EagerStep):
 
         It is loaded as a whole or, on an error, not at all.
         """
-        checkpoint.load(
+        state_dicts.load(
             self,
             super().load_state_dict,
             state_dict,
@@ -201,12 +201,12 @@ class ExcludingOptimizer(EagerStep):
     def _check_state(self) -> None:
         """Raise ValueError for a state that does not fit the parameters, or is not finite."""
         names = self._names()
-        checkpoint.check_loaded(self.state, names, names.__getitem__)
+        state_dicts.check_loaded(self.state, names, names.__getitem__)
 
     def _adopt(self, group: Group, own: Group) -> None:
         """Complete a saved group by the options that the optimizer has."""
         group.setdefault("step", 1)  # torch's optimizers have a state from the first step on only
-        checkpoint.take_missing(self, group, own)
+        state_dicts.take_missing(self, group, own)
         self._check_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
