@@ -102,6 +102,9 @@ class EagerStep(torch.optim.Optimizer):
         """Raise ValueError for an option that is out of range."""
         check_group(self, group)
 
+    def _take(self, group: Group) -> None:
+        """Take a group that was added, or raise an error for parameters that do not fit."""
+
     def _as_saved(self, group: Group) -> None:
         """Change a group of a state dict to the form that is saved."""
 
@@ -112,13 +115,19 @@ class EagerStep(torch.optim.Optimizer):
             param_group: as for ``torch.optim.Optimizer.add_param_group``; it is copied.
 
         Raises:
-            ValueError: an option is out of range, or one of another optimizer.
+            ValueError: an option is out of range or one of another optimizer, or a parameter is
+                not in the model.
             TypeError: it is no dict.
         """
-        group = group_of(param_group)
+        group, before = group_of(param_group), len(self.param_groups)
         self._check_group({**self.defaults, **group})
         counterparts.check_group(type(self), group, self.defaults)
         super().add_param_group(group)
+        try:
+            self._take(self.param_groups[-1])
+        except BaseException:
+            del self.param_groups[before:]
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and options, as tensors, numbers, strings, and dicts of them.
@@ -415,27 +424,11 @@ class CurvatureOptimizer(EagerStep):
 
     # ---- groups, plan and state ------------------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model, with options of their own.
-
-        Args:
-            param_group: as for ``torch.optim.Optimizer.add_param_group``; it is copied.
-
-        Raises:
-            ValueError: an option is out of range or one of another optimizer, or a parameter is
-                not in the model.
-            TypeError: it is no dict.
-        """
-        before = len(self.param_groups)
-        super().add_param_group(param_group)
-        try:
-            check_known(self.param_groups[-1]["params"], self.model)
-            if self._curvature.plan is not None:
-                self._bound()
-                self._curvature.listen_again()
-        except BaseException:
-            del self.param_groups[before:]
-            raise
+    def _take(self, group: Group) -> None:
+        check_known(group["params"], self.model)
+        if self._curvature.plan is not None:
+            self._bound()
+            self._curvature.listen_again()
 
     # ---- state dicts -----------------------------------------------------------------------------
 

@@ -86,14 +86,8 @@ class ExcludingOptimizer(EagerStep):
         """The names of the excluded parameters, in the order of the groups."""
         return tuple(slot.name for slots in self._slots for slot in slots if slot.excluded)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own, as to any optimizer of torch."""
-        super().add_param_group(param_group)
-        try:
-            self._slots.append(self._slots_of(self.param_groups[-1]))
-        except Exception:
-            self.param_groups.pop()
-            raise
+    def _take(self, group: Group) -> None:
+        self._slots.append(self._slots_of(group))
 
     def _slots_of(self, group: Group) -> list[Slot]:
         params = group["params"]
