@@ -148,9 +148,10 @@ class AGCSGD(ExcludingOptimizer):
 
     def _make_state(self, parameter: Tensor, group: Group) -> None:
         # torch's SGD would take a step here, after which its momentum contains weight decay before
-        # the first gradient
+        # the first gradient. A step leaves hardly ever -0 alone, by which a checkpoint tells that
+        # none was taken: the first is not dampened
         if group["momentum"]:
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            self.state[parameter]["momentum_buffer"] = torch.full_like(parameter, -0.0)
 
     def _update(self, found: list[list[Found]]) -> None:
         parts: list[ClipStatistics] = []

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns, selected, some
+from torch_thor.curvature.blocks import has_values
+from torch_thor.curvature.factor import local
 from torch_thor.optim import state_dict as state_dicts
 from torch_thor.optim.base import EagerStep
 from torch_thor.optim.inputs import creates_state_only
@@ -63,6 +65,8 @@ class ExcludingOptimizer(EagerStep):
     _excluded_by_default: Callable[[list[Tensor]], set[Tensor]]
     _make_state: Callable[[Tensor, Group], None]  # of one parameter, if it has none
     _update: Callable[[list[list[Found]]], None]  # the parameters of each group
+    # whether the state is only what torch.distributed.checkpoint asked for before the first step
+    _placeholder = False
 
     def __init__(
         self,
@@ -77,9 +81,7 @@ class ExcludingOptimizer(EagerStep):
         # by position, because wrappers such as FSDP2 and Accelerate replace the objects in the
         # groups
         self._slots: list[list[Slot]] = []
-        # the steps are counted to know the first, before which torch.distributed.checkpoint may ask
-        # for a state
-        super().__init__(params, options_in({**given, "step": 0}))
+        super().__init__(params, options_in(given))
 
     @property
     def excluded(self) -> tuple[str, ...]:
@@ -136,14 +138,13 @@ class ExcludingOptimizer(EagerStep):
             )
             for slot, _, gradient in found[-1]:
                 check_dense(repr(slot.name), gradient)
-        if not any(group["step"] for group in self.param_groups):
+        if self._placeholder:
             self.state.clear()
-            if creates_state_only(self.param_groups):
-                self._make_states()
-                return loss
-        self._update(found)
-        for group in self.param_groups:
-            dict.update(group, step=group["step"] + 1)  # plain already
+        self._placeholder = not self.state and creates_state_only(self.param_groups)
+        if self._placeholder:
+            self._make_states()
+        else:
+            self._update(found)
         return loss
 
     def _make_states(self) -> None:
@@ -191,6 +192,11 @@ class ExcludingOptimizer(EagerStep):
     def _complete(self) -> None:
         """Fit the state that was loaded to the parameters."""
         self._check_state()
+        buffers = [s["momentum_buffer"] for s in self.state.values() if "momentum_buffer" in s]
+        self._placeholder = bool(buffers) and all(
+            has_values(buffer) and bool((local(buffer).signbit() & (local(buffer) == 0)).all())
+            for buffer in buffers
+        )
 
     def _check_state(self) -> None:
         """Raise ValueError for a state that does not fit the parameters, or is not finite."""
@@ -199,10 +205,9 @@ class ExcludingOptimizer(EagerStep):
 
     def _adopt(self, group: Group, own: Group) -> None:
         """Complete a saved group by the options that the optimizer has."""
-        group.setdefault("step", 1)  # torch's optimizers have a state from the first step on only
         state_dicts.take_missing(self, group, own)
         self._check_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("model", "exclude", "_slots")
+        own = ("model", "exclude", "_slots", "_placeholder")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}

@@ -398,7 +398,7 @@ def default_of(optimizer: Callable[..., Any], name: str) -> Any:
 
 def options_in(arguments: Mapping[str, Any]) -> OptionGroup:
     """Return the options of a parameter group among the arguments of a constructor."""
-    names = scoped("group", "counter")
+    names = scoped("group")
     return OptionGroup({name: arguments[name] for name in arguments if name in names})
 
 
