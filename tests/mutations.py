@@ -182,7 +182,7 @@ MUTATIONS = {
         Node("call", "rsqrt"), "values.maximum(noise).sqrt()", ("tests/curvature/test_polar.py",),
     ),
     "loading keeps the dtype of the base class": Mutation(
-        "optim/checkpoint.py", "load",
+        "optim/state_dict.py", "load",
         Node("call", "_as_made", argument=4), "parameter.dtype", STATE,
     ),
     "a refresh is not counted": Mutation(

@@ -13,7 +13,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from typer.main import get_command
 
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
 from torch_thor.commands import app
+from torch_thor.optim.options import OPTIONS
 from torch_thor.training.recipe_model import FREE_ON_RESUME
 from torch_thor.training.recipes import PARTS, keys, load_recipe, recipe_names
 
@@ -39,7 +41,38 @@ def pages() -> dict[str, str]:
     Returns:
         Their text in Markdown, by their path inside docs/.
     """
-    return {"reference/command-line.md": "\n".join([*command_line(), *recipes(), *recipe_keys()])}
+    return {
+        "reference/command-line.md": "\n".join([*command_line(), *recipes(), *recipe_keys()]),
+        "reference/options.md": "\n".join(options()),
+    }
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+def options() -> Iterator[str]:
+    """Write the table of the options of all optimizers.
+
+    Yields:
+        Lines.
+    """
+    kinds = (ThorMuon, THOR, LAMB, AGCSGD)
+    yield f"""# Options of the optimizers
+
+This page is generated from the declarations of the options. A column of an optimizer has the
+default of an option, and is empty if the optimizer has no such option. An attribute is set after
+construction, before any step.
+
+| option | {" | ".join(kind.__name__ for kind in kinds)} | what it must be | meaning |
+|---|{"---|" * len(kinds)}---|---|"""
+    for name, option in OPTIONS.items():
+        arguments = [inspect.signature(kind).parameters.get(name) for kind in kinds]
+        shown = ["" if one is None else f"`{one.default}`" for one in arguments]
+        if option.scope == "attribute":
+            shown = [f"attribute, `{option.default}`"] * 2 + [""] * 2
+        if any(shown):
+            cells = [f"`{name}`", *shown, _text(option.rule), _text(option.meaning)]
+            yield f"| {' | '.join(cells)} |"
 
 
 # ---- recipes -------------------------------------------------------------------------------------

@@ -81,6 +81,9 @@ def test_what_is_kept_and_sent(mine, console, tmp_path):
     text = console.export_text()
     assert "thor: 2 preconditioned layers, 40.4 K trained parameters" in text
     assert module.COLUMNS in text.replace("\n", " ")
+    saved = (rows[-1].most_work - 1) / 8
+    assert saved > 0
+    assert f"shorter by {saved:.1%} of the inversion" in text.replace("\n", " ")
     assert re.search(rf"ddp │ +2 │ +{alone.memory.whole / 1e6:.1f} ", text)
 
 

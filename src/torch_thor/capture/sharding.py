@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from torch_thor.curvature.blocks import wide_dtype
 from torch_thor.curvature.shards import RowShards, shard_bounds
 
 # ---- one parameter -------------------------------------------------------------------------------
@@ -79,33 +78,9 @@ def row_shards_of(parameter: Any) -> RowShards | None:
             own, mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
-    def total(own: Tensor | None) -> Tensor:
-        shape, device = () if own is None else own.shape, torch.device(mesh.device_type)
-        found = torch.zeros(shape, dtype=wide_dtype(device), device=device)
-        if own is not None:
-            found += own
-        dist.all_reduce(found, group=mesh.get_group(mesh.ndim - 1))
-        return found
-
-    def exchange(sent: Tensor, to_send: list[int], to_receive: list[int]) -> Tensor:
-        device = device_of_mesh(parameter)
-        found = torch.empty(sum(to_receive), dtype=sent.dtype, device=device)
-        dist.all_to_all_single(
-            found, sent.to(device), to_receive, to_send, group=mesh.get_group(mesh.ndim - 1)
-        )
-        return found.to(sent.device)
-
-    replicas = mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None
-    return RowShards(
-        count,
-        bounds,
-        slice(starts[index], starts[index + 1]),
-        index,
-        total,
-        exchange,
-        wrap,
-        replicas,
-    )
+    has_replicas = mesh.ndim > 1 and mesh.size(0) > 1
+    own_rows = slice(starts[index], starts[index + 1])
+    return RowShards(count, bounds, own_rows, index, wrap, has_replicas)
 
 
 def device_of_mesh(parameter: Any) -> torch.device:

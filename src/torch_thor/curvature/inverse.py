@@ -163,18 +163,17 @@ def _share_(
         [of[i] for i in shared for of in (parts, inverses)],
         [bounds[i] for i in shared for _ in range(2)],
     )
-    groups: dict[int, tuple[object, list[Tensor]]] = {}
+    of_rows: list[Tensor] = []  # which other processes hold as well
     for i, (one, run) in enumerate(runs):
         owners = one.factor.owners
         if owners is not None:
             kept = owners.held(run)
             parts[i], inverses[i] = parts[i][kept], inverses[i][kept]
-            if owners.replicas is not None:
-                groups.setdefault(id(owners.replicas), (owners.replicas, []))[1].extend(
-                    (parts[i], inverses[i])
-                )
-    for replicas, own_parts in groups.values():
-        processes.share_with_replicas_(own_parts, replicas)
+            if owners.has_replicas:
+                of_rows += parts[i], inverses[i]
+    if of_rows:  # the first of them has inverted all
+        first = [(0, *[len(part)] * processes.count) for part in of_rows]
+        processes.share_(of_rows, first, "replicas")
 
 
 def invert_own(

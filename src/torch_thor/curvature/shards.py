@@ -29,13 +29,9 @@ class RowShards:
     bounds: tuple[int, ...]  # process r owns the rows from bounds[r] to bounds[r + 1]
     own: slice = field(compare=False)  # the rows that this process holds
     source: int = field(compare=False)  # the process that inverts the blocks of these rows
-    # sums a tensor over the shards, exchanges rows (all-to-all), and makes a DTensor of the own
-    # rows
-    total: Callable[[Tensor | None], Tensor] = field(repr=False, compare=False)
-    exchange: Callable[[Tensor, list[int], list[int]], Tensor] = field(repr=False, compare=False)
+    # makes a DTensor of the own rows
     wrap: Callable[[Tensor], Tensor] = field(repr=False, compare=False)
-    # the group of those that hold the same rows
-    replicas: object = field(default=None, repr=False, compare=False)
+    has_replicas: bool = False  # whether other processes hold the same rows
 
     def own_of(self, rows: slice | None) -> slice:
         """Return those of some rows that this process holds, counted from its first row."""
@@ -69,7 +65,7 @@ class Owners:
     bounds: tuple[tuple[int, ...], ...]
     # the owner of the blocks that this process keeps: itself, or a process that holds the same rows
     source: int
-    replicas: object = field(default=None, compare=False)
+    has_replicas: bool = False
 
     @classmethod
     def of_shards(cls, cut: Cut, shards: RowShards, rows: slice | None) -> "Owners":
@@ -79,7 +75,7 @@ class Owners:
             found.append(
                 tuple(min(max(start - run.first, 0) // run.size, run.count) for start in starts)
             )
-        return cls(tuple(found), shards.source, shards.replicas)
+        return cls(tuple(found), shards.source, shards.has_replicas)
 
     def held(self, run: int) -> slice:
         """Return the blocks of a run that this process keeps."""

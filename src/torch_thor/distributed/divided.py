@@ -21,7 +21,7 @@ from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.shards import Owners
-from torch_thor.distributed.ownership import deal_out, packed_size
+from torch_thor.distributed.assignment import deal_out, packed_size
 
 # The inverses that are collected at once have about so many elements: 32 MB in float32.
 ELEMENTS = 2**23

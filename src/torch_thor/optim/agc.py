@@ -18,16 +18,9 @@ from torch import Tensor, nn
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.kinds import Kind, kind_of, parameter_names_of
 from torch_thor.curvature.kinds.matrix import ConvKind
-from torch_thor.optim.exclusion import check_dense, excluded_parameters, whole
-from torch_thor.optim.options import Option, check, number, real
-from torch_thor.optim.parameters import parameters_of
-
-CLIPPING = {
-    "clip_factor": Option(
-        lambda v: (number(v) or 0) > 0, "a number > 0", "start from 0.01; float('inf') never clips"
-    ),
-    "eps": Option(real(lambda v: v > 0), "a finite number > 0", "{default} is the paper's"),
-}
+from torch_thor.optim.excluding import check_dense, excluded_parameters, whole
+from torch_thor.optim.model_argument import parameters_of
+from torch_thor.optim.options import check
 
 # Where the units of a parameter are: the dim of the outputs, or the kind if that is not one dim.
 Units = int | Kind
@@ -99,7 +92,7 @@ def adaptive_clip_grad_(
         RuntimeError: a gradient is sparse.
     """
     options = {"clip_factor": clip_factor, "eps": eps, "foreach": foreach}
-    check(adaptive_clip_grad_, options, CLIPPING)
+    check(adaptive_clip_grad_, options)
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     params, model = parameters_of(given, None, "adaptive_clip_grad_")
     left_alone = last_linear(model) if exclude is None else excluded_parameters(exclude, model)

@@ -15,7 +15,7 @@ from torch_thor.curvature.blocks import Blocks, factor_dtype
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import MatrixWeight
 from torch_thor.distributed.divided import is_divided, turns_of_parameters
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.model_argument import Group
 from torch_thor.optim.plan import Bound, free_rows
 from torch_thor.optim.works import (
     Batch,

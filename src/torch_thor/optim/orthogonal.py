@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torch_thor.curvature.blocks import to_device
+from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.kinds import MatrixWeight
 from torch_thor.curvature.kinds.base import Kind
@@ -23,9 +24,9 @@ from torch_thor.curvature.matrices import PlainMatrix, RowSplit
 from torch_thor.curvature.polar import unit_polars_
 from torch_thor.curvature.shards import RowShards, bounds_within
 from torch_thor.distributed.divided import is_divided, turns_of_parameters
-from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
+from torch_thor.distributed.gathered_matrices import DividedMatrix, orthogonalise_whole_
 from torch_thor.optim.check import fused_on
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.model_argument import Group
 from torch_thor.optim.plan import Bound, free_rows
 from torch_thor.optim.update import subtract_, trust_ratios
 from torch_thor.optim.works import (
@@ -144,6 +145,7 @@ def subtract_orthogonal_(
     wide: Mapping[Polars, Tensor],
     lr: float,
     shards: RowShards | None,
+    processes: Processes,
     unless: Tensor | None,
 ) -> None:
     """Orthogonalise preconditioned directions, bound them, and take the steps.
@@ -175,7 +177,7 @@ def subtract_orthogonal_(
     else:
         _subtract_on_device_(work, units, lr, unless)
     if shards is not None:
-        _step_whole(work, wide, lr, rows, shards, ratio)
+        _step_whole(work, wide, lr, rows, shards, processes, ratio)
 
 
 def _subtract_on_device_(
@@ -218,6 +220,7 @@ def _step_whole(
     lr: float,
     rows: int | None,
     shards: RowShards,
+    processes: Processes,
     ratio: float | None,
 ) -> None:
     """Take the steps of this process's rows, of matrices that are orthogonalised as a whole."""
@@ -233,9 +236,9 @@ def _step_whole(
         matrices.append(DividedMatrix(of_rows, part.bounds, part.whole))
     if not matrices:
         return
-    orthogonalise_whole_(matrices, shards, rows)
+    orthogonalise_whole_(matrices, shards, rows, processes)
     if ratio is not None:
-        for one, limit in zip(matrices, _shares(parts, lr, ratio, shards), strict=True):
+        for one, limit in zip(matrices, _shares(parts, lr, ratio, processes), strict=True):
             one.own.mul_(limit)
     for part, one in zip(parts, matrices, strict=True):
         weight = part.of(part.own)
@@ -245,15 +248,15 @@ def _step_whole(
 
 
 def _shares(
-    parts: Sequence[Part], lr: float, ratio: float, shards: RowShards | None = None
+    parts: Sequence[Part], lr: float, ratio: float, processes: Processes | None = None
 ) -> list[Tensor]:
     """Return ``min(1, r · max(‖W‖, 0.03 √d_out) / length of the step)`` of each matrix.
 
-    ``shards``: for matrices that are orthogonalised as a whole.
+    ``processes``: for matrices that are orthogonalised as a whole.
     """
     norms, kinds, lengths = [], [], []
     for part in parts:
-        kind, groups = (part.kind, part.kind.groups) if shards is None else (part.whole, 1)
+        kind, groups = (part.kind, part.kind.groups) if processes is None else (part.whole, 1)
         # groups lie along the first dimension
         matrices = part.of(part.own).unflatten(0, (groups, -1))
         dtype = torch.float64 if part.own.dtype == torch.float64 else torch.float32
@@ -261,13 +264,14 @@ def _shares(
             torch.linalg.vector_norm(matrices, dim=tuple(range(1, matrices.ndim)), dtype=dtype)
         )
         kinds.append(kind)
-        lengths.append(lr * (part.norm if shards is None else step_norm(kind.outputs, kind.inputs)))
+        norm = part.norm if processes is None else step_norm(kind.outputs, kind.inputs)
+        lengths.append(lr * norm)
     if not norms:
         return norms
     # one small all-reduce for all matrices: of the squared norms of each process's rows
-    if shards is not None:
+    if processes is not None:
         squares = torch.cat(norms)
-        norms = list(shards.total(squares.square_()).sqrt_().to(squares).unbind())
+        norms = list(processes.all_reduce(squares.square_(), "shards").sqrt_().to(squares).unbind())
     smallest = [smallest_norm(kind.outputs) for kind in kinds]
     return trust_ratios(
         norms, smallest, [ratio / length if length else math.inf for length in lengths]

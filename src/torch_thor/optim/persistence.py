@@ -24,12 +24,12 @@ from torch_thor.curvature.layer import SHARDS, LayerCurvature
 from torch_thor.curvature.shards import bounds_within, shard_bounds
 from torch_thor.distributed.divided import is_divided
 from torch_thor.intervals import Interval
-from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, take_missing
-from torch_thor.optim.checkpoint import load as load_whole
-from torch_thor.optim.options import COUNTERS, check
-from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.model_argument import Group, States
+from torch_thor.optim.options import check_group
 from torch_thor.optim.plan import Bound, parameters
 from torch_thor.optim.preconditioner import Preconditioner
+from torch_thor.optim.state_dict import MOMENTS, StateDict, check_loaded, take_missing
+from torch_thor.optim.state_dict import load as load_whole
 
 _CALLABLE = "callable"  # stands for a callable, which no state dict holds
 
@@ -64,14 +64,13 @@ def load(
         is_function = callable(own_interval) and not isinstance(own_interval, Interval)
         if is_function or group["update_interval"] == _CALLABLE:
             group["update_interval"] = own_interval
-        check(type(optimizer), group)
-        check(type(optimizer), group, COUNTERS)
+        check_group(optimizer, group)
 
     def complete() -> None:
         for factor, _ in divided:
             factor.divided = None  # loaded tensors are whole; the next step divides them
         bound = bind()
-        _fit_rows(bound, relative=curvature.form.relative_damping)
+        _fit_rows(bound, curvature)
         _check_layers(bound)
         check_loaded(optimizer.state, parameters(bound.groups), plan.name, plan.layers.values())
 
@@ -121,7 +120,7 @@ def _check_layers(bound: Bound) -> None:
 # ---- factors of the rows of weights --------------------------------------------------------------
 
 
-def _fit_rows(bound: Bound, *, relative: bool) -> None:
+def _fit_rows(bound: Bound, curvature: Preconditioner) -> None:
     """Turn loaded state into that of this process. What does not fit the layers stays as it is."""
     for parameter in parameters(bound.groups):
         entries, shards = bound.states.get(parameter, {}), bound.plan.shards_of(parameter)
@@ -140,11 +139,11 @@ def _fit_rows(bound: Bound, *, relative: bool) -> None:
         before, entries[SHARDS] = int(entries.get(SHARDS, 1)), 1 if shards is None else shards.count
         for layer, factor in factors if before != entries[SHARDS] else ():
             if layer.refreshes:
-                _cut_again_(layer, factor, before, len(parameter), relative=relative)
+                _cut_again_(layer, factor, before, len(parameter), curvature)
 
 
 def _cut_again_(
-    layer: LayerCurvature, factor: Factor, before: int, rows: int, *, relative: bool
+    layer: LayerCurvature, factor: Factor, before: int, rows: int, curvature: Preconditioner
 ) -> None:
     """Cut a factor at the present shards, and invert the blocks that have changed."""
     # Other blocks keep their bits.
@@ -162,9 +161,10 @@ def _cut_again_(
     )
     moved[own] = stored.rows
     stored.rows.copy_(cut_again(moved, old, new)[own])
-    if relative:
+    if curvature.form.relative_damping:
         trace = stored.traces().sum()
-        trace = trace if view.shards is None else view.shards.total(trace)
+        if view.shards is not None:
+            trace = curvature.processes.all_reduce(trace, "shards")
         damping = relative_damping(float(trace), new.rows, damping, stored.rows.dtype)
     else:
         damping = math.sqrt(damping / layer.rows_per_term)
@@ -197,7 +197,7 @@ def consolidated(
     plan, states = bound.plan, bound.states
     if not is_divided(plan.layers.values()):
         return None
-    keeps = to is None or curvature.distributed.processes(plan).rank == to
+    keeps = to is None or curvature.processes.rank == to
     whole: dict[Tensor, dict[str, Any]] = {}
     factors = [
         (layer.weight_view, factor) for layer in plan.layers.values() for factor in layer.stored

@@ -44,7 +44,7 @@ from torch_thor.optim.matrices import (
     plain_matrices,
     row_splits_of,
 )
-from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.model_argument import Group, States
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from torch_thor.curvature.communication import ALONE, Processes
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
 from torch_thor.distributed.agreement import NUMBERS, agree, check_same_gradients, count_rows
-from torch_thor.distributed.data_parallel import Distributed
+from torch_thor.distributed.data_parallel import DataParallel
 from torch_thor.distributed.divided import divide
+from torch_thor.distributed.options import Distributed
 from torch_thor.optim import report
 from torch_thor.optim.check import Check, accelerator_of
-from torch_thor.optim.checkpoint import conform
 from torch_thor.optim.inputs import (
     CheckedOptions,
     Inputs,
@@ -40,9 +40,10 @@ from torch_thor.optim.inputs import (
 )
 from torch_thor.optim.learned import Look
 from torch_thor.optim.missing import silent_layers
+from torch_thor.optim.model_argument import Group, States, parameters_with_gradient
 from torch_thor.optim.options import check
-from torch_thor.optim.parameters import Group, States, parameters_with_gradient
 from torch_thor.optim.plan import Bound, Plan, parameters
+from torch_thor.optim.state_dict import conform
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Form:
     """What an optimizer needs of the curvature, and how its loss is."""
 
     optimizer: type  # its class, for messages and options
-    options: frozenset[str]  # what every parameter group has
+    options: tuple[str, ...]  # what every parameter group has
     sides: tuple[str, ...]  # the factors that are used: ("A", "G") or ("A",)
     rest: Rest  # how it trains what has no factors
     relative_damping: bool  # whether the damping is relative to the mean diagonal of a factor
@@ -68,7 +69,7 @@ class Preconditioner:
         self.model, self.form, self.chosen, self.distributed = model, form, chosen, distributed
         self.capture = Capture(sampled=form.fisher == "sampled")
         self.warnings = report.StepWarnings(form.optimizer)
-        self.options = CheckedOptions(form.optimizer)
+        self.options = CheckedOptions(form.optimizer, form.options)
         self.last_refresh: tuple[RefreshEvent, ...] = ()
         self.plan: Plan | None = None  # as it was found last
         self._bound: Bound | None = None  # None while the plan is bound to nothing, after an error
@@ -95,6 +96,20 @@ class Preconditioner:
             self.plan, self._bound = plan, bound
             self.capture.follow(self.model, plan.hooks)
         return self._bound
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that train together at this time."""
+        group: Any = self.distributed.process_group
+        plan = self.plan
+        if group is False or plan is None or not (dist.is_available() and dist.is_initialized()):
+            return ALONE
+        group = dist.group.WORLD if group is None else group
+        if dist.get_world_size(group) == 1:
+            return ALONE
+        divided: list[Any] = [p for p, shards in plan.sharded.values() if shards is not None]
+        mesh = divided[0].device_mesh if divided else None
+        return DataParallel(group, plan.device, self.distributed.communication_dtype, mesh)
 
     def bind(self, bound: Bound) -> Bound:
         """Take a plan that is bound anew."""
@@ -144,11 +159,7 @@ class Preconditioner:
             )
         if not (self.capture.awaited or sends or request.nonfinite == "skip") or request.state_only:
             return ALONE
-        return (
-            self.distributed.processes(plan)
-            if dist.is_available() and dist.is_initialized()
-            else ALONE
-        )
+        return self.processes
 
     def _facts(self, request: Request) -> Iterator[str]:
         """Yield lines of text that must be the same on all processes."""
@@ -170,8 +181,8 @@ class Preconditioner:
         """Return the inputs of this process."""
         # Raise an error for an option, a state or a gradient that cannot be used.
         capture = self.capture
-        self.options.check(groups, self.form.options)
-        self.options.check_values({"nonfinite": request.nonfinite})
+        self.options.check(groups)
+        self.options.check_values({"nonfinite": request.nonfinite}, ("nonfinite",))
         bound = self.current(groups, states, modules=bool(capture.awaited))
         due = self._due(bound)
         known = bound, due, processes, next_refreshes(bound)
@@ -245,7 +256,8 @@ class Preconditioner:
             return self.capture.sampler.terms
         terms, uncertain = loss_terms_of_step(self.capture.passes.values())
         if uncertain is not None:
-            self.warnings.note("loss terms", _UNCERTAIN.format(*uncertain))
+            label = self.form.optimizer.__name__
+            self.warnings.note("loss terms", _UNCERTAIN.format(*uncertain, label=label))
         return terms
 
     def _check_mask(self, due: Sequence[LayerCurvature]) -> None:
@@ -307,7 +319,7 @@ class Preconditioner:
                     dict.update(group, last_loss_terms=inputs.terms)  # plain already
             if looked is not None:
                 looked.take()
-            self.bind(bound)
+            self._bound = bound
         # the statistics may be partly scaled, or partly summed over processes
         except BaseException:
             capture.discard()
@@ -339,7 +351,7 @@ class Preconditioner:
         # parameters after that.
         layers = list(bound.plan.layers.values())
         if self.distributed.divide_curvature and divides:
-            divide(layers, self.distributed.processes(bound.plan))
+            divide(layers, self.processes)
         for group in bound.groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -449,7 +461,7 @@ class Preconditioner:
 
 
 _UNCERTAIN = (
-    "THOR takes N = {0} for the number of loss terms of a backward pass, from the leading "
+    "{label} takes N = {0} for the number of loss terms of a backward pass, from the leading "
     "dimension of the layers' inputs, while the last layer's input has {1}. If the loss averages "
     "over another number (predicted tokens, groups of rows), set optimizer.loss_terms; {0} "
     "confirms this one"

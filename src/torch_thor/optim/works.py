@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype, has_values
 from torch_thor.curvature.factor import Factor, collected, local
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.model_argument import Group
 from torch_thor.optim.plan import Bound
 
 # A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so

@@ -21,8 +21,7 @@ from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.shards import RowShards, shard_bounds, why_not_by_rows
 from torch_thor.distributed.agreement import HEADER, NUMBERS
-from torch_thor.distributed.divided import owners_of, turns_of
-from torch_thor.distributed.ownership import (
+from torch_thor.distributed.assignment import (
     Shape,
     deal_out,
     imbalance,
@@ -30,8 +29,9 @@ from torch_thor.distributed.ownership import (
     packed_sizes,
     pads,
 )
+from torch_thor.distributed.divided import owners_of, turns_of
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.checkpoint import MOMENTS
+from torch_thor.optim.state_dict import MOMENTS
 from torch_thor.training.parallel import blocks
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -72,11 +72,9 @@ def laid_out(
     try:
         for layer in found if shards > 1 else ():
             rows, view = layer.weight.shape[0], layer.weight_view
-            starts, copies = shard_bounds(rows, shards), "copies" if processes > shards else None
+            starts = shard_bounds(rows, shards)
             bounds = (*starts, *[rows] * (processes - shards))
-            own = RowShards(
-                shards, bounds, slice(0, starts[1]), 0, _unused, _unused, _unused, copies
-            )
+            own = RowShards(shards, bounds, slice(0, starts[1]), 0, _unused, processes > shards)
             view.bind(view.state, view.options, layer.weight, own)
             layer.bind()
         owners = owners_of(found, processes, 0) if divided and processes > 1 else {}
@@ -125,7 +123,7 @@ def _blocks(layer: LayerCurvature, factor: Factor) -> list[Blocks]:
     for run, (shape, bounds) in enumerate(zip(factor.cut.blocks, owners.bounds, strict=True)):
         held, among = (
             owners.held(run),
-            (len(bounds) - 1) // shards.count if shards and owners.replicas else 1,
+            (len(bounds) - 1) // shards.count if shards and owners.has_replicas else 1,
         )
         found.append(Blocks(dtype, shape, bounds, (held.stop - held.start) * (among > 1), among))
     return found
@@ -181,6 +179,8 @@ def _of_owners(
     """Return what sends the triangles of blocks to or from their owners."""
     packed = packed_sizes([one.shape for one, _ in blocks], [bounds for _, bounds in blocks])
     piece, every = itemsize * max(packed), itemsize * max(packed) * len(packed)
+    if name == GATHER and sum(size > 0 for size in packed) == 1:  # those of one owner
+        return Collective("broadcast", len(packed), piece, piece)
     if not pads(packed):
         return Collective("all_reduce", len(packed), itemsize * sum(packed), itemsize * sum(packed))
     return Collective(name, len(packed), *((every, piece) if name == SCATTER else (piece, every)))

@@ -13,8 +13,9 @@ from torch_thor.curvature.blocks import factor_dtype, has_values
 from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import NUMBERS as LAYER_NUMBERS
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
-from torch_thor.optim.options import OF_GROUPS, OptionGroup, number
-from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.callers import level_of_user
+from torch_thor.optim.model_argument import Group, States
+from torch_thor.optim.options import OptionGroup, number, options_of, scoped
 from torch_thor.optim.plan import Bound, parameters
 from torch_thor.plain import plain
 
@@ -39,7 +40,9 @@ _SIGNS = (
     ("an optimizer of Adam's kind", {"betas"}),
 )
 # Options that an optimizer either has, or did not save.
-_TELLING = set(OF_GROUPS).union(*(keys for _, keys in _SIGNS), {"alpha", "rho", "lambd", "etas"})
+_TELLING = {*scoped("group"), "amsgrad", "alpha", "rho", "lambd", "etas"} - {
+    *("eps", "foreach", "maximize")  # which trainers leave in groups of all optimizers
+}
 _OF_RELATIVES = {"torch.optim.AdamW": {"amsgrad"}}
 
 
@@ -138,11 +141,6 @@ def _entry(key: str, value: Any, parameter: str) -> Any:
     return value
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of its options."""
-    return [name for name in optimizer.defaults if name != "differentiable"]  # torch adds that one
-
-
 def take_missing(optimizer: torch.optim.Optimizer, group: Group, own: Group) -> None:
     """Give a saved group the options that it lacks, and say so."""
     missing = {name: own[name] for name in options_of(optimizer) if name not in group}
@@ -153,7 +151,7 @@ def take_missing(optimizer: torch.optim.Optimizer, group: Group, own: Group) -> 
             + ": it was saved by another version, or changed since; what is taken is the "
             "optimizer's, which you can set in its parameter groups",
             UserWarning,
-            stacklevel=2,
+            stacklevel=level_of_user(),
         )
     group.update(missing)
 
