@@ -23,7 +23,7 @@ def agree(
     """Exchange whether all processes are ready for the same step, in one fixed-size collective."""
     facts_text = "\n".join(facts)
     text = (facts_text if error is None else str(error) or type(error).__name__).encode()
-    kind = next((i for i, known in enumerate(_ERRORS) if type(error) is known), 0)
+    kind = next((i for i, known in enumerate(_ERRORS) if isinstance(error, known)), 0)
     rows = processes.gather(
         [error is not None, kind, len(text), zlib.crc32(facts_text.encode()), *numbers]
     )

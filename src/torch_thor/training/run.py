@@ -279,7 +279,7 @@ def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
             f"inside data can: leave {key} out",
         )
     trained = saved.recipe
-    if not any(word.startswith("data.root=") for word in words):
+    if not any(word.startswith(("data.root=", "data=")) for word in words):
         _check_place(saved)
     recipe = override(trained, words)
     if any(word.startswith("data.transform") for word in words):
@@ -290,16 +290,16 @@ def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
 def _check_place(saved: Checkpoint) -> None:
     """Refuse to guess what the relative `data.root` of a recipe's file means in another folder."""
     begun = next(filter(None, map(stored_origin, saved.path.absolute().parents)), None)
-    data, root = begun and begun.keys.get("data"), saved.recipe.data.root
-    written = data.get("root") if isinstance(data, dict) else None
-    if root is None or not isinstance(written, str):
+    data = {} if begun is None else begun.keys.get("data")
+    written, root = data.get("root") if isinstance(data, dict) else None, saved.recipe.data.root
+    if begun is None or root is None or not isinstance(written, str):
         return
     here, trained = (path_of("data.root", absolute("data.root", text)) for text in (written, root))
     replaced = not trained.match(written)  # by a word of the training
     require(
         replaced or here.resolve() == trained.resolve(),
-        f"data.root={written} in {begun and begun.name} is {here} in this folder, and was "
-        f"{trained} in the training: add data.root={root}, or the folder that you mean",
+        f"data.root={written} in {begun.name} is {here} in this folder, and was {trained} in the "
+        f"training: add data.root={root}, or the folder that you mean",
     )
 
 

@@ -124,7 +124,9 @@ def test_an_evaluation_does_not_guess_what_a_relative_place_of_a_file_means(
         assert_refused(
             result, f"is {Path.cwd() / 'data'} in this folder, and was {place}", f"add {said}"
         )
-    assert call(monkeypatch, capsys, "eval", tmp_path / "run", said, "--json")[:2] == (0, out)
+    whole = f"data={{name: image-folder, root: {place}, transform: {{size: 28, resize: 28}}}}"
+    for word in (said, whole):
+        assert call(monkeypatch, capsys, "eval", tmp_path / "run", word, "--json")[:2] == (0, out)
     for other in ("run", "named"):
         resume = ("train", "--resume", "--out", tmp_path / other, "epochs=2")
         assert call(monkeypatch, capsys, *resume)[0] == 0

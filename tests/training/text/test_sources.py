@@ -6,6 +6,7 @@ import hashlib
 import json
 import lzma
 import os
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -317,10 +318,15 @@ def test_a_data_set_of_the_hub_is_read_as_a_stream(monkeypatch):
             raise OSError("the connection was lost")
         yield row(1)
 
+    monkeypatch.setattr(sources, "HfApi", None)
+    with pytest.raises(UserError, match=r"some/set:en is no file here, .* where there is a netw"):
+        found("some/set:en")
+    known = SimpleNamespace(dataset_info=lambda name, timeout: asked.append(name))
+    monkeypatch.setattr(sources, "HfApi", lambda: known)
     monkeypatch.setattr(sources.datasets, "load_dataset", load)
     read, _ = found("some/set:en")
     assert [one for one, _ in read] == [draw("Article 0 0"), draw("Article 1 1")]
-    assert asked == [(("some/set", "en"), {"split": "train", "streaming": True})]
+    assert asked == ["some/set", (("some/set", "en"), {"split": "train", "streaming": True})]
     message = r"some/set:cut is no file here, .*the connection was lost.*where there is a network"
     with pytest.raises(UserError, match=message):
         found("some/set:cut")

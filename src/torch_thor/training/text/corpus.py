@@ -66,12 +66,8 @@ _known_sha256 = cache(lambda file, _size, _modified: sha256(file))
 @cache
 def _mapped(file: Path, checksum: str) -> pa.Table:
     """Open a file once per process; its contents are read from the disk where they are used."""
-    return pa.ipc.open_file(
-        pa.memory_map(str(file)),
-        options=pa.ipc.IpcReadOptions(
-            use_threads=False
-        ),  # a forked worker has none of its parent's
-    ).read_all()
+    options = pa.ipc.IpcReadOptions(use_threads=False)  # a forked worker has none of its parent's
+    return pa.ipc.open_file(pa.memory_map(str(file)), options=options).read_all()
 
 
 class Passage(NamedTuple):

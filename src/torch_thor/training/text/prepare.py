@@ -182,8 +182,6 @@ def _prepare(
         console.out(
             f"{side}: {', '.join(f'{number} {name}' for name, number in totals[side].items())}"
         )
-    for fault in counted["faults"][:_SHOWN]:
-        console.out(f"unreadable: {fault}")
     left_out = {
         "documents without prose": len(read) - counted["documents"] - len(counted["faults"]),
         "unreadable": len(counted["faults"]),
@@ -204,8 +202,12 @@ def _prepare(
     write_text(out / MANIFEST, json.dumps(manifest, indent=1))
     size = sum(file.stat().st_size for file in (out / _CACHE).rglob("*") if file.is_file())
     shutil.rmtree(out / _CACHE, ignore_errors=True)
-    console.out(f"left out: {', '.join(f'{number} {name}' for name, number in left_out.items())}")
-    console.out(f"the corpus is in {out}; its cache, of {size / 1e6:.0f} MB, is removed")
+    console.out(
+        *(f"unreadable: {fault}" for fault in counted["faults"][:_SHOWN]),
+        f"left out: {', '.join(f'{number} {name}' for name, number in left_out.items())}",
+        f"the corpus is in {out}; its cache, of {size / 1e6:.0f} MB, is removed",
+        sep="\n",
+    )
     return manifest
 
 
@@ -230,6 +232,8 @@ def _read(
             writer_batch_size=64,
         )
     except (datasets.exceptions.DatasetGenerationError, RuntimeError) as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
         # of a worker's error nothing but the text of its traceback is left
         told = str(error.__cause__ or error)
         reason = next((line for line in told.splitlines() if "Error: " in line), told)

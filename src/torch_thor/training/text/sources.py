@@ -20,6 +20,7 @@ import datasets
 import fsspec
 import pyarrow.parquet as pq
 from bs4 import BeautifulSoup
+from huggingface_hub import HfApi
 from sentencex import segment
 
 from torch_thor.errors import first_line, require
@@ -232,9 +233,10 @@ def _chunks(form: str, path: str) -> Iterator[bytes]:
             yield from iter(lambda: file.read1(_CHUNK), b"")
 
 
-def _of_parquet(path: str) -> Iterator[dict[str, Any]]:
-    with pq.ParquetFile(path) as file:
-        yield from chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(256))
+def _of_the_hub(place: str) -> Iterator[dict[str, Any]]:
+    # without a network it does not try again and again
+    HfApi().dataset_info(place.partition(":")[0], timeout=10)
+    yield from datasets.load_dataset(*place.split(":"), split="train", streaming=True)
 
 
 def _of_python(_: str) -> Iterator[dict[str, Any]]:
@@ -247,8 +249,10 @@ def _of_python(_: str) -> Iterator[dict[str, Any]]:
 
 
 _ROWS: dict[str, Callable[[str], Iterable[dict[str, Any]]]] = {
-    "parquet": _of_parquet,
-    "hub": lambda place: datasets.load_dataset(*place.split(":"), split="train", streaming=True),
+    "parquet": lambda path: chain.from_iterable(
+        batch.to_pylist() for batch in pq.ParquetFile(path).iter_batches(256)
+    ),
+    "hub": _of_the_hub,
     PYTHON: _of_python,
 }
 
