@@ -19,8 +19,8 @@ from torch_thor.capture.layers import Inside, Layer, Owner, owners_of
 from torch_thor.capture.patterns import Patterns, selected
 from torch_thor.capture.sharding import check_sharded, is_sharded, row_shards_of
 from torch_thor.curvature.factor import ParameterView
+from torch_thor.curvature.geometry import Geometry, matrix_of
 from torch_thor.curvature.kinds import Kind, class_name_of, kind_of, parameter_names_of, why_not
-from torch_thor.curvature.matrices import PlainMatrix, matrix_of
 from torch_thor.curvature.shards import why_not_by_rows
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
@@ -77,9 +77,7 @@ class Inspection:
             for p in norm.parameters(recurse=False):
                 self._reasons.setdefault(id(p), NORM if name in kept else LEFT_OUT)
         # the parameters that are matrices without factors, by name
-        self.matrices: dict[str, PlainMatrix] = (
-            self._take_matrices_alone() if matrices_alone else {}
-        )
+        self.matrices: dict[str, Geometry] = self._take_matrices_alone() if matrices_alone else {}
         # one entry per parameter, in the model's order
         self.entries = self._entries(matrices_alone)
 
@@ -204,7 +202,7 @@ class Inspection:
                 self._reasons.update({id(bias.parameter): why for bias in layer.biases})
                 layer.biases.clear()
 
-    def _take_matrices_alone(self) -> dict[str, PlainMatrix]:
+    def _take_matrices_alone(self) -> dict[str, Geometry]:
         """Leave out what has no full A, and return the trained matrices without factors."""
         # The result holds only parameters that are trained.
         vectors = set()

@@ -17,15 +17,10 @@ from torch.nn.utils import parametrize
 from torch_thor.capture.coverage import LEFT_OUT, Covered
 from torch_thor.capture.layers import Owner
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.kinds import Kind, LinearKind, owner_of_forward
+from torch_thor.curvature.geometry import Geometry
+from torch_thor.curvature.kinds import LinearKind, owner_of_forward
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.matrices import (
-    Declared,
-    PlainMatrix,
-    RowSplit,
-    geometry_of,
-    sizes_of,
-)
+from torch_thor.curvature.row_splits import Declared, RowSplit, geometry_of, sizes_of
 
 
 @dataclass(frozen=True)
@@ -156,7 +151,7 @@ def modules_by_weight(
 def row_splits_of(
     fused: Mapping[nn.Module, Fused],
     modules: Mapping[int, Sequence[nn.Module]],
-    matrices: Mapping[int, Kind | PlainMatrix],
+    matrices: Mapping[int, Geometry],
 ) -> dict[int, RowSplit]:
     """Return the projections of matrices, by the ids of the parameters.
 
@@ -169,9 +164,9 @@ def row_splits_of(
         ValueError: layers that share a weight declare other projections.
     """
     found = {}
-    for key, kind in matrices.items():
+    for key, matrix in matrices.items():
         alike = [fused[module] for module in modules[key] if module in fused]
-        alike = [one for one in alike if one.shape == (kind.outputs, kind.inputs)]
+        alike = [one for one in alike if one.shape == (matrix.outputs, matrix.inputs)]
         declared = [one for one in alike if one.is_declared]
         for one in declared:
             if one.split != declared[0].split:

@@ -23,7 +23,6 @@ from torch_thor.curvature.shards import (
     Owners,
     RowShards,
     bounds_within,
-    side_of_rows,
     why_not_by_rows,
 )
 
@@ -133,7 +132,7 @@ class Factor:
     def of_rows(self) -> bool:
         """Whether it belongs to the rows of the weight."""
         return (
-            self.side == side_of_rows(self._kind)
+            self.side == ("A" if self._kind.transposed else "G")
             and why_not_by_rows(self._kind, self._weight.shape) is None
         )
 

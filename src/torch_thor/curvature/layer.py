@@ -6,7 +6,6 @@ until the end of the step. If several layers are rows of one parameter, the keys
 prefix.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -202,13 +201,10 @@ class LayerCurvature:
         """Look up what the views are bound to, anew after each change of it."""
         view = self.weight_view
         self.weight = view.parameter
-        self.geometry = self.kind  # the kind for those rows of the weight that this process holds
+        self.geometry = self.kind.geometry  # of the rows of the weight that this process holds
         if view.shards is not None:
             own = view.shards.own_of(view.rows)
-            self.geometry = copy.copy(self.kind)
-            setattr(
-                self.geometry, "inputs" if self.kind.transposed else "outputs", own.stop - own.start
-            )
+            self.geometry = self.geometry.with_rows(own.stop - own.start)
         for factor in self.stored:
             factor.bind()
 

@@ -7,18 +7,13 @@ processes, unless curvature is divided (``divide_curvature``): then only the own
 inverts it, keeps it and its inverse.
 """
 
-import contextlib
-import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Cut
 from torch_thor.curvature.kinds.base import Kind
-from torch_thor.torch_internals import unset_fake_temporarily
 
 
 @dataclass(frozen=True)
@@ -86,11 +81,6 @@ class Owners:
         return slice(self.bounds[run][self.source], self.bounds[run][self.source + 1])
 
 
-def side_of_rows(kind: Kind) -> str:
-    """Return which factor belongs to the rows of the weight."""
-    return "A" if kind.transposed else "G"
-
-
 def why_not_by_rows(kind: Kind, shape: tuple[int, ...]) -> str | None:
     """Return why a layer cannot be preconditioned if the rows of its weight are divided."""
     if kind.routed or kind.groups > 1:
@@ -98,17 +88,8 @@ def why_not_by_rows(kind: Kind, shape: tuple[int, ...]) -> str | None:
             f"the weight is divided among processes, and has {kind.groups} groups with factors of "
             "their own"
         )
-    columns, of_two = math.prod(shape[1:]), copy.copy(kind)
-    # one row can be the same in another order of dimensions
-    with unset_fake_temporarily():  # the numbers are compared
-        rows = torch.arange(2 * columns, device="cpu").view(2, *shape[1:])
-        matrix = rows
-        # it cannot be reshaped, or has a size that is computed
-        with contextlib.suppress(RuntimeError, AttributeError):
-            setattr(of_two, "inputs" if kind.transposed else "outputs", 2)
-            matrix = of_two.to_matrix(rows)
-        if tuple(matrix.shape) == (1, 2, columns) and torch.equal(matrix.flatten(), rows.flatten()):
-            return None
+    if kind.geometry.is_by_rows(shape):
+        return None
     return (
         "the weight is divided among processes by its first dimension, which is no dimension of "
         "its matrix"

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype
 from torch_thor.curvature.factor import Factor
-from torch_thor.curvature.kinds import MatrixWeight
 from torch_thor.distributed.divided import is_divided, turns_of_parameters
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound, free_rows
@@ -60,8 +59,8 @@ def _new_directions(work: Work, memory: dict[Any, Tensor]) -> list[Any]:
         if len(batch.members) > 1:
             for one in batch.members:
                 weight = weights[one.index]
-                plain = type(one.kind).to_matrix is MatrixWeight.to_matrix and not one.kind.taps
-                if one.rows is None and weight.is_contiguous() and (plain or one.right is None):
+                is_view = one.right is None or one.geometry.is_view
+                if one.rows is None and weight.is_contiguous() and is_view:
                     made[one.index] = weight.shape
     return [
         torch.empty_like(w, dtype=dtype) if one is None else one
@@ -104,7 +103,7 @@ def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
         solved = left.left_multiply(columns)
     else:
         before = left.left_multiply(
-            torch.cat([first.kind.to_matrix(source).to(dtype) for source in sources])
+            torch.cat([first.geometry.to_matrix(source).to(dtype) for source in sources])
         )
         solved = torch.empty_like(before)
         right.accumulate_right_product_(before, 1.0, solved, 0.0)
@@ -124,26 +123,26 @@ def _put(batch: Batch, result: Tensor, into: list[Any]) -> None:
         if one.right is None or own.shape[-1] == 1:
             target.copy_(own.reshape(target.shape))
         else:
-            matrix = one.kind.to_matrix(target)
+            matrix = one.geometry.to_matrix(target)
             matrix.copy_(own)
-            one.kind.from_matrix_(matrix, target)
+            one.geometry.from_matrix_(matrix, target)
 
 
 def _solve_one(
     matrix: Matrix, left: Blocks, right: Blocks | None, gradient: Tensor, into: Tensor
 ) -> None:
     """Write ``d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` of one matrix."""
-    kind = matrix.kind
+    geometry = matrix.geometry
     if gradient.is_sparse:
-        if gradient.sparse_dim() == 1 and kind.diagonal_input and right is not None:
+        if gradient.sparse_dim() == 1 and right is not None and _has_diagonal_input(matrix):
             _solve_rows(left, right, gradient.coalesce(), matrix.scale, into)
             return
         gradient = gradient.to_dense()
     if right is not None:
-        solved = left.left_multiply(kind.to_matrix(gradient).to(left.rows.dtype))
-        target = kind.to_matrix(into)
+        solved = left.left_multiply(geometry.to_matrix(gradient).to(left.rows.dtype))
+        target = geometry.to_matrix(into)
         right.accumulate_right_product_(solved, matrix.scale, target, 0.0)
-        kind.from_matrix_(target, into)
+        geometry.from_matrix_(target, into)
         return
     # a bias has the constant input 1, so its A is 1
     solved = left.left_multiply(gradient.to(left.rows.dtype).reshape(left.cut.groups, -1, 1))
@@ -207,8 +206,8 @@ def _natural_work_of(
     work = _work_of(group, rows, bound)
     work.is_natural = True
     found = [one for index, of in enumerate(rows) for one in _matrices_of(index, of, bound)]
-    work.plain = [one for one in found if one.kind is None]
-    matrices = [one for one in found if one.kind is not None]
+    work.plain = [one for one in found if one.geometry is None]
+    matrices = [one for one in found if one.geometry is not None]
     of_one_shape = id if work.on_cpu else partial(_shape_of, work)
     work.batches = [Batch(alike) for alike in grouped(matrices, of_one_shape)]
     inverses = here(work.batches)
@@ -221,17 +220,18 @@ def _natural_work_of(
 
 def _shape_of(work: Work, matrix: Matrix) -> Any:
     """Return what matrices of one batch have in common."""
-    kind, own = matrix.kind, matrix.of(work.weights[matrix.index])
     # whose gradient may be sparse; experts have a T each
-    if kind.diagonal_input or matrix.scales is not None:
+    if _has_diagonal_input(matrix) or matrix.scales is not None:
         return id(matrix)
-    return (
-        type(kind),
-        kind.taps,
-        kind.transposed,
-        own.shape,
-        *(f and (f.held, f.cut) for f in (matrix.left, matrix.right)),
-    )
+    shape = matrix.of(work.weights[matrix.index]).shape
+    cuts = [f and (f.held, f.cut) for f in (matrix.left, matrix.right)]
+    return matrix.geometry, shape, *cuts
+
+
+def _has_diagonal_input(matrix: Matrix) -> bool:
+    """Return whether the rows of a weight are multiplied by the numbers of a diagonal A."""
+    left = matrix.left
+    return left is not None and left.side == "A" and left.cut.is_diagonal
 
 
 def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:
@@ -241,7 +241,7 @@ def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:
         for free in free_rows([share.view.local_rows for share in shares], len(rows.own)):
             yield Matrix(index, free)
     for share in shares:
-        layer, taken, kind = share.layer, share.view.local_rows, share.layer.geometry
+        layer, taken, geometry = share.layer, share.view.local_rows, share.layer.geometry
         if taken is not None and taken.start == taken.stop:  # another process holds these rows
             continue
         if not layer.refreshes:  # one projection of a fused weight may have no factors yet
@@ -249,12 +249,12 @@ def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:
             continue
         (a, g), scale = layer.stored, 1.0 / layer.rows_per_term
         if share.is_weight:
-            left, right = (a, g) if kind.transposed else (g, a)
-            yield Matrix(index, taken, kind, left, right, scale)
+            left, right = (a, g) if geometry.transposed else (g, a)
+            yield Matrix(index, taken, geometry, left, right, scale)
             continue
         scales = None
         # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
-        if kind.routed:
+        if layer.kind.routed:
             terms = layer.state[layer.prefix + "group_rows_per_term"]
             scales = torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]
-        yield Matrix(index, taken, kind, g, None, scale, scales)
+        yield Matrix(index, taken, geometry, g, None, scale, scales)

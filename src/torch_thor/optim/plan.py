@@ -32,15 +32,9 @@ from torch_thor.capture.projections import (
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.factor import ParameterView
-from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.matrices import (
-    Declared,
-    PlainMatrix,
-    RowSplit,
-    declared_of,
-    take,
-)
+from torch_thor.curvature.row_splits import Declared, RowSplit, declared_of, take
 from torch_thor.curvature.shards import RowShards
 from torch_thor.optim.parameters import Group, States
 
@@ -110,7 +104,7 @@ class Plan:
             if name in found.matrices
         }
         # parameters that are matrices without factors, by id
-        self.matrix_of: dict[int, PlainMatrix] = {
+        self.matrix_of: dict[int, Geometry] = {
             id(p): found.matrices[name] for name, p in plain.items()
         }
         # the parameters of the layers that are there, by id
@@ -150,16 +144,16 @@ class Plan:
             check_are_matrices(
                 fused, modules, {key: entries[name] for key, name in self.names.items()}
             )
-        matrices: dict[int, Kind | PlainMatrix] = dict(self.matrix_of)
+        matrices: dict[int, Geometry] = dict(self.matrix_of)
         for layer in self.layers.values():
             view = layer.weight_view
             if view.rows is None:
-                matrices[id(self.places[id(view.module), view.attribute])] = layer.kind
+                matrices[id(self.places[id(view.module), view.attribute])] = layer.kind.geometry
         self.row_splits = row_splits_of(fused, modules, matrices)
         self._taken = take(
             {
-                module: self.row_splits.get(key, RowSplit((kind.outputs,)))
-                for key, kind in matrices.items()
+                module: self.row_splits.get(key, RowSplit((matrix.outputs,)))
+                for key, matrix in matrices.items()
                 for module in modules[key]
             }
         )

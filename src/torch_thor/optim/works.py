@@ -49,7 +49,7 @@ class Matrix:
 
     index: int  # the place of the parameter in its work
     rows: Any = None  # the index of its rows in the parameter; None for all
-    kind: Any = None  # turns it into a matrix, or one for each group
+    geometry: Any = None  # turns these rows into matrices; None for rows without factors
     left: Factor | None = None  # whose inverse stands on its left
     right: Factor | None = None  # on its right
     scale: float = 1.0  # 1 / T
