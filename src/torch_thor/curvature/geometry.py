@@ -34,9 +34,9 @@ class Geometry:
         return self.converter is None
 
     def is_by_rows(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the rows of a weight of this shape are rows of the matrix."""
-        rows = self.inputs if self.transposed else self.outputs
-        return self.is_view and self.groups == 1 and rows == shape[0]
+        """Return whether the rows of a weight of this shape are rows of the matrix, or more."""
+        columns = self.outputs if self.transposed else self.inputs
+        return self.is_view and self.groups == 1 and columns == math.prod(shape[1:])
 
     def with_rows(self, rows: int) -> "Geometry":
         """Return the matrix of some rows of a weight whose rows are those of the matrix."""
