@@ -34,7 +34,8 @@ from torch_thor.capture.hooks import ModuleCalls, ModuleHook
 from torch_thor.capture.sampling import Mark, Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature, Statistics
-from torch_thor.curvature.refresh import Decision, RefreshEvent
+from torch_thor.curvature.lifecycle import after_refresh, after_step
+from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.torch_internals import (
     backward_id,
     backward_keeps_graph,
@@ -181,12 +182,12 @@ class Capture:
             call.x, call.version = inputs, inputs._version  # shares storage and version counter
             call.mark = None if self.sampler is None else self.sampler.mark(output)
         else:
-            cut = layer.stored[0].cut
+            cut = layer.stored[0].layout.cut
             call.enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * cut.width)
             if inputs.numel() <= max(_SMALL, cut.rows * cut.width):
                 call.x = inputs.clone()
             else:
-                call.rows = Statistics(layer.kind, layer.weight_view, layer.stored)
+                call.rows = Statistics(layer)
                 shape = as_rows(output).shape
                 call.rows.gather(kind, inputs, shape, call.keep, most=call.enough)
         output.register_hook(partial(self._on_gradient, call))
@@ -296,15 +297,16 @@ class Capture:
         """
         decisions = {event.layer: event.decision for event in events}
         for layer in due:
-            decision = decisions.get(layer.name)
-            without = layer not in self.reached
-            uncalled = layer in silent or (without and layer.uncalled)
-            waits = decision is None or (decision is Decision.FAILED and not layer.refreshes)
-            layer.record(
-                due=waits and not uncalled,
-                idle=without and not layer.weight_view.has_gradient(),
-                uncalled=uncalled,
+            reached = layer in self.reached
+            life = after_refresh(
+                layer.life,
+                decision=decisions.get(layer.name),
+                reached=reached,
+                silent=layer in silent,
+                has_gradient=reached or layer.weight_view.has_gradient(),
+                has_factors=layer.refreshes > 0,
             )
+            layer.record(**vars(life))
         self.evidence = Evidence()
         self.discard()
 
@@ -312,9 +314,9 @@ class Capture:
         """Drop a non-refresh step's statistics, and return whether an idle layer was reached."""
         found = False
         for layer in self.gathering:
-            if layer.idle and layer.weight_view.has_gradient():
-                layer.record(idle=False)
-                found = True
+            has_gradient = layer.idle and layer.weight_view.has_gradient()
+            layer.record(**vars(after_step(layer.life, has_gradient=has_gradient)))
+            found = found or has_gradient
         self.discard()
         return found
 

@@ -29,9 +29,8 @@ from torch.nn.modules import module as torch_module
 
 from torch_thor.capture.composites import CompositeHook
 from torch_thor.capture.composites.hook import Watcher
-from torch_thor.capture.layers import Layer
 from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import Layer, LayerCurvature
 from torch_thor.torch_internals import compile_stance, is_tracing
 
 # torch.compile warns on every call of a compiled model while there are global hooks, because they

@@ -2,14 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from torch_thor.capture.composites import CompositeHook
-from torch_thor.curvature.factor import ParameterView
-from torch_thor.curvature.kinds import Kind, parameter_names_of
+from torch_thor.curvature.kinds import parameter_names_of
 
 
 @dataclass(frozen=True)
@@ -54,26 +53,3 @@ class Inside:
     module: nn.Module  # the composite module
     name: str  # the layer's name inside it
     hook: Callable[[Any], CompositeHook]
-
-
-@dataclass
-class Layer:
-    """A layer that can be preconditioned.
-
-    It is one or several modules that share a weight, or a part of a composite module.
-    """
-
-    name: str  # its name: that of its module, or of the composite module with its name inside that
-    kind: Kind
-    weight: ParameterView
-    biases: list[ParameterView]
-    # put before the names of its state, where several layers are rows of one parameter
-    prefix: str = ""
-    modules: list[tuple[nn.Module, Kind]] = field(default_factory=list)
-    # its place in a composite module; None for a layer that consists of modules
-    inside: Inside | None = None
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that owns the weight."""
-        return self.weight.module

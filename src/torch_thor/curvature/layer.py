@@ -6,27 +6,32 @@ until the end of the step. If several layers are rows of one parameter, the keys
 prefix.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype, has_values, ieee_float32
-from torch_thor.curvature.factor import Factor, ParameterView, State
+from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.layout import cut_of, layout_of
+from torch_thor.curvature.lifecycle import Life
+from torch_thor.curvature.shards import Owners
+from torch_thor.curvature.view import ParameterView, State
 
 
 class Statistics:
     """``Σ a aᵀ`` and ``Σ g gᵀ`` over the rows of the current step, and the number of rows."""
 
-    def __init__(self, kind: Kind, weight: ParameterView, factors: Sequence[Factor]) -> None:
-        self._weight, self._factors = weight, factors
+    def __init__(self, layer: "LayerCurvature") -> None:
+        self._layer = layer
         # one for each factor, of the blocks of all processes
         self._sums: list[Blocks] | None = None
         self.rows = 0  # R of this step so far
         # R of each group, if groups have their own rows
-        self.group_rows = [0] * kind.groups if kind.routed else []
+        self.group_rows = [0] * layer.kind.groups if layer.kind.routed else []
 
     @torch.no_grad()
     def gather(
@@ -91,14 +96,17 @@ class Statistics:
     def sums(self) -> list[Blocks]:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added."""
         if self._sums is None:
-            view, weight = self._weight, self._weight.module._parameters.get(self._weight.attribute)
+            kind, view = self._layer.kind, self._layer.weight_view
+            weight = view.module._parameters.get(view.attribute)
             # FSDP2 may keep a parameter on the CPU and in another dtype than the one that it
             # computes with
             device = (view.parameter if weight is None else weight).device
             dtype = factor_dtype(
                 (view.parameter if weight is None or view.shards is not None else weight).dtype
             )
-            cuts = [factor.cut_now() for factor in self._factors]
+            cuts = [factor.layout.cut for factor in self._layer.stored]
+            if view.options.get("split_dim") != self._layer.split_dim:  # it was changed since
+                cuts = [cut_of(side, kind, view) for side in self._layer.sides]
             self._sums = [
                 Blocks(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device))
                 for cut in cuts
@@ -120,7 +128,7 @@ class Statistics:
             counts = factor.rows.new_tensor(group_rows)
             mean = counts.clamp(min=1).reciprocal()
             factor.scale_groups_(
-                mean if len(self._factors) == 1 else (counts * terms).clamp(min=1).rsqrt()
+                mean if len(self._layer.sides) == 1 else (counts * terms).clamp(min=1).rsqrt()
             )
         return sums
 
@@ -136,7 +144,7 @@ class Statistics:
         This is needed if the weight was converted after a forward pass.
         """
         if self._sums is not None:
-            weight = self._weight.parameter
+            weight = self._layer.weight
             device, dtype = weight.device, factor_dtype(weight.dtype)
             self._sums = [Blocks(one.cut, one.rows.to(device, dtype)) for one in self._sums]
 
@@ -172,41 +180,65 @@ def _stored(key: str, doc: str, convert: Callable[[float], Any] = bool) -> Any:
     return property(read, doc=doc)
 
 
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer that can be preconditioned.
+
+    It is one or several modules that share a weight, or a part of a composite module.
+    """
+
+    name: str  # its name: that of its module, or of the composite module with its name inside that
+    kind: Kind
+    weight: ParameterView
+    biases: list[ParameterView]
+    # put before the names of its state, where several layers are rows of one parameter
+    prefix: str = ""
+    modules: Sequence[tuple[nn.Module, Kind]] = ()
+    # its place in a composite module; None for a layer that consists of modules
+    inside: Any = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that owns the weight."""
+        return self.weight.module
+
+    @property
+    def views(self) -> tuple[ParameterView, ...]:
+        """The parameters that are preconditioned, or the rows of them that belong to it."""
+        return self.weight, *self.biases
+
+
 class LayerCurvature:
     """The Kronecker-factored curvature of one layer, Fisher block ≈ T · (A ⊗ G).
 
     See Chen et al. 2021, section 3.1.
     """
 
-    def __init__(
-        self,
-        name: str,
-        kind: Kind,
-        weight: ParameterView,
-        biases: Sequence[ParameterView],
-        prefix: str = "",
-        sides: tuple[str, ...] = SIDES,
-    ) -> None:
-        self.name = name
-        self.kind = kind
-        self.weight_view = weight
-        self.biases = tuple(biases)
-        self.prefix = prefix
-        self.sides = sides
-        self.stored = tuple(Factor(side, kind, weight, prefix) for side in sides)
-        self.statistics = Statistics(kind, weight, self.stored)  # those of the current step
-        self.bind()
+    def __init__(self, layer: Layer, sides: tuple[str, ...] = SIDES) -> None:
+        self.layer, self.sides = layer, sides
+        self.name, self.kind, self.prefix = layer.name, layer.kind, layer.prefix
+        self.statistics = Statistics(self)  # those of the current step
+        self.bind(layer.weight)
 
-    def bind(self) -> None:
-        """Look up what the views are bound to, anew after each change of it."""
-        view = self.weight_view
-        self.weight = view.parameter
+    def bind(self, weight: ParameterView, owners: Mapping[str, Owners] | None = None) -> None:
+        """Take another view of the weight, and lay out the factors for it.
+
+        ``owners``: of the blocks of each factor that processes partition.
+        """
+        self.weight_view, self.weight = weight, weight.parameter
+        self.split_dim = weight.options.get("split_dim")
         self.geometry = self.kind.geometry  # of the rows of the weight that this process holds
-        if view.shards is not None:
-            own = view.shards.own_of(view.rows)
+        if weight.shards is not None:
+            own = weight.shards.own_of(weight.rows)
             self.geometry = self.geometry.with_rows(own.stop - own.start)
-        for factor in self.stored:
-            factor.bind()
+        self.stored = tuple(
+            Factor(
+                side,
+                weight,
+                layout_of(side, self.kind, weight, self.prefix, (owners or {}).get(side)),
+            )
+            for side in self.sides
+        )
 
     # ---- for users -------------------------------------------------------------------------------
 
@@ -263,6 +295,11 @@ class LayerCurvature:
     )
     uncalled: bool = _stored("uncalled", "Whether its weight is used without calling its module.")
 
+    @property
+    def life(self) -> Life:
+        """Whether it takes part in refreshes."""
+        return Life(self.due, self.idle, self.uncalled, self.stopped)
+
     def __repr__(self) -> str:
         return (
             f"LayerCurvature({self.name!r}, {self.kind.label}, groups={self.kind.groups}, "
@@ -308,7 +345,7 @@ class LayerCurvature:
         dtype = factor_dtype(weight.dtype)
         for factor in self.stored:
             factor.make_zeros(dtype, weight.device)
-            if factor.by_rows:
+            if factor.layout.by_rows:
                 state[SHARDS] = (
                     1 if self.weight_view.shards is None else self.weight_view.shards.count
                 )
@@ -320,7 +357,8 @@ class LayerCurvature:
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shapes of all tensors of the factors, by their keys in the state."""
-        return {key: shape for factor in self.stored for key, shape in factor.shapes().items()}
+        layouts = [factor.layout for factor in self.stored]
+        return {key: layout.shape for layout in layouts for key in layout.keys}
 
     def missing_entries(self) -> list[str]:
         """Return the entries that the state lacks."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Cut
+from torch_thor.curvature.communication import ALONE, Processes
 from torch_thor.curvature.kinds.base import Kind
 
 
@@ -65,6 +66,7 @@ class Owners:
     # the owner of the blocks that this process keeps: itself, or a process that holds the same rows
     source: int
     replicas: object = field(default=None, compare=False)
+    processes: Processes = field(default=ALONE, repr=False, compare=False)  # with the others
 
     @classmethod
     def of_shards(cls, cut: Cut, shards: RowShards, rows: slice | None) -> "Owners":

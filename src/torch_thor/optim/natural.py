@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype
 from torch_thor.curvature.factor import Factor
-from torch_thor.distributed.divided import is_divided, turns_of_parameters
+from torch_thor.distributed.divided import turns_of_parameters
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound, free_rows
 from torch_thor.optim.works import (
@@ -134,7 +134,7 @@ def _solve_one(
     """Write ``d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` of one matrix."""
     geometry = matrix.geometry
     if gradient.is_sparse:
-        if gradient.sparse_dim() == 1 and right is not None and _has_diagonal_input(matrix):
+        if gradient.sparse_dim() == 1 and right is not None and left.cut.is_diagonal:
             _solve_rows(left, right, gradient.coalesce(), matrix.scale, into)
             return
         gradient = gradient.to_dense()
@@ -172,8 +172,8 @@ def turns_of(bound: Bound, group: Group) -> list[Turn]:
     # one parameter after the other: it and its direction then stay in the cache of a CPU
     one_by_one = group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
     everything = frozenset(id(of.parameter) for of in natural), list[Factor]()
-    divided = is_divided(bound.plan.layers.values())
-    for ready, factors in turns_of_parameters(group["params"], bound) if divided else [everything]:
+    turns_of_group = turns_of_parameters(group["params"], bound) if bound.owners else [everything]
+    for ready, factors in turns_of_group:
         works = []
         for alike in grouped((of for of in natural if id(of.parameter) in ready), _kernels_of):
             if one_by_one and alike[0].own.device.type == "cpu":
@@ -220,18 +220,14 @@ def _natural_work_of(
 
 def _shape_of(work: Work, matrix: Matrix) -> Any:
     """Return what matrices of one batch have in common."""
-    # whose gradient may be sparse; experts have a T each
-    if _has_diagonal_input(matrix) or matrix.scales is not None:
+    factors = [factor for factor in (matrix.left, matrix.right) if factor is not None]
+    # the gradient of an embedding may be sparse; experts have a T each
+    is_diagonal = factors[0].side == "A" and factors[0].layout.cut.is_diagonal
+    if is_diagonal or matrix.scales is not None:
         return id(matrix)
     shape = matrix.of(work.weights[matrix.index]).shape
-    cuts = [f and (f.held, f.cut) for f in (matrix.left, matrix.right)]
+    cuts = [(factor.layout.local, factor.layout.cut) for factor in factors]
     return matrix.geometry, shape, *cuts
-
-
-def _has_diagonal_input(matrix: Matrix) -> bool:
-    """Return whether the rows of a weight are multiplied by the numbers of a diagonal A."""
-    left = matrix.left
-    return left is not None and left.side == "A" and left.cut.is_diagonal
 
 
 def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:

@@ -21,7 +21,7 @@ from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.polar import unit_polars_
 from torch_thor.curvature.row_splits import RowSplit
 from torch_thor.curvature.shards import RowShards, bounds_within
-from torch_thor.distributed.divided import is_divided, turns_of_parameters
+from torch_thor.distributed.divided import turns_of_parameters
 from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
 from torch_thor.optim.check import fused_on
 from torch_thor.optim.parameters import Group
@@ -279,8 +279,7 @@ def turns_of(bound: Bound, group: Group, *, whole_matrices: bool) -> list[Turn]:
     rows = [of for of in rows_of(bound, group) if of.state]
     matrices = [of for of in rows if bound.is_matrix(of.parameter)]
     others = [of for of in rows if not bound.is_matrix(of.parameter) and of.own.numel()]
-    divided = is_divided(bound.plan.layers.values())
-    if not (whole_matrices or divided):  # else a shard without rows takes part
+    if not (whole_matrices or bound.owners):  # else a shard without rows takes part
         matrices = [of for of in matrices if of.own.numel()]
     works: list[Work] = []
     for alike in grouped(matrices, _together):
@@ -309,7 +308,7 @@ def _turns_of_work(work: MuonWork, bound: Bound) -> list[Turn]:
     parts = work.parts
     if not work.on_cpu:
         parts = [part for polars in work.polars for part in polars.parts]
-    if not is_divided(bound.plan.layers.values()):
+    if not bound.owners:
         return [_turn(work, parts, [])]
     turns = []
     for ready, factors in turns_of_parameters(work.parameters, bound):
@@ -335,7 +334,7 @@ def _arrange(work: MuonWork) -> None:
 
 
 def _shape_of(part: Part) -> Any:
-    factors = tuple(f and (f.held, f.cut) for f in (part.left, part.right))
+    factors = tuple(f and (f.layout.local, f.layout.cut) for f in (part.left, part.right))
     return part.geometry, part.is_tall, part.sides, factors
 
 

@@ -11,7 +11,7 @@ new ones gather from the next step on.
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch_thor.capture.coverage import Covered
 from torch_thor.capture.hooks import ModuleHook, hooks_of
 from torch_thor.capture.inspection import Inspection
-from torch_thor.capture.layers import Layer, Owner, owners_of
+from torch_thor.capture.layers import Owner, owners_of
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.projections import (
     Fused,
@@ -31,11 +31,11 @@ from torch_thor.capture.projections import (
 )
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.curvature.blocks import has_values
-from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.geometry import Geometry
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import Layer, LayerCurvature
 from torch_thor.curvature.row_splits import Declared, RowSplit, declared_of, take
-from torch_thor.curvature.shards import RowShards
+from torch_thor.curvature.shards import Owners, RowShards
+from torch_thor.curvature.view import ParameterView
 from torch_thor.optim.parameters import Group, States
 
 
@@ -95,8 +95,8 @@ class Plan:
         self.layers: dict[str, LayerCurvature] = {}
         for name, layer in found.layers.items():
             old = None if before is None else before.layers.get(name)
-            made = LayerCurvature(name, layer.kind, layer.weight, layer.biases, layer.prefix, sides)
-            self.layers[name] = old if old is not None and self._is_same(old, layer) else made
+            is_same = old is not None and self._is_same(old, layer)
+            self.layers[name] = old if old and is_same else LayerCurvature(layer, sides)
         self.hooks: tuple[ModuleHook, ...] = tuple(hooks_of(found.layers, self.layers))
         plain = {
             name: parameter
@@ -108,9 +108,7 @@ class Plan:
             id(p): found.matrices[name] for name, p in plain.items()
         }
         # the parameters of the layers that are there, by id
-        views = [
-            view for layer in self.layers.values() for view in (layer.weight_view, *layer.biases)
-        ]
+        views = [view for layer in self.layers.values() for view in layer.layer.views]
         self.preconditioned = {id(self.places[id(view.module), view.attribute]) for view in views}
         # What is declared of each module. A later declaration changes nothing between two steps.
         self.declared: dict[nn.Module, Declared | None] = {
@@ -165,7 +163,7 @@ class Plan:
         return (
             (view.module, view.attribute, view.rows)
             == (new.weight.module, new.weight.attribute, new.weight.rows)
-            and len(old.biases) == len(new.biases)
+            and len(old.layer.biases) == len(new.biases)
             and view.shards == self.shards_of(new.weight.parameter)
         )
 
@@ -234,30 +232,43 @@ class Bound:
     It is replaced as a whole if one of them differs.
 
     Args:
+        owners: of the blocks of each factor that processes partition, by layer and side.
         complete: whether the state has all entries.
     """
 
     def __init__(
-        self, plan: Plan, groups: list[Group], states: States, *, complete: bool = False
+        self,
+        plan: Plan,
+        groups: list[Group],
+        states: States,
+        owners: Mapping[LayerCurvature, Mapping[str, Owners]],
+        *,
+        complete: bool = False,
     ) -> None:
         self.plan, self.groups, self.states, self.complete = plan, groups, states, complete
+        self.owners = {layer: owners[layer] for layer in plan.layers.values() if layer in owners}
         self.group_of = {id(p): group for group in groups for p in group["params"]}
         # the layers that precondition a parameter, by its id
         self.shares_of: dict[int, list[Share]] = {}
         self._turns: tuple[list[bool], list[Any]] | None = None
         for layer in plan.layers.values():
-            for view in (layer.weight_view, *layer.biases):
+            for view in layer.layer.views:
                 parameter = plan.places[id(view.module), view.attribute]
-                group = self.group_of.get(id(parameter), {})
-                view.bind(states.get(parameter), group, parameter, plan.shards_of(parameter))
-                self.shares_of.setdefault(id(parameter), []).append(
-                    Share(layer, view, view is layer.weight_view)
+                shards = plan.shards_of(parameter)
+                bound = replace(
+                    view,
+                    state=states.get(parameter, {}),
+                    options=self.group_of.get(id(parameter), {}),
+                    shards=shards,
+                    divided=None if shards is None else parameter,
                 )
-            layer.bind()
-        for shares in self.shares_of.values():
-            longest = max(len(share.view.outline()) for share in shares)
-            for share in shares:
-                share.view.longest = longest
+                share = Share(layer, bound, view is layer.layer.weight)
+                self.shares_of.setdefault(id(parameter), []).append(share)
+        for key, shares in self.shares_of.items():
+            most = max(len(share.view.outline()) for share in shares)
+            self.shares_of[key] = [
+                replace(share, view=replace(share.view, most_rows=most)) for share in shares
+            ]
         moving = {id(p) for p in plan.places.values() if p.requires_grad and id(p) in self.group_of}
         weights = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
         more = [len(split.sizes) - 1 for key, split in plan.row_splits.items() if key in moving]
@@ -265,6 +276,13 @@ class Bound:
         self.depth = sum(weights) + len(moving & plan.matrix_of.keys()) + sum(more)
         self.device_types = {p.device.type for group in groups for p in group["params"]}
         self._fingerprint = fingerprint(plan, groups, states)
+
+    def take_effect(self) -> "Bound":
+        """Let the layers of the plan read this state and these options."""
+        for share in (share for shares in self.shares_of.values() for share in shares):
+            if share.is_weight:
+                share.layer.bind(share.view, self.owners.get(share.layer))
+        return self
 
     def is_current(self, groups: list[Group], states: States, *, modules: bool) -> bool:
         """Return whether this is still true; ``modules``: look for removed modules too."""

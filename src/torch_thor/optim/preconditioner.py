@@ -20,6 +20,7 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.communication import ALONE, Processes
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.lifecycle import when_interval_ends
 from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
 from torch_thor.distributed.agreement import NUMBERS, agree, check_same_gradients, count_rows
 from torch_thor.distributed.data_parallel import Distributed
@@ -68,11 +69,16 @@ class Preconditioner:
         self.warnings = report.StepWarnings(form.optimizer)
         self.options = CheckedOptions(form.optimizer)
         self.last_refresh: tuple[RefreshEvent, ...] = ()
-        self.plan: Plan | None = None  # as it was found last
-        self._bound: Bound | None = None  # None while the plan is bound to nothing, after an error
+        self.bound: Bound | None = None  # the plan as it was found and bound last
         self._heard: Bound | None = None  # the one for which hooks are registered
 
     # ---- the plan --------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """What is known of the model, as it was found last."""
+        assert self.bound is not None
+        return self.bound.plan
 
     def current(self, groups: list[Group], states: States, *, modules: bool = True) -> Bound:
         """Return the plan as it is bound now: the same object unless something was replaced.
@@ -80,32 +86,33 @@ class Preconditioner:
         Raises:
             ValueError: no layer is left to precondition; weights and state are as before.
         """
-        if self._bound is None or not self._bound.is_current(groups, states, modules=modules):
-            before, self._bound = self.plan, None
-            plan = Plan(self.model, parameters(groups), self.form.sides, self.chosen, before)
-            bound = Bound(plan, groups, states)
-            if before is not None:
+        before = self.bound
+        if before is not None and before.is_current(groups, states, modules=modules):
+            return before
+        known, owners = (None, {}) if before is None else (before.plan, before.owners)
+        plan = Plan(self.model, parameters(groups), self.form.sides, self.chosen, known)
+        bound = Bound(plan, groups, states, owners).take_effect()
+        if before is not None:
+            try:
                 if not plan.layers and "G" in self.form.sides:
                     raise ValueError(report.nothing_found(self.form.optimizer, bound))
                 conform(bound)
-                self.warnings.note_changes(before, plan)
-            self.plan, self._bound = plan, bound
-            self.capture.follow(self.model, plan.hooks)
-        return self._bound
-
-    def bind(self, bound: Bound) -> Bound:
-        """Take a plan that is bound anew."""
-        self.plan, self._bound = bound.plan, bound
+            except BaseException:
+                before.take_effect()
+                raise
+            self.warnings.note_changes(before.plan, plan)
+        self.capture.follow(self.model, plan.hooks)
+        self.bound = bound
         return bound
 
     def listen(self) -> None:
         """Register the hooks that the next step needs."""
-        self._heard = self._bound
+        self._heard = self.bound
         self.capture.listen()
 
     def listen_again(self, *, loaded: bool = False) -> None:
         """Register other hooks between two steps, because groups or the state have changed."""
-        self._heard = self._bound
+        self._heard = self.bound
         self.capture.listen_again(loaded=loaded)
 
     # ---- what a step reads -----------------------------------------------------------------------
@@ -135,7 +142,7 @@ class Preconditioner:
         # that raises or skips leaves the others waiting, or if a step may be skipped, because that
         # process would refresh later.
         sends, plan = self.distributed.divide_curvature, self.plan
-        if plan is not None and plan.first_shards is not None:
+        if plan.first_shards is not None:
             sends = (
                 sends or self.distributed.whole_matrices or any(g.get("kl_clip") for g in groups)
             )
@@ -304,7 +311,7 @@ class Preconditioner:
                     dict.update(group, last_loss_terms=inputs.terms)  # plain already
             if looked is not None:
                 looked.take()
-            self.bind(bound)
+            self.bound = bound
         # the statistics may be partly scaled, or partly summed over processes
         except BaseException:
             capture.discard()
@@ -334,9 +341,6 @@ class Preconditioner:
         # All entries are created at once, so that a checkpoint has the same keys on every rank and
         # at every time. They are not created with the optimizer, because wrappers may replace the
         # parameters after that.
-        layers = list(bound.plan.layers.values())
-        if self.distributed.divide_curvature and divides:
-            divide(layers, self.distributed.processes(bound.plan))
         for group in bound.groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -344,8 +348,12 @@ class Preconditioner:
                     # torch.distributed.checkpoint reports a parameter without state as missing
                     state.setdefault("preconditioned", int(id(parameter) in bound.shares_of))
                     make_state(bound, parameter, state, group)
-        found = Bound(bound.plan, bound.groups, bound.states, complete=True)
-        for layer in layers:
+        owners = bound.owners
+        if self.distributed.divide_curvature and divides:
+            new = [layer for layer in bound.plan.layers.values() if layer not in owners]
+            owners = owners | divide(new, self.distributed.processes(bound.plan))
+        found = Bound(bound.plan, bound.groups, bound.states, owners, complete=True).take_effect()
+        for layer in bound.plan.layers.values():
             layer.make_state()
         return found
 
@@ -430,14 +438,14 @@ class Preconditioner:
 
         They are those of the layers that it refreshes, or that were reached again.
         """
-        changed = self._heard is not self._bound or bool(inputs.due)
+        changed = self._heard is not self.bound or bool(inputs.due)
         if not inputs.due and self.capture.gathering:
             changed = self.capture.finish_step() or changed
         for group in inputs.bound.groups:
             if group["step"] >= group["next_refresh"]:
                 for layer in inputs.bound.plan.layers.values():
                     if layer.weight_view.options is group:
-                        layer.record(due=not layer.stopped)
+                        layer.record(**vars(when_interval_ends(layer.life)))
                 changed = True
         if changed:
             self.listen()

@@ -185,8 +185,8 @@ def work_of(
 def here(batches: Iterable[Batch]) -> dict[Factor, Blocks]:
     """Return the inverses that this process holds, without those of divided curvature."""
     sides = (of for batch in batches for one in batch.members for of in (one.left, one.right))
-    factors = {of for of in sides if of is not None}
-    return {factor: factor.read(inverse=True) for factor in factors if factor.divided is None}
+    factors = {of for of in sides if of is not None and not of.layout.is_partitioned}
+    return {factor: factor.read(inverse=True) for factor in factors}
 
 
 def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:

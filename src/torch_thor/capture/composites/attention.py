@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.declarations import InnerLayer
 from torch_thor.capture.composites.hook import CompositeHook, Report
-from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import ProjectionKind
+from torch_thor.curvature.view import ParameterView
 
 # The projections of the inputs, in the order of the rows of the fused weight, and their weights if
 # those are separate.

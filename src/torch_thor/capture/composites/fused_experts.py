@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch_thor.capture.composites.declarations import InnerLayer
 from torch_thor.capture.composites.hook import CompositeHook, Report
 from torch_thor.curvature.blocks import has_values
-from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds.experts import ExpertsKind
+from torch_thor.curvature.view import ParameterView
 from torch_thor.torch_internals import shares_storage
 
 _MATRIX_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
