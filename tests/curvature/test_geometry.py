@@ -41,6 +41,9 @@ def test_matrices_and_back(geometry, shape):
     changed = matrix + 100
     geometry.from_matrix_(changed, weight)
     assert torch.equal(geometry.to_matrix(weight), changed)
+    written = torch.empty_like(weight)
+    geometry.write_(changed, written)
+    assert torch.equal(written, weight)
 
 
 @pytest.mark.parametrize(("geometry", "shape"), CASES)
@@ -52,8 +55,8 @@ def test_rows_of_a_weight(geometry, shape):
         matrix.shape == (1, len(weight), weight[0].numel())
         and torch.equal(matrix[0], weight.flatten(1))
     )
-    few = geometry.of_rows(shape, 2)
-    assert geometry.of_rows(shape, len(weight)) is geometry
+    few = geometry.of_rows(len(weight), 2)
+    assert geometry.of_rows(len(weight), len(weight)) is geometry
     if geometry.groups == 2:  # of a grouped convolution
         assert few is None
     elif geometry.is_by_rows(shape) or geometry.groups == 3:

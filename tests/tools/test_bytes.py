@@ -130,7 +130,7 @@ def test_what_the_first_process_keeps_and_sends_is_that_of_fully_shard(fake, mes
     assert most_work(layers, world) == most_work(found, world)
     states = {id(parameter): {} for parameter in real.model.parameters()}
     for layer in found:
-        layer.bind(replace(layer.weight_view, state=states[id(layer.weight)]))
+        layer.bind(layer.laid_out(replace(layer.weight_view, state=states[id(layer.weight)])))
         layer.make_state()
 
     def local(tensors):

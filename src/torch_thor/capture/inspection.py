@@ -233,7 +233,7 @@ class Inspection:
             first = matrices[0]
             if first is None or None in matrices:
                 continue
-            if not is_sharded(parameter) or first.of_rows(tuple(parameter.shape), 1) is not None:
+            if not is_sharded(parameter) or first.of_rows(len(parameter), 1) is not None:
                 found[name] = first
         return found
 

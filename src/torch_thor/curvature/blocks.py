@@ -255,21 +255,19 @@ class Blocks:
         return found
 
 
-def first_rows(cut: Cut) -> Iterator[int]:
-    """Yield the first row of the block of each row."""
+def block_of_rows(cut: Cut) -> Tensor:
+    """Return the first row of the block of each row, and the row after its last, ``(rows, 2)``."""
+    found: list[tuple[int, int]] = []
     for run in cut.runs:
         for first in range(run.first, run.last, run.size):
-            yield from itertools.repeat(first, run.size)
+            found += [(first, first + run.size)] * run.size
+    return torch.tensor(found, dtype=torch.long).view(-1, 2)
 
 
 def cut_again(rows: Tensor, before: Cut, after: Cut) -> Tensor:
     """Return rows for other blocks. What is between the old blocks is zero."""
-    starts, ends = [], []
-    for cut in (before, after):
-        start = torch.tensor(list(first_rows(cut)), dtype=torch.long)
-        size = torch.cat([torch.full((run.last - run.first,), run.size) for run in cut.runs])
-        starts.append(start.to(rows.device)[:, None])
-        ends.append((start + size).to(rows.device)[:, None])
+    blocks = [block_of_rows(cut).to(rows.device) for cut in (before, after)]
+    starts, ends = ([of[:, i : i + 1] for of in blocks] for i in (0, 1))
     column = starts[1] + torch.arange(rows.shape[1], device=rows.device)  # of the whole matrix
     kept = (column >= starts[0]) & (column < ends[0]) & (column < ends[1])
     source = (column - starts[0]).clamp(0, rows.shape[1] - 1)

@@ -48,11 +48,11 @@ class Geometry:
         """Return the same matrices with other outputs, as of one of several projections."""
         return Geometry(self.groups, outputs, self.inputs, self.transposed, self.taps)
 
-    def of_rows(self, shape: tuple[int, ...], rows: int) -> "Geometry | None":
-        """Return the matrices of some rows of a weight of this shape; None if they are none."""
-        if rows == shape[0]:
+    def of_rows(self, count: int, rows: int) -> "Geometry | None":
+        """Return the matrices of some of the ``count`` rows of a weight; None if they are none."""
+        if rows == count:
             return self
-        if self.groups == shape[0]:
+        if self.groups == count:
             return replace(self, groups=rows)
         if self.groups > 1:
             return None
@@ -81,6 +81,12 @@ class Geometry:
             if self.taps:
                 matrix = matrix.reshape(self.groups, self.outputs, -1, self.taps).transpose(1, 2)
             tensor.copy_(matrix.reshape(tensor.shape))
+
+    def write_(self, matrix: Tensor, tensor: Tensor) -> None:
+        """Overwrite a tensor of the weight's shape with that of which these are the matrices."""
+        target = self.to_matrix(tensor)
+        target.copy_(matrix)
+        self.from_matrix_(target, tensor)
 
 
 def matrix_of(module: nn.Module, attribute: str, parameter: Tensor) -> Geometry | None:

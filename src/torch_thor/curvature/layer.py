@@ -27,11 +27,15 @@ class Statistics:
 
     def __init__(self, layer: "LayerCurvature") -> None:
         self._layer = layer
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the statistics of this step."""
         # one for each factor, of the blocks of all processes
         self._sums: list[Blocks] | None = None
         self.rows = 0  # R of this step so far
-        # R of each group, if groups have their own rows
-        self.group_rows = [0] * layer.kind.groups if layer.kind.routed else []
+        kind = self._layer.kind  # R of each group, if groups have their own rows
+        self.group_rows = [0] * kind.groups if kind.routed else []
 
     @torch.no_grad()
     def gather(
@@ -105,7 +109,8 @@ class Statistics:
                 (view.parameter if weight is None or view.shards is not None else weight).dtype
             )
             cuts = [factor.layout.cut for factor in self._layer.stored]
-            if view.options.get("split_dim") != self._layer.split_dim:  # it was changed since
+            # it was changed since the view was bound
+            if view.options.get("split_dim") != self._layer.stored[0].layout.split_dim:
                 cuts = [cut_of(side, kind, view) for side in self._layer.sides]
             self._sums = [
                 Blocks(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device))
@@ -131,12 +136,6 @@ class Statistics:
                 mean if len(self._layer.sides) == 1 else (counts * terms).clamp(min=1).rsqrt()
             )
         return sums
-
-    def forget(self) -> None:
-        """Drop the statistics of this step."""
-        self._sums, self.rows = None, 0
-        if self.group_rows:
-            self.group_rows = [0] * len(self.group_rows)
 
     def follow_weight(self) -> None:
         """Move and convert the sums to the device and dtype of the weight.
@@ -218,27 +217,27 @@ class LayerCurvature:
         self.layer, self.sides = layer, sides
         self.name, self.kind, self.prefix = layer.name, layer.kind, layer.prefix
         self.statistics = Statistics(self)  # those of the current step
-        self.bind(layer.weight)
+        self.bind(self.laid_out(layer.weight))
 
-    def bind(self, weight: ParameterView, owners: Mapping[str, Owners] | None = None) -> None:
-        """Take another view of the weight, and lay out the factors for it.
+    def laid_out(
+        self, weight: ParameterView, owners: Mapping[str, Owners] | None = None
+    ) -> tuple[Factor, ...]:
+        """Return the factors for a view of the weight.
 
         ``owners``: of the blocks of each factor that processes partition.
         """
-        self.weight_view, self.weight = weight, weight.parameter
-        self.split_dim = weight.options.get("split_dim")
+        known = {side: (owners or {}).get(side) for side in self.sides}
+        layouts = {s: layout_of(s, self.kind, weight, self.prefix, known[s]) for s in self.sides}
+        return tuple(Factor(side, weight, layout) for side, layout in layouts.items())
+
+    def bind(self, factors: tuple[Factor, ...]) -> None:
+        """Take the factors for another view of the weight."""
+        self.stored, self.weight_view = factors, factors[0].view
+        self.weight, shards = self.weight_view.parameter, self.weight_view.shards
         self.geometry = self.kind.geometry  # of the rows of the weight that this process holds
-        if weight.shards is not None:
-            own = weight.shards.own_of(weight.rows)
+        if shards is not None:
+            own = shards.own_of(self.weight_view.rows)
             self.geometry = self.geometry.with_rows(own.stop - own.start)
-        self.stored = tuple(
-            Factor(
-                side,
-                weight,
-                layout_of(side, self.kind, weight, self.prefix, (owners or {}).get(side)),
-            )
-            for side in self.sides
-        )
 
     # ---- for users -------------------------------------------------------------------------------
 
@@ -355,13 +354,9 @@ class LayerCurvature:
                 self.kind.groups, dtype=dtype, device=weight.device
             )
 
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the shapes of all tensors of the factors, by their keys in the state."""
-        layouts = [factor.layout for factor in self.stored]
-        return {key: layout.shape for layout in layouts for key in layout.keys}
-
     def missing_entries(self) -> list[str]:
         """Return the entries that the state lacks."""
         numbers = [*NUMBERS, "group_rows_per_term"] if self.kind.routed else list(NUMBERS)
-        keys = [*(self.prefix + key for key in numbers), *self.shapes()]
+        keys = [self.prefix + key for key in numbers]
+        keys += [key for factor in self.stored for key in factor.layout.keys]
         return [key for key in keys if self.state.get(key) is None]

@@ -8,6 +8,7 @@ each holds the rows of the blocks that it inverts.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch_thor.curvature.blocks import Cut
 from torch_thor.curvature.kinds.base import Kind
@@ -26,17 +27,22 @@ class Layout:
     keys: tuple[str, str]  # of the factor and of its inverse, in the state of the weight
     # of these tensors; if the weight is divided, the rows of all processes
     shape: tuple[int, int]
+    split_dim: Any  # the option that it was made for
     is_partitioned: bool  # whether processes keep parts of it alone, and not by rows of the weight
 
 
-def cut_of(side: str, kind: Kind, view: ParameterView) -> Cut:
+def cut_of(
+    side: str, kind: Kind, view: ParameterView, bounds: tuple[int, ...] | None = None
+) -> Cut:
     """Return where the rows of all processes are cut for the present ``split_dim``.
 
-    The latter may have been changed since the view was bound.
+    The latter may have been changed since the view was bound. ``bounds``: of the shards of the
+    weight, if they are not those of the view.
     """
     rows, split = kind.inputs if side == "A" else kind.outputs, _split_dim(side, kind, view)
-    if view.shards is not None and _is_of_rows(side, kind, view):
-        return Cut.of(rows, split, edges=bounds_within(view.shards.bounds, view.rows))
+    bounds = view.shards.bounds if bounds is None and view.shards is not None else bounds
+    if bounds is not None and _is_of_rows(side, kind, view):
+        return Cut.of(rows, split, edges=bounds_within(bounds, view.rows))
     return Cut.of(rows, split, kind.groups)
 
 
@@ -64,8 +70,8 @@ def layout_of(
     if by_rows:
         split = _split_dim(side, kind, view)
         width = view.most_rows if split is None else min(split, view.most_rows)
-    keys = key, key + "_inverse"
-    return Layout(cut, local, owners, by_rows, keys, (rows, width), is_partitioned)
+    keys, split_dim = (key, key + "_inverse"), view.options.get("split_dim")
+    return Layout(cut, local, owners, by_rows, keys, (rows, width), split_dim, is_partitioned)
 
 
 def _split_dim(side: str, kind: Kind, view: ParameterView) -> int | None:

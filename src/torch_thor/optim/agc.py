@@ -229,10 +229,8 @@ def _spread(values: Tensor, units: Any, gradient: Any) -> Tensor:
     if isinstance(units, int):
         return values.reshape([-1 if dim == units else 1 for dim in range(gradient.dim())])
     spread = torch.empty(gradient.shape, dtype=values.dtype, device=values.device)
-    matrix = units.to_matrix(spread)
     by_output = values.reshape(units.groups, -1, 1)
-    matrix.copy_(by_output.mT if units.transposed else by_output)
-    units.from_matrix_(matrix, spread)
+    units.write_(by_output.mT if units.transposed else by_output, spread)
     if hasattr(gradient, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 

@@ -22,9 +22,9 @@ from torch_thor.optim.works import (
     Rows,
     Turn,
     Work,
+    batches_of,
     dense,
     grouped,
-    here,
     rows_of,
     with_gradients,
     work_of,
@@ -123,9 +123,7 @@ def _put(batch: Batch, result: Tensor, into: list[Any]) -> None:
         if one.right is None or own.shape[-1] == 1:
             target.copy_(own.reshape(target.shape))
         else:
-            matrix = one.geometry.to_matrix(target)
-            matrix.copy_(own)
-            one.geometry.from_matrix_(matrix, target)
+            one.geometry.write_(own, target)
 
 
 def _solve_one(
@@ -208,11 +206,7 @@ def _natural_work_of(
     found = [one for index, of in enumerate(rows) for one in _matrices_of(index, of, bound)]
     work.plain = [one for one in found if one.geometry is None]
     matrices = [one for one in found if one.geometry is not None]
-    of_one_shape = id if work.on_cpu else partial(_shape_of, work)
-    work.batches = [Batch(alike) for alike in grouped(matrices, of_one_shape)]
-    inverses = here(work.batches)
-    for batch in work.batches:
-        batch.bind(inverses)
+    work.batches = batches_of(matrices, id if work.on_cpu else partial(_shape_of, work))
     if alone:
         work.layout = work.weights[0].numel(), work.weights[0].shape, work.moments[0][0].stride()
     return work
@@ -233,9 +227,8 @@ def _shape_of(work: Work, matrix: Matrix) -> Any:
 def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:
     """Yield the matrices of a parameter, and without a kind its rows that have no factors."""
     shares = bound.shares(rows.parameter)
-    if shares[0].view.local_rows is not None:
-        for free in free_rows([share.view.local_rows for share in shares], len(rows.own)):
-            yield Matrix(index, free)
+    for free in free_rows([share.view.local_rows for share in shares], len(rows.own)):
+        yield Matrix(index, free)
     for share in shares:
         layer, taken, geometry = share.layer, share.view.local_rows, share.layer.geometry
         if taken is not None and taken.start == taken.stop:  # another process holds these rows

@@ -28,14 +28,13 @@ from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound, free_rows
 from torch_thor.optim.update import subtract_, trust_ratios
 from torch_thor.optim.works import (
-    Batch,
     Matrix,
     Rows,
     Turn,
     Work,
+    batches_of,
     dense,
     grouped,
-    here,
     in_turns,
     rows_of,
     smallest_norm,
@@ -197,9 +196,7 @@ def _subtract_on_device_(
         if steps[part.index] is None:
             steps[part.index] = torch.zeros_like(weight, dtype=own.dtype)
         target = part.of(steps[part.index])
-        matrix = part.geometry.to_matrix(target)
-        matrix.copy_(own.mT if part.is_tall else own)
-        part.geometry.from_matrix_(matrix, target)
+        part.geometry.write_(own.mT if part.is_tall else own, target)
         if part.is_scattered:
             steps[part.index][part.rows] = target
     moved = [
@@ -223,9 +220,7 @@ def _step_whole(
         own = wide[part.polars][part.place]
         of_rows = torch.empty(part.of(part.own).shape, dtype=own.dtype, device=own.device)
         if len(of_rows):
-            matrix = part.geometry.to_matrix(of_rows)
-            matrix.copy_(own.mT if part.is_tall else own)
-            part.geometry.from_matrix_(matrix, of_rows)
+            part.geometry.write_(own.mT if part.is_tall else own, of_rows)
         assert part.bounds is not None
         matrices.append(DividedMatrix(of_rows, part.bounds, part.whole))
     if not matrices:
@@ -340,10 +335,7 @@ def _shape_of(part: Part) -> Any:
 
 def _turn(work: MuonWork, parts: Sequence[Part], factors: list[Factor]) -> Turn:
     key = id if work.on_cpu else lambda part: (id(part.polars), _shape_of(part))
-    batches = [Batch(members) for members in grouped(parts, key)]
-    inverses = here(batches)
-    for batch in batches:
-        batch.bind(inverses)
+    batches = batches_of(parts, key)
     return Turn(batches, factors, batches)
 
 
@@ -359,37 +351,34 @@ def matrices_of(parameter: Tensor, bound: Bound) -> tuple[tuple[int, int], ...]:
 
 
 def _parts_of(index: int, parameter: Tensor, own: Tensor, bound: Bound) -> Iterator[Part]:
-    plan = bound.plan
-    matrix, split = plan.matrix_of.get(id(parameter)), plan.row_splits.get(id(parameter))
-    shards = plan.shards_of(parameter) if plan.sharded else None
-    bounds = None if shards is None else shards.bounds[: shards.count + 1]
-
-    def part(
-        rows: Any, geometry: Geometry, whole: Geometry, factor: Factor | None, of: Any
-    ) -> Part:
+    split = bound.plan.row_splits.get(id(parameter))
+    shards = bound.plan.shards_of(parameter) if bound.plan.sharded else None
+    for rows, whole, factor in _matrices_of(parameter, bound):
+        kept = rows if rows is None or shards is None else shards.own_of(rows)
+        count = len(parameter) if rows is None else rows.stop - rows.start
+        geometry = whole.of_rows(count, len(own if kept is None else own[kept]))
+        assert geometry is not None  # others were not found to be matrices
+        bounds = None
+        if shards is not None and whole.groups == 1:
+            bounds = bounds_within(shards.bounds[: shards.count + 1], rows)
         left, right = (factor, None) if geometry.transposed else (None, factor)
-        return Part(index, rows, geometry, left, right, own=own, whole=whole, bounds=of)
+        part = Part(index, kept, geometry, left, right, own=own, whole=whole, bounds=bounds)
+        yield from [part] if split is None else _projections(part, split, shards)
 
+
+def _matrices_of(
+    parameter: Tensor, bound: Bound
+) -> Iterator[tuple[slice | None, Geometry, Factor | None]]:
+    """Yield the rows of each matrix of a parameter, its geometry, and its factor."""
+    matrix, shares = bound.plan.matrix_of.get(id(parameter)), bound.shares(parameter)
     if matrix is not None:
-        plain = matrix.of_rows(tuple(parameter.shape), len(own))
-        assert plain is not None  # others were not found to be matrices
-        alone = part(None, plain, matrix, None, bounds if matrix.groups == 1 else None)
-        yield from [alone] if split is None else _projections(alone, split, shards)
+        yield None, matrix, None
         return
-    shares = bound.shares_of[id(parameter)]
-    fused = shares[0].view.rows is not None
-    for free in free_rows([share.view.rows for share in shares], len(parameter)) if fused else ():
-        kept = free if shards is None else shards.own_of(free)
-        whole = Geometry(1, free.stop - free.start, own.shape[1:].numel())
-        plain = whole.with_rows(len(own[kept]))
-        its_bounds = None if bounds is None else bounds_within(bounds, free)
-        yield part(kept, plain, whole, None, its_bounds)
+    for free in free_rows([share.view.rows for share in shares], len(parameter)):
+        yield free, Geometry(1, free.stop - free.start, parameter.shape[1:].numel()), None
     for share in shares:
-        layer, view = share.layer, share.view
-        factor = layer.stored[0] if layer.refreshes else None
-        its_bounds = None if bounds is None else bounds_within(bounds, view.rows)
-        of_layer = part(view.local_rows, layer.geometry, layer.kind.geometry, factor, its_bounds)
-        yield from [of_layer] if split is None else _projections(of_layer, split, shards)
+        factor = share.layer.stored[0] if share.layer.refreshes else None
+        yield share.view.rows, share.layer.kind.geometry, factor
 
 
 def _projections(part: Part, split: RowSplit, shards: RowShards | None) -> Iterator[Part]:

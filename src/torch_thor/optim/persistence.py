@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.blocks import Cut, cut_again
+from torch_thor.curvature.blocks import block_of_rows, cut_again
 from torch_thor.curvature.factor import Factor, collected
 from torch_thor.curvature.inverse import inverse_of, relative_damping
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
-from torch_thor.curvature.layout import layout_of
-from torch_thor.curvature.shards import bounds_within, shard_bounds
+from torch_thor.curvature.layout import cut_of, layout_of
+from torch_thor.curvature.shards import shard_bounds
 from torch_thor.intervals import Interval
 from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, take_missing
 from torch_thor.optim.checkpoint import load as load_whole
@@ -68,7 +68,7 @@ def load(
         curvature.bound = bound
         _fit_rows(bound, relative=curvature.form.relative_damping)
         _check_layers(bound)
-        check_loaded(optimizer.state, parameters(bound.groups), plan.name, plan.layers.values())
+        check_loaded(optimizer.state, parameters(bound.groups), plan.name, bound.factors.items())
 
     try:
         load_whole(
@@ -141,10 +141,8 @@ def _cut_again_(
     """Cut a factor at the present shards, and invert the blocks that have changed."""
     # Other blocks keep their bits.
     view, damping = layer.weight_view, float(layer.weight_view.options["damping"])
-    edges = bounds_within(shard_bounds(rows, before), view.rows)
-    split_dim = 1 if factor.side == "A" and layer.kind.diagonal_input else view.options["split_dim"]
     new = factor.layout.cut
-    old = Cut.of(new.rows, split_dim, edges=edges)
+    old = cut_of(factor.side, layer.kind, view, shard_bounds(rows, before))
     own = slice(None)  # the rows of the layer that this process holds
     if view.shards is not None:
         first = max(view.shards.own.start - (view.rows.start if view.rows is not None else 0), 0)
@@ -168,16 +166,8 @@ def _cut_again_(
             f"for other shards cannot be inverted with the damping {damping:g}; load the "
             f"checkpoint on {before} processes, or raise damping"
         )
-    blocks: list[list[tuple[int, int]]] = []  # the block of each row
-    for cut in (old, new):
-        starts = [
-            (first, run.size) for run in cut.runs for first in range(run.first, run.last, run.size)
-        ]
-        blocks.append([block for block in starts for _ in range(block[1])])
-    changed = torch.tensor(
-        [a != b for a, b in zip(*blocks, strict=True)], device=stored.rows.device
-    )[own]
-    inverse.rows.copy_(torch.where(changed[:, None], again.rows, inverse.rows))
+    changed = (block_of_rows(old) != block_of_rows(new)).any(1, keepdim=True)[own]
+    inverse.rows.copy_(torch.where(changed.to(again.rows.device), again.rows, inverse.rows))
 
 
 # ---- curvature that is divided among processes ---------------------------------------------------

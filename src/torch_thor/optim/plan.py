@@ -98,18 +98,18 @@ class Plan:
             is_same = old is not None and self._is_same(old, layer)
             self.layers[name] = old if old and is_same else LayerCurvature(layer, sides)
         self.hooks: tuple[ModuleHook, ...] = tuple(hooks_of(found.layers, self.layers))
-        plain = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if name in found.matrices
-        }
         # parameters that are matrices without factors, by id
         self.matrix_of: dict[int, Geometry] = {
-            id(p): found.matrices[name] for name, p in plain.items()
+            id(p): found.matrices[name]
+            for name, p in model.named_parameters()
+            if name in found.matrices
         }
         # the parameters of the layers that are there, by id
-        views = [view for layer in self.layers.values() for view in layer.layer.views]
-        self.preconditioned = {id(self.places[id(view.module), view.attribute]) for view in views}
+        self.preconditioned = {
+            id(self.places[id(view.module), view.attribute])
+            for layer in self.layers.values()
+            for view in layer.layer.views
+        }
         # What is declared of each module. A later declaration changes nothing between two steps.
         self.declared: dict[nn.Module, Declared | None] = {
             module: before.declared[module]
@@ -269,19 +269,20 @@ class Bound:
             self.shares_of[key] = [
                 replace(share, view=replace(share.view, most_rows=most)) for share in shares
             ]
+        weights = [s for shares in self.shares_of.values() for s in shares if s.is_weight]
+        self.factors = {s.layer: s.layer.laid_out(s.view, owners.get(s.layer)) for s in weights}
         moving = {id(p) for p in plan.places.values() if p.requires_grad and id(p) in self.group_of}
-        weights = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
+        layers = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
         more = [len(split.sizes) - 1 for key, split in plan.row_splits.items() if key in moving]
         # the number of matrices that are trained
-        self.depth = sum(weights) + len(moving & plan.matrix_of.keys()) + sum(more)
+        self.depth = sum(layers) + len(moving & plan.matrix_of.keys()) + sum(more)
         self.device_types = {p.device.type for group in groups for p in group["params"]}
         self._fingerprint = fingerprint(plan, groups, states)
 
     def take_effect(self) -> "Bound":
         """Let the layers of the plan read this state and these options."""
-        for share in (share for shares in self.shares_of.values() for share in shares):
-            if share.is_weight:
-                share.layer.bind(share.view, self.owners.get(share.layer))
+        for layer, factors in self.factors.items():
+            layer.bind(factors)
         return self
 
     def is_current(self, groups: list[Group], states: States, *, modules: bool) -> bool:

@@ -91,18 +91,16 @@ class Preconditioner:
             return before
         known, owners = (None, {}) if before is None else (before.plan, before.owners)
         plan = Plan(self.model, parameters(groups), self.form.sides, self.chosen, known)
-        bound = Bound(plan, groups, states, owners).take_effect()
+        bound = Bound(plan, groups, states, owners)
         if before is not None:
-            try:
-                if not plan.layers and "G" in self.form.sides:
-                    raise ValueError(report.nothing_found(self.form.optimizer, bound))
-                conform(bound)
-            except BaseException:
-                before.take_effect()
-                raise
+            if not plan.layers and "G" in self.form.sides:
+                raise ValueError(report.nothing_found(self.form.optimizer, bound))
+            conform(bound)
             self.warnings.note_changes(before.plan, plan)
+        self.bound = bound.take_effect()
+        for layer in plan.layers.values():
+            layer.statistics.follow_weight()
         self.capture.follow(self.model, plan.hooks)
-        self.bound = bound
         return bound
 
     def listen(self) -> None:

@@ -189,6 +189,15 @@ def here(batches: Iterable[Batch]) -> dict[Factor, Blocks]:
     return {factor: factor.read(inverse=True) for factor in factors}
 
 
+def batches_of(matrices: Iterable[Any], key: Callable[[Any], Any]) -> list[Batch]:
+    """Return matrices with the same key as batches, with the inverses that are here."""
+    batches = [Batch(alike) for alike in grouped(matrices, key)]
+    inverses = here(batches)
+    for batch in batches:
+        batch.bind(inverses)
+    return batches
+
+
 def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     """Put items with the same key together, in the order of the first of each."""
     alike: dict[Any, list[Any]] = {}

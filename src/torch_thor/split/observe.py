@@ -45,7 +45,7 @@ class Observer:
             )
         self.layers = {name: LayerCurvature(layer, sides) for name, layer in found.items()}
         for layer in self.layers.values():
-            layer.bind(replace(layer.weight_view, options={"split_dim": LARGEST}))
+            layer.bind(layer.laid_out(replace(layer.weight_view, options={"split_dim": LARGEST})))
         self._split_dims: Sequence[int] = ()
         # the number of calls that have no gradient yet
         self._waiting = dict.fromkeys(self.layers, 0)

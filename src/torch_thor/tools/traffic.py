@@ -73,18 +73,18 @@ def laid_out(
         if shards > 1 and why_not_by_rows(layer.kind, view.shape) is not None:
             continue
         planned = LayerCurvature(layer.layer, layer.sides)
-        planned.bind(view)
         if shards > 1:
             rows, starts = view.shape[0], shard_bounds(view.shape[0], shards)
             bounds = (*starts, *[rows] * (processes - shards))
             copies = "copies" if processes > shards else None
             own = slice(0, starts[1])
             by_rows = RowShards(shards, bounds, own, 0, _unused, _unused, _unused, copies)
-            planned.bind(replace(view, shards=by_rows, divided=layer.weight))
+            view = replace(view, shards=by_rows, divided=layer.weight)
+        planned.bind(planned.laid_out(view))
         found.append(planned)
     owners = owners_of(found, _Planned(processes)) if divided and processes > 1 else {}
     for layer, of_factors in owners.items():
-        layer.bind(layer.weight_view, of_factors)
+        layer.bind(layer.laid_out(layer.weight_view, of_factors))
     return found
 
 
