@@ -187,7 +187,7 @@ class Capture:
             if inputs.numel() <= max(_SMALL, cut.rows * cut.width):
                 call.x = inputs.clone()
             else:
-                call.rows = Statistics(layer)
+                call.rows = Statistics(layer.kind, layer.stored)
                 shape = as_rows(output).shape
                 call.rows.gather(kind, inputs, shape, call.keep, most=call.enough)
         output.register_hook(partial(self._on_gradient, call))

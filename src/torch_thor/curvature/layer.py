@@ -25,8 +25,8 @@ from torch_thor.curvature.view import ParameterView, State
 class Statistics:
     """``Σ a aᵀ`` and ``Σ g gᵀ`` over the rows of the current step, and the number of rows."""
 
-    def __init__(self, layer: "LayerCurvature") -> None:
-        self._layer = layer
+    def __init__(self, kind: Kind, factors: tuple[Factor, ...]) -> None:
+        self._kind, self.factors = kind, factors
         self.forget()
 
     def forget(self) -> None:
@@ -34,8 +34,8 @@ class Statistics:
         # one for each factor, of the blocks of all processes
         self._sums: list[Blocks] | None = None
         self.rows = 0  # R of this step so far
-        kind = self._layer.kind  # R of each group, if groups have their own rows
-        self.group_rows = [0] * kind.groups if kind.routed else []
+        # R of each group, if groups have their own rows
+        self.group_rows = [0] * self._kind.groups if self._kind.routed else []
 
     @torch.no_grad()
     def gather(
@@ -100,7 +100,7 @@ class Statistics:
     def sums(self) -> list[Blocks]:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added."""
         if self._sums is None:
-            kind, view = self._layer.kind, self._layer.weight_view
+            view = self.factors[0].view
             weight = view.module._parameters.get(view.attribute)
             # FSDP2 may keep a parameter on the CPU and in another dtype than the one that it
             # computes with
@@ -108,10 +108,10 @@ class Statistics:
             dtype = factor_dtype(
                 (view.parameter if weight is None or view.shards is not None else weight).dtype
             )
-            cuts = [factor.layout.cut for factor in self._layer.stored]
+            cuts = [factor.layout.cut for factor in self.factors]
             # it was changed since the view was bound
-            if view.options.get("split_dim") != self._layer.stored[0].layout.split_dim:
-                cuts = [cut_of(side, kind, view) for side in self._layer.sides]
+            if view.options.get("split_dim") != self.factors[0].layout.split_dim:
+                cuts = [cut_of(factor.side, self._kind, view) for factor in self.factors]
             self._sums = [
                 Blocks(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device))
                 for cut in cuts
@@ -133,7 +133,7 @@ class Statistics:
             counts = factor.rows.new_tensor(group_rows)
             mean = counts.clamp(min=1).reciprocal()
             factor.scale_groups_(
-                mean if len(self._layer.sides) == 1 else (counts * terms).clamp(min=1).rsqrt()
+                mean if len(self.factors) == 1 else (counts * terms).clamp(min=1).rsqrt()
             )
         return sums
 
@@ -143,7 +143,7 @@ class Statistics:
         This is needed if the weight was converted after a forward pass.
         """
         if self._sums is not None:
-            weight = self._layer.weight
+            weight = self.factors[0].view.parameter
             device, dtype = weight.device, factor_dtype(weight.dtype)
             self._sums = [Blocks(one.cut, one.rows.to(device, dtype)) for one in self._sums]
 
@@ -216,8 +216,9 @@ class LayerCurvature:
     def __init__(self, layer: Layer, sides: tuple[str, ...] = SIDES) -> None:
         self.layer, self.sides = layer, sides
         self.name, self.kind, self.prefix = layer.name, layer.kind, layer.prefix
-        self.statistics = Statistics(self)  # those of the current step
-        self.bind(self.laid_out(layer.weight))
+        factors = self.laid_out(layer.weight)
+        self.statistics = Statistics(layer.kind, factors)  # those of the current step
+        self.bind(factors)
 
     def laid_out(
         self, weight: ParameterView, owners: Mapping[str, Owners] | None = None
@@ -232,7 +233,8 @@ class LayerCurvature:
 
     def bind(self, factors: tuple[Factor, ...]) -> None:
         """Take the factors for another view of the weight."""
-        self.stored, self.weight_view = factors, factors[0].view
+        self.stored = self.statistics.factors = factors
+        self.weight_view = factors[0].view
         self.weight, shards = self.weight_view.parameter, self.weight_view.shards
         self.geometry = self.kind.geometry  # of the rows of the weight that this process holds
         if shards is not None:
