@@ -7,8 +7,8 @@ from torch import nn
 
 from torch_thor.curvature import ParameterView
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.layout import cut_of, layout_of
-from torch_thor.curvature.shards import Owners, RowShards
+from torch_thor.curvature.layout import Owners, cut_of, layout_of
+from torch_thor.curvature.view import RowShards
 
 
 def view_of(module, rows=None, split_dim=None, shards=None, most_rows=0):

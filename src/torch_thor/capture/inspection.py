@@ -21,7 +21,7 @@ from torch_thor.capture.sharding import check_sharded, is_sharded, row_shards_of
 from torch_thor.curvature.geometry import Geometry, matrix_of
 from torch_thor.curvature.kinds import Kind, class_name_of, kind_of, parameter_names_of, why_not
 from torch_thor.curvature.layer import Layer
-from torch_thor.curvature.shards import why_not_by_rows
+from torch_thor.curvature.layout import why_not_by_rows
 from torch_thor.curvature.view import ParameterView
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)

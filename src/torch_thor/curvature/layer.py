@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch_thor.curvature.blocks import Blocks, factor_dtype, has_values, ieee_float32
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.layout import cut_of, layout_of
+from torch_thor.curvature.layout import Owners, cut_of, layout_of
 from torch_thor.curvature.lifecycle import Life
-from torch_thor.curvature.shards import Owners
 from torch_thor.curvature.view import ParameterView, State
 
 

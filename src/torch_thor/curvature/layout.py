@@ -1,19 +1,47 @@
 """Where the blocks of a factor are: its rows, where they are cut, and who keeps which blocks.
 
 One factor belongs to the rows of the weight: G, or A if the weight has the inputs first. Its
-tensors have the rows of the weight, so layers that are rows of one weight share them, and if the
-weight is divided (FSDP2), they are divided in the same way: a checkpoint of some processes can be
-loaded on others. Every other factor is held by all processes, unless curvature is divided: then
-each holds the rows of the blocks that it inverts.
+tensors have the rows of the weight, so layers that are rows of one weight share them. If the weight
+is divided (FSDP2), they are divided in the same way, and blocks end at the boundaries of the shards
+too: every process preconditions its own rows without those of another process, and a checkpoint of
+some processes can be loaded on others. Every other factor is held by all processes, unless
+curvature is divided (``divide_curvature``): then only the owner of a block, which inverts it, keeps
+it and its inverse.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch_thor.curvature.blocks import Cut
+from torch_thor.curvature.communication import ALONE, Processes
 from torch_thor.curvature.kinds.base import Kind
-from torch_thor.curvature.shards import Owners, bounds_within
-from torch_thor.curvature.view import ParameterView
+from torch_thor.curvature.view import ParameterView, RowShards, bounds_within
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Which process inverts which blocks of a factor, where each keeps a part of them alone."""
+
+    # of run i, process r owns the blocks from bounds[i][r] to bounds[i][r + 1]
+    bounds: tuple[tuple[int, ...], ...]
+    # the owner of the blocks that this process keeps: itself, or a process that holds the same rows
+    source: int
+    replicas: object = field(default=None, compare=False)
+    processes: Processes = field(default=ALONE, repr=False, compare=False)  # with the others
+
+    @classmethod
+    def of_shards(cls, cut: Cut, shards: RowShards, rows: slice | None) -> "Owners":
+        """Return the owners of a factor whose rows are divided like those of the weight."""
+        starts, found = bounds_within(shards.bounds, rows), []
+        for run in cut.runs:
+            found.append(
+                tuple(min(max(start - run.first, 0) // run.size, run.count) for start in starts)
+            )
+        return cls(tuple(found), shards.source, shards.replicas)
+
+    def held(self, run: int) -> slice:
+        """Return the blocks of a run that this process keeps."""
+        return slice(self.bounds[run][self.source], self.bounds[run][self.source + 1])
 
 
 @dataclass(frozen=True)
@@ -83,4 +111,19 @@ def _split_dim(side: str, kind: Kind, view: ParameterView) -> int | None:
 def _is_of_rows(side: str, kind: Kind, view: ParameterView) -> bool:
     """Return whether a factor belongs to the rows of the weight."""
     is_side = side == ("A" if kind.transposed else "G")
-    return is_side and not kind.routed and kind.geometry.is_by_rows(view.shape)
+    return is_side and why_not_by_rows(kind, view.shape) is None
+
+
+def why_not_by_rows(kind: Kind, shape: tuple[int, ...]) -> str | None:
+    """Return why a layer cannot be preconditioned if the rows of its weight are divided."""
+    if kind.routed or kind.groups > 1:
+        return (
+            f"the weight is divided among processes, and has {kind.groups} groups with factors of "
+            "their own"
+        )
+    if kind.geometry.is_by_rows(shape):
+        return None
+    return (
+        "the weight is divided among processes by its first dimension, which is no dimension of "
+        "its matrix"
+    )

@@ -1,6 +1,6 @@
-"""A view of a parameter or of some of its rows, and what an optimizer has of it."""
+"""A view of a parameter or of some of its rows, and how processes divide the rows (FSDP2)."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -9,9 +9,48 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import has_values
-from torch_thor.curvature.shards import RowShards
 
 State = MutableMapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """How the rows of a parameter are divided among the processes that train together."""
+
+    count: int  # the number of shards
+    bounds: tuple[int, ...]  # process r owns the rows from bounds[r] to bounds[r + 1]
+    own: slice = field(compare=False)  # the rows that this process holds
+    source: int = field(compare=False)  # the process that inverts the blocks of these rows
+    # sums a tensor over the shards, exchanges rows (all-to-all), and makes a DTensor of the own
+    # rows
+    total: Callable[[Tensor | None], Tensor] = field(repr=False, compare=False)
+    exchange: Callable[[Tensor, list[int], list[int]], Tensor] = field(repr=False, compare=False)
+    wrap: Callable[[Tensor], Tensor] = field(repr=False, compare=False)
+    # the group of those that hold the same rows
+    replicas: object = field(default=None, repr=False, compare=False)
+
+    def own_of(self, rows: slice | None) -> slice:
+        """Return those of some rows that this process holds, counted from its first row."""
+        first, last = self.own.start, self.own.stop
+        if rows is not None:
+            first, last = max(first, rows.start), min(last, rows.stop)
+        return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
+
+
+def bounds_within(bounds: tuple[int, ...], rows: slice | None) -> tuple[int, ...]:
+    """Return how some rows are divided, counted from the first of them."""
+    if rows is None:
+        return bounds
+    return tuple(min(max(bound, rows.start), rows.stop) - rows.start for bound in bounds)
+
+
+def shard_bounds(rows: int, shards: int) -> tuple[int, ...]:
+    """Return the first row of each shard, and the number of rows.
+
+    ``torch.chunk`` and FSDP2 divide them in this way.
+    """
+    each = -(-rows // shards)
+    return tuple(min(i * each, rows) for i in range(shards + 1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,7 @@ from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.layout import layout_of
-from torch_thor.curvature.shards import Owners
+from torch_thor.curvature.layout import Owners, layout_of
 from torch_thor.distributed.ownership import deal_out, packed_size
 
 # The inverses that are collected at once have about so many elements: 32 MB in float32.

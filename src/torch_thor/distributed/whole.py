@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.polar import unit_polars
-from torch_thor.curvature.shards import RowShards
+from torch_thor.curvature.view import RowShards
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.polar import unit_polars_
 from torch_thor.curvature.row_splits import RowSplit
-from torch_thor.curvature.shards import RowShards, bounds_within
+from torch_thor.curvature.view import RowShards, bounds_within
 from torch_thor.distributed.divided import turns_of_parameters
 from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
 from torch_thor.optim.check import fused_on

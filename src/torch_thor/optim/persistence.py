@@ -22,7 +22,7 @@ from torch_thor.curvature.factor import Factor, collected
 from torch_thor.curvature.inverse import inverse_of, relative_damping
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
 from torch_thor.curvature.layout import cut_of, layout_of
-from torch_thor.curvature.shards import shard_bounds
+from torch_thor.curvature.view import shard_bounds
 from torch_thor.intervals import Interval
 from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, take_missing
 from torch_thor.optim.checkpoint import load as load_whole

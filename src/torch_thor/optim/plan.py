@@ -33,9 +33,9 @@ from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_o
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.layer import Layer, LayerCurvature
+from torch_thor.curvature.layout import Owners
 from torch_thor.curvature.row_splits import Declared, RowSplit, declared_of, take
-from torch_thor.curvature.shards import Owners, RowShards
-from torch_thor.curvature.view import ParameterView
+from torch_thor.curvature.view import ParameterView, RowShards
 from torch_thor.optim.parameters import Group, States
 
 

@@ -19,7 +19,8 @@ from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.shards import RowShards, shard_bounds, why_not_by_rows
+from torch_thor.curvature.layout import why_not_by_rows
+from torch_thor.curvature.view import RowShards, shard_bounds
 from torch_thor.distributed.agreement import HEADER, NUMBERS
 from torch_thor.distributed.divided import owners_of, turns_of
 from torch_thor.distributed.ownership import (
