@@ -178,11 +178,11 @@ class Capture:
             backward_id(),
             x.size(0) if x.is_nested else 0,
         )
-        if "G" in layer.sides:
+        if layer.g is not None:
             call.x, call.version = inputs, inputs._version  # shares storage and version counter
             call.mark = None if self.sampler is None else self.sampler.mark(output)
         else:
-            cut = layer.stored[0].layout.cut
+            cut = layer.a.layout.cut
             call.enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * cut.width)
             if inputs.numel() <= max(_SMALL, cut.rows * cut.width):
                 call.x = inputs.clone()
@@ -205,7 +205,7 @@ class Capture:
         sampled = sampler is not None and sampler.running
         if not (trains or sampled):
             self.evidence.beside.add(layer)
-        if "G" not in layer.sides:
+        if layer.g is None:
             if trains:
                 self._running_pass(call.outer)
                 for one in (*self._differentiated.pop(layer, ()), call):

@@ -39,7 +39,8 @@ class Factor:
 
     def read(self, *, inverse: bool = False) -> Blocks:
         """Return this process's blocks of the factor or of its inverse, as views of the state."""
-        rows = local(self.view.state[self.layout.keys[inverse]])
+        stored = self.view.state[self.layout.keys[inverse]]
+        rows = stored if type(stored) is Tensor else local(stored)
         if self.layout.by_rows and self.view.local_rows is not None:
             rows = rows[self.view.local_rows]
         return Blocks(self.layout.local, rows)

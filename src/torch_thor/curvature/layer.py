@@ -226,14 +226,18 @@ class LayerCurvature:
 
         ``owners``: of the blocks of each factor that processes partition.
         """
-        known = {side: (owners or {}).get(side) for side in self.sides}
-        layouts = {s: layout_of(s, self.kind, weight, self.prefix, known[s]) for s in self.sides}
-        return tuple(Factor(side, weight, layout) for side, layout in layouts.items())
+        found = []
+        for side in self.sides:
+            known = None if owners is None else owners.get(side)
+            layout = layout_of(side, self.kind, weight, self.prefix, known)
+            found.append(Factor(side, weight, layout))
+        return tuple(found)
 
     def bind(self, factors: tuple[Factor, ...]) -> None:
         """Take the factors for another view of the weight."""
         self.stored = self.statistics.factors = factors
-        self.weight_view = factors[0].view
+        self.a, self.g = factors[0], factors[1] if len(factors) > 1 else None
+        self.weight_view = self.a.view
         self.weight, shards = self.weight_view.parameter, self.weight_view.shards
         self.geometry = self.kind.geometry  # of the rows of the weight that this process holds
         if shards is not None:

@@ -231,7 +231,7 @@ class CurvatureOptimizer(EagerStep):
         # what the model has got later may be adapters
         self._known = {entry.name for entry in entries}
         used = any(e.preconditioned and e.trained for e in entries)
-        if not used and ("G" in form.sides or not any(entry.trained for entry in entries)):
+        if not used and (form.has_g or not any(entry.trained for entry in entries)):
             raise ValueError(report.nothing_found(type(self), bound))
         report.warn_of_little(entries, label, stacklevel=4)
 

@@ -227,7 +227,8 @@ def _shape_of(work: Work, matrix: Matrix) -> Any:
 def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:
     """Yield the matrices of a parameter, and without a kind its rows that have no factors."""
     shares = bound.shares(rows.parameter)
-    for free in free_rows([share.view.local_rows for share in shares], len(rows.own)):
+    of_layers = [share.view.local_rows for share in shares]
+    for free in [] if of_layers[0] is None else free_rows(of_layers, len(rows.own)):
         yield Matrix(index, free)
     for share in shares:
         layer, taken, geometry = share.layer, share.view.local_rows, share.layer.geometry
@@ -236,7 +237,7 @@ def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:
         if not layer.refreshes:  # one projection of a fused weight may have no factors yet
             yield Matrix(index, taken)
             continue
-        (a, g), scale = layer.stored, 1.0 / layer.rows_per_term
+        a, g, scale = layer.a, layer.g, 1.0 / layer.rows_per_term
         if share.is_weight:
             left, right = (a, g) if geometry.transposed else (g, a)
             yield Matrix(index, taken, geometry, left, right, scale)

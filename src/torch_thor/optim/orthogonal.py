@@ -374,10 +374,11 @@ def _matrices_of(
     if matrix is not None:
         yield None, matrix, None
         return
-    for free in free_rows([share.view.rows for share in shares], len(parameter)):
+    taken = [share.view.rows for share in shares]
+    for free in [] if taken[0] is None else free_rows(taken, len(parameter)):
         yield free, Geometry(1, free.stop - free.start, parameter.shape[1:].numel()), None
     for share in shares:
-        factor = share.layer.stored[0] if share.layer.refreshes else None
+        factor = share.layer.a if share.layer.refreshes else None
         yield share.view.rows, share.layer.kind.geometry, factor
 
 

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ class Form:
     loss_reduction: str = "mean"
     fisher: str = "empirical"
 
+    @cached_property
+    def has_g(self) -> bool:
+        """Whether G is used beside A, so that gradients of outputs are needed."""
+        return "G" in self.sides
+
 
 class Preconditioner:
     """The curvature of the layers of a model."""
@@ -93,7 +99,7 @@ class Preconditioner:
         plan = Plan(self.model, parameters(groups), self.form.sides, self.chosen, known)
         bound = Bound(plan, groups, states, owners)
         if before is not None:
-            if not plan.layers and "G" in self.form.sides:
+            if not plan.layers and self.form.has_g:
                 raise ValueError(report.nothing_found(self.form.optimizer, bound))
             conform(bound)
             self.warnings.note_changes(before.plan, plan)
@@ -139,7 +145,8 @@ class Preconditioner:
         # Processes agree on refreshes; and on every step if the update sends something, because one
         # that raises or skips leaves the others waiting, or if a step may be skipped, because that
         # process would refresh later.
-        sends, plan = self.distributed.divide_curvature, self.plan
+        assert self.bound is not None
+        sends, plan = self.distributed.divide_curvature, self.bound.plan
         if plan.first_shards is not None:
             sends = (
                 sends or self.distributed.whole_matrices or any(g.get("kl_clip") for g in groups)
@@ -184,11 +191,7 @@ class Preconditioner:
         # then captured gradients are those of single loss terms already
         sampled = capture.sampler is not None
         if scale is not None:
-            if (
-                not sampled
-                and "G" in self.form.sides
-                and any(layer.statistics.rows for layer in due)
-            ):
+            if not sampled and self.form.has_g and any(layer.statistics.rows for layer in due):
                 of_outputs = scale.of_outputs()
             scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
         later = None if processes.count > 1 else self._check_later(bound, request, due)
@@ -241,7 +244,7 @@ class Preconditioner:
         if given is not None:
             check(self.form.optimizer, {"loss_terms": given})
             return int(given)
-        if not (due and "G" in self.form.sides):
+        if not (due and self.form.has_g):
             return 0
         if self.capture.sampler is not None:
             return self.capture.sampler.terms
@@ -366,7 +369,7 @@ class Preconditioner:
             group_terms, without_rows, group_rows = None, [], layer.statistics.group_rows
             if group_rows:
                 without_rows = [not own for own in group_rows] if layer.refreshes else []
-                if "G" in layer.sides:
+                if layer.g is not None:
                     before = layer.state[layer.prefix + "group_rows_per_term"]
                     now = before.new_tensor(group_rows) / terms
                     group_terms = torch.where(now > 0, now, before)
@@ -403,7 +406,7 @@ class Preconditioner:
         # N² times too large a Fisher matrix makes damping void and the natural gradient N times too
         # short
         form = self.form
-        if "G" not in form.sides or form.loss_reduction == "sum" or form.fisher == "sampled":
+        if not form.has_g or form.loss_reduction == "sum" or form.fisher == "sampled":
             return
         # the mean square of the output gradients of each layer
         squares = []

@@ -61,7 +61,7 @@ class Observer:
         self._waiting[layer.name] += 1
 
         def on_gradient(g: Tensor) -> None:
-            layer.statistics.gather(kind, x, g if "G" in layer.sides else g.shape)
+            layer.statistics.gather(kind, x, g.shape if layer.g is None else g)
             self._waiting[layer.name] -= 1
             if not self._waiting[layer.name]:
                 self._finish(layer)
