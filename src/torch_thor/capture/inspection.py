@@ -63,14 +63,14 @@ class Inspection:
                 norms[name] = module
         # Normalisation layers are never preconditioned, but layers="-*norm*" must not be refused as
         # matching nothing.
-        candidates = {name: layer.module for name, layer in self.layers.items()} | norms
+        candidates = {name: layer.weight.module for name, layer in self.layers.items()} | norms
         kept = (
             candidates.keys() if chosen is None else selected("layers", chosen, candidates, "layer")
         )
         # the layers that `layers=` leaves out
         self.left_out = [self.layers.pop(name) for name in list(self.layers) if name not in kept]
         for layer in self.left_out:
-            others = [] if layer.inside else layer.module.parameters(recurse=False)
+            others = [] if layer.inside else layer.weight.module.parameters(recurse=False)
             for p in (*(view.parameter for view in (layer.weight, *layer.biases)), *others):
                 self._reasons.setdefault(id(p), LEFT_OUT)
         self._leave_out_sharded()

@@ -85,7 +85,5 @@ def collected(factors: Sequence[Factor], *, inverse: bool) -> list[Blocks]:
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds."""
     to_local = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
-    if to_local is None:
-        return tensor
-    found: Tensor = to_local()
+    found: Tensor = tensor if to_local is None else to_local()
     return found

@@ -29,9 +29,8 @@ class Geometry:
     @property
     def is_view(self) -> bool:
         """Whether matrices are their tensor in another shape."""
-        if self.taps:
-            return 1 in (self.outputs, self.inputs // self.taps)
-        return self.converter is None
+        in_order = not self.taps or 1 in (self.outputs, self.inputs // self.taps)
+        return in_order and self.converter is None
 
     def is_by_rows(self, shape: tuple[int, ...]) -> bool:
         """Return whether the rows of a weight of this shape are rows of the matrix, or more."""

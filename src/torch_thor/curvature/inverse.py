@@ -93,21 +93,16 @@ def _of_blocks(
 ) -> list[Tensor]:
     """Return the number of the group of each own block, for each run; given are those of groups."""
     together: defaultdict[tuple[torch.device, torch.dtype], list[float]] = defaultdict(list)
-    lengths = []
+    lengths: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for of_groups, (one, index), part, own in zip(numbers, runs, parts, owned, strict=True):
         cut = one.sums.cut
         run, rows = cut.runs[index], max(1, cut.rows // cut.groups)
         groups = [first // rows for first in range(run.first, run.last, run.size)][own]
         together[part.device, part.dtype] += [of_groups[group] for group in groups]
-        lengths.append(len(groups))
-    places = dict.fromkeys(together, 0)
-    sent = {key: to_device(of_all, *key) for key, of_all in together.items()}
-    found = []
-    for part, length in zip(parts, lengths, strict=True):
-        key = part.device, part.dtype
-        found.append(sent[key][places[key] : places[key] + length])
-        places[key] += length
-    return found
+        lengths[part.device, part.dtype].append(len(groups))
+    sent = {key: to_device(of_all, *key).split(lengths[key]) for key, of_all in together.items()}
+    numbers_of = {key: iter(of_runs) for key, of_runs in sent.items()}
+    return [next(numbers_of[part.device, part.dtype]) for part in parts]
 
 
 def _flags_of_blocks(

@@ -196,11 +196,6 @@ class Layer:
     inside: Any = None
 
     @property
-    def module(self) -> nn.Module:
-        """The module that owns the weight."""
-        return self.weight.module
-
-    @property
     def views(self) -> tuple[ParameterView, ...]:
         """The parameters that are preconditioned, or the rows of them that belong to it."""
         return self.weight, *self.biases

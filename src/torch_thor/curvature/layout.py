@@ -32,12 +32,12 @@ class Owners:
     @classmethod
     def of_shards(cls, cut: Cut, shards: RowShards, rows: slice | None) -> "Owners":
         """Return the owners of a factor whose rows are divided like those of the weight."""
-        starts, found = bounds_within(shards.bounds, rows), []
-        for run in cut.runs:
-            found.append(
-                tuple(min(max(start - run.first, 0) // run.size, run.count) for start in starts)
-            )
-        return cls(tuple(found), shards.source, shards.replicas)
+        starts = bounds_within(shards.bounds, rows)
+        bounds = tuple(
+            tuple(min(max(start - run.first, 0) // run.size, run.count) for start in starts)
+            for run in cut.runs
+        )
+        return cls(bounds, shards.source, shards.replicas)
 
     def held(self, run: int) -> slice:
         """Return the blocks of a run that this process keeps."""

@@ -34,11 +34,10 @@ OwnersOf = dict[LayerCurvature, dict[str, Owners]]
 def owners_of(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
     """Deal out the blocks of all factors that are not divided with the rows of a weight."""
     factors = [(layer, factor) for layer in layers for factor in layer.stored]
-    fixed: list[tuple[int, ...] | None] = []
-    for _, factor in factors:
-        owners, blocks = factor.layout.owners, factor.layout.cut.blocks
-        fixed += [None] * len(blocks) if owners is None else owners.bounds
     shapes = tuple(block for _, factor in factors for block in factor.layout.cut.blocks)
+    fixed: list[tuple[int, ...] | None] = []
+    for layout in (factor.layout for _, factor in factors):
+        fixed += [None] * len(layout.cut.blocks) if layout.owners is None else layout.owners.bounds
     dealt = iter(deal_out(shapes, processes.count, tuple(fixed)))
     found: OwnersOf = {}
     for layer, factor in factors:
@@ -53,14 +52,13 @@ def divide(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
     """Divide the curvature of layers among the processes, and return the owners of its blocks."""
     # of factors that are in the state, the own blocks stay
     found = owners_of(layers, processes) if processes.count > 1 else {}
-    present: list[tuple[LayerCurvature, Factor, bool, Blocks]] = []
-    for layer, owners in found.items():
-        for factor in layer.stored:
-            if factor.side in owners and factor.layout.keys[0] in layer.state:
-                present += [
-                    (layer, factor, inverse, factor.read(inverse=inverse))
-                    for inverse in (False, True)
-                ]
+    present = [
+        (layer, factor, inverse, factor.read(inverse=inverse))
+        for layer, owners in found.items()
+        for factor in layer.stored
+        if factor.side in owners and factor.layout.keys[0] in layer.state
+        for inverse in (False, True)
+    ]
     # several layers may be rows of one entry, which all have been read now
     for layer, factor, inverse, _ in present:
         layer.state.pop(factor.layout.keys[inverse], None)

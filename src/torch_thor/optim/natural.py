@@ -106,7 +106,7 @@ def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
             torch.cat([first.geometry.to_matrix(source).to(dtype) for source in sources])
         )
         solved = torch.empty_like(before)
-        right.accumulate_right_product_(before, 1.0, solved, 0.0)
+        right.write_right_product_(before, 1.0, solved)
     _put(batch, solved, into)
 
 
@@ -139,7 +139,7 @@ def _solve_one(
     if right is not None:
         solved = left.left_multiply(geometry.to_matrix(gradient).to(left.rows.dtype))
         target = geometry.to_matrix(into)
-        right.accumulate_right_product_(solved, matrix.scale, target, 0.0)
+        right.write_right_product_(solved, matrix.scale, target)
         geometry.from_matrix_(target, into)
         return
     # a bias has the constant input 1, so its A is 1
@@ -154,7 +154,7 @@ def _solve_rows(a: Blocks, g: Blocks, gradient: Tensor, scale: float, into: Tens
     tokens, rows = gradient.indices()[0], gradient.values().to(a.rows.dtype)
     scaled = rows * a.rows[tokens]
     solved = torch.zeros_like(scaled)
-    g.accumulate_right_product_(scaled[None], scale, solved[None], 0.0)
+    g.write_right_product_(scaled[None], scale, solved[None])
     into.zero_().index_add_(0, tokens, solved)
 
 

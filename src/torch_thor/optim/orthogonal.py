@@ -131,7 +131,7 @@ def preconditioned(work: MuonWork, directions: Sequence[Tensor]) -> dict[Polars,
         elif batch.left is not None:
             into.copy_(inverse.left_multiply(matrix.to(into.dtype)))
         else:
-            inverse.accumulate_right_product_(matrix.to(into.dtype), 1.0, into, 0.0)
+            inverse.write_right_product_(matrix.to(into.dtype), 1.0, into)
     return wide
 
 

@@ -264,11 +264,9 @@ class Bound:
                 )
                 share = Share(layer, bound, view is layer.layer.weight)
                 self.shares_of.setdefault(id(parameter), []).append(share)
-        for key, shares in self.shares_of.items():
+        for shares in self.shares_of.values():
             most = max(len(share.view.outline()) for share in shares)
-            self.shares_of[key] = [
-                replace(share, view=replace(share.view, most_rows=most)) for share in shares
-            ]
+            shares[:] = [replace(of, view=replace(of.view, most_rows=most)) for of in shares]
         weights = [s for shares in self.shares_of.values() for s in shares if s.is_weight]
         self.factors = {s.layer: s.layer.laid_out(s.view, owners.get(s.layer)) for s in weights}
         moving = {id(p) for p in plan.places.values() if p.requires_grad and id(p) in self.group_of}
