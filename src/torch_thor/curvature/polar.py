@@ -40,7 +40,7 @@ _NOISE = 32.0
 
 
 def unit_polars(matrices: Sequence[Tensor], rows: int | None) -> list[Tensor]:
-    """Return the polar factors, scaled to norm 1, of batches of wide matrices or their row blocks."""
+    """Return the polar factors of batches of wide matrices, or of their row blocks, with norm 1."""
     alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
         alike[matrix.dtype, matrix.device, matrix.shape[1:]].append(i)
@@ -55,10 +55,8 @@ def unit_polars(matrices: Sequence[Tensor], rows: int | None) -> list[Tensor]:
 def unit_polars_(
     batches: Sequence[Tensor], rows: int | None, limits: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """Do this for batches of wide matrices with the same sides.
-
-    ``limits`` holds a number ``(count,)`` for each batch by which its matrices are multiplied.
-    """
+    """Do this for batches of wide matrices with the same sides."""
+    # ``limits`` holds a number ``(count,)`` for each batch by which its matrices are multiplied
     polars = orthogonalise(batches, rows)
     for i, polar in enumerate(polars):
         # clamped for matrices of zeros, whose step is zero
