@@ -12,8 +12,5 @@ def hooked(model, **options):
     modules).
     """
     found = inspect(model, model.parameters()).layers
-    layers = {
-        name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix, **options)
-        for name, one in found.items()
-    }
+    layers = {name: LayerCurvature(layer, **options) for name, layer in found.items()}
     return layers, hooks_of(found, layers)

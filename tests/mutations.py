@@ -66,7 +66,7 @@ MUTATIONS = {
         Node("call", "product", number=2, argument=1), "_.mT * 0.999", STEPS,
     ),
     "right product without the scale": Mutation(
-        "curvature/blocks.py", "Blocks.accumulate_right_product_",
+        "curvature/blocks.py", "Blocks.write_right_product_",
         Node("call", "add_product_", number=1, argument=5), "1.0", STEPS,
     ),
     "trace without tails": Mutation(

@@ -84,10 +84,6 @@ EXCEPTIONS = {
         "replaces a measurement of time",
     ),
     "warm.py": ("cli commands", "imports in advance what the command line imports"),
-    "training/test_observers.py": (
-        "curvature.refresh",
-        "tells observers of decisions without an optimizer",
-    ),
     "test_readable_reference.py": (
         "reference",
         "compares the optimizers with those that are there to be read",

@@ -7,7 +7,7 @@ from torch_thor.lazy import lazy_names
 if TYPE_CHECKING:
     from torch_thor import intervals, schedules
     from torch_thor.curvature.kinds.registry import register_kind
-    from torch_thor.curvature.matrices import split_rows
+    from torch_thor.curvature.row_splits import split_rows
     from torch_thor.distributed.options import Distributed
     from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
     from torch_thor.optim.agc_sgd import AGCSGD
@@ -51,7 +51,7 @@ _MODULES = {
     "torch_thor.optim.param_groups": ("param_groups",),
     "torch_thor.optim.lamb": ("LAMB",),
     "torch_thor.optim.model_argument": ("model_is",),
-    "torch_thor.curvature.matrices": ("split_rows",),
+    "torch_thor.curvature.row_splits": ("split_rows",),
     "torch_thor.optim.thor": ("THOR",),
     "torch_thor.optim.thor_muon": ("ThorMuon",),
     "torch_thor.split.choice": ("SplitChoice", "choose_split_dim"),

@@ -48,7 +48,5 @@ def test_large_models_are_divided_evenly(processes):
             models[1.01] = resnet50()
     for most, model in models.items():
         factors = [factor for layer in THOR(model).curvature.values() for factor in layer.stored]
-        assert (
-            imbalance([block for factor in factors for block in factor.cut.blocks], processes)
-            <= most
-        )
+        blocks = [block for factor in factors for block in factor.layout.cut.blocks]
+        assert imbalance(blocks, processes) <= most

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from torch_thor.capture.inspection import Inspection
-from torch_thor.capture.layers import Layer
 from torch_thor.capture.reasons import LEFT_OUT, NOT_TRAINED
 from torch_thor.curvature.kinds import class_name_of
+from torch_thor.curvature.layer import Layer
 
 
 @dataclass(frozen=True)

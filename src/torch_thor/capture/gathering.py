@@ -34,7 +34,8 @@ from torch_thor.capture.hooks import ModuleCalls, ModuleHook
 from torch_thor.capture.sampling import Mark, Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature, Statistics
-from torch_thor.curvature.refresh import Decision, RefreshEvent
+from torch_thor.curvature.lifecycle import after_refresh, after_step
+from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.torch_internals import (
     backward_id,
     backward_keeps_graph,
@@ -180,15 +181,15 @@ class Capture:
             backward_id(),
             x.size(0) if x.is_nested else 0,
         )
-        cut = layer.stored[0].cut
+        cut = layer.a.layout.cut
         call.enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * cut.width)
-        if layer.needs_gradients:
+        if layer.g is not None:
             call.x, call.version = inputs, inputs._version  # shares storage and version counter
             call.mark = None if self.sampler is None else self.sampler.mark(output)
         elif inputs.numel() <= max(_SMALL, cut.rows * cut.width):
             call.x = inputs.clone()
         else:
-            call.rows = Statistics(layer.kind, layer.weight_view, layer.stored)
+            call.rows = Statistics(layer.kind, layer.stored)
             shape = as_rows(output).shape
             call.rows.gather(kind, inputs, shape, call.keep, most=call.enough)
         output.register_hook(partial(self._on_gradient, call))
@@ -205,9 +206,9 @@ class Capture:
         sampled = sampler is not None and sampler.running
         if not (trains or sampled):  # as a gradient penalty's pass
             self.evidence.beside.add(layer)
-            if torch.is_grad_enabled() and not layer.needs_gradients:
+            if torch.is_grad_enabled() and layer.g is None:
                 self._differentiated[layer].append(call)
-        elif layer.needs_gradients:
+        elif layer.g is not None:
             self._add_both(call, as_rows(g), sampled=sampled)
         else:
             self._running_pass(call.outer)
@@ -295,15 +296,16 @@ class Capture:
         """
         decisions = {event.layer: event.decision for event in events}
         for layer in due:
-            decision = decisions.get(layer.name)
-            without = layer not in self.reached
-            uncalled = layer in silent or (without and layer.uncalled)
-            waits = decision is None or (decision is Decision.FAILED and not layer.refreshes)
-            layer.record(
-                due=waits and not uncalled,
-                idle=without and not layer.weight_view.has_gradient(),
-                uncalled=uncalled,
+            reached = layer in self.reached
+            life = after_refresh(
+                layer.life,
+                decision=decisions.get(layer.name),
+                reached=reached,
+                silent=layer in silent,
+                has_gradient=reached or layer.weight_view.has_gradient(),
+                has_factors=layer.refreshes > 0,
             )
+            layer.record(**vars(life))
         self.evidence = Evidence()
         self.discard()
 
@@ -312,7 +314,7 @@ class Capture:
         idle = [layer for layer in self.gathering if layer.idle]
         reached = [layer for layer in idle if layer.weight_view.has_gradient()]
         for layer in reached:
-            layer.record(idle=False)
+            layer.record(**vars(after_step(layer.life, has_gradient=True)))
         self.discard()
         return bool(reached)
 

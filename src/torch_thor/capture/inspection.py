@@ -18,12 +18,13 @@ from torch.nn.parameter import UninitializedParameter
 from torch_thor.capture import reasons
 from torch_thor.capture.composites import composite_of
 from torch_thor.capture.hooks import CalledModuleHook
-from torch_thor.capture.layers import Layer, Owner, Use, owners_of
+from torch_thor.capture.layers import Owner, Use, owners_of
 from torch_thor.capture.patterns import Patterns, selected
 from torch_thor.capture.sharding import check_sharded, row_shards_of
-from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import Kind, class_name_of, kind_of, why_not
-from torch_thor.curvature.shards import why_not_by_rows
+from torch_thor.curvature.layer import Layer
+from torch_thor.curvature.layout import why_not_by_rows
+from torch_thor.curvature.view import ParameterView
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 
@@ -217,7 +218,7 @@ def _layers_inside(model: nn.Module) -> Iterator[Layer]:
                 name=f"{module_name}.{inner.name}".lstrip("."),
                 kind=inner.kind,
                 weight=inner.weight,
-                biases=inner.biases,
+                biases=list(inner.biases),
                 prefix=inner.prefix,
                 uses=[Use(module, inner.name, composite.hook)],
             )

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from torch_thor.capture.composites import InnerLayer
 from torch_thor.capture.hooks import ModuleHook
 from torch_thor.curvature.kinds import parameter_names_of
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import Layer, LayerCurvature
 
 
 @dataclass(frozen=True)
@@ -55,17 +54,6 @@ class Use:
     module: nn.Module
     name: str  # the layer's name inside the module; empty if the module is the layer
     hook: Callable[[Any], ModuleHook]  # makes the hook on the module
-
-
-@dataclass(frozen=True)
-class Layer(InnerLayer):
-    """A layer that can be preconditioned.
-
-    It is one or several modules that share a weight, or a part of a composite module. Its name is
-    that of its module, or of the composite module with its name inside that.
-    """
-
-    uses: Sequence[Use] = ()
 
 
 def hooks_of(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from torch_thor.curvature.shards import RowShards, shard_bounds
+from torch_thor.curvature.view import RowShards, shard_bounds
 
 # ---- one parameter -------------------------------------------------------------------------------
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.communication import Processes
-from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.matrices import PlainMatrix
+from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.polar import unit_polars
-from torch_thor.curvature.shards import RowShards
+from torch_thor.curvature.view import RowShards
 from torch_thor.distributed.assignment import deal_out_matrices
 
 
@@ -29,13 +28,12 @@ class DividedMatrix:
     # result
     own: Tensor
     bounds: tuple[int, ...]  # process r holds the rows from index r to index r + 1 of this list
-    geometry: Kind | PlainMatrix  # converts the whole into matrices
+    geometry: Geometry  # converts the whole into matrices
 
     def cost(self, rows: int | None) -> int:
         """Return the cost of the polar factors of blocks of some rows."""
-        kind = self.geometry
-        small, large = sorted((kind.outputs, kind.inputs))
-        return kind.groups * small * large * min(rows or small, small)
+        small, large = sorted((self.geometry.outputs, self.geometry.inputs))
+        return self.geometry.groups * small * large * min(rows or small, small)
 
 
 def orthogonalise_whole_(

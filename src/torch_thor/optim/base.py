@@ -20,7 +20,6 @@ from torch_thor.capture.sharding import check_shards_fit
 from torch_thor.curvature.blocks import ieee_float32
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.distributed.divided import is_divided
 from torch_thor.distributed.options import Distributed
 from torch_thor.optim import counterparts, persistence, report
 from torch_thor.optim.callers import refuse_divided_parameters
@@ -248,7 +247,7 @@ class CurvatureOptimizer(EagerStep):
         # what the model has got later may be adapters
         self._known = {entry.name for entry in entries}
         used = any(e.preconditioned and e.trained for e in entries)
-        if not used and ("G" in form.sides or not any(entry.trained for entry in entries)):
+        if not used and (form.has_g or not any(entry.trained for entry in entries)):
             raise ValueError(report.nothing_found(type(self), bound))
         report.warn_of_little(entries, label)
 
@@ -428,7 +427,7 @@ class CurvatureOptimizer(EagerStep):
 
     def _take(self, group: Group) -> None:
         check_known(group["params"], self.model)
-        if self._curvature.plan is not None:
+        if self._curvature.bound is not None:
             self._bound()
             self._curvature.listen_again()
 
@@ -448,8 +447,8 @@ class CurvatureOptimizer(EagerStep):
                 has not been collected by ``consolidate_state_dict`` since the last step.
         """
         self._settle(raises=False)
-        assert self._curvature.plan is not None
-        divided = is_divided(self._curvature.plan.layers.values())
+        bound = self._curvature.bound
+        divided = bound is not None and bool(bound.owners)
         with persistence.whole_state(self.state, self._whole, divided=divided):
             return super().state_dict()
 
@@ -494,7 +493,6 @@ class CurvatureOptimizer(EagerStep):
     @property
     def curvature(self) -> Mapping[str, LayerCurvature]:
         """The preconditioned layers, by module name."""
-        assert self._curvature.plan is not None
         return MappingProxyType(self._curvature.plan.layers)
 
     @property

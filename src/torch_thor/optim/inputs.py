@@ -121,7 +121,8 @@ def next_refreshes(bound: Bound) -> tuple[int, ...]:
 def check_split(layer: LayerCurvature) -> None:
     """Raise an error for statistics that were gathered with another ``split_dim``."""
     gathered = layer.statistics.sums() if layer.statistics.rows else ()
-    if any(sums.cut != factor.cut for sums, factor in zip(gathered, layer.stored, strict=False)):
+    cuts = [factor.layout.cut for factor in layer.stored]
+    if gathered and [sums.cut for sums in gathered] != cuts:
         raise RuntimeError(
             f"split_dim={layer.weight_view.options['split_dim']!r}: the statistics of layer "
             f"{layer.name!r} were gathered with another, because the option was changed between a "
@@ -152,7 +153,7 @@ def facts_of_groups(inputs: Inputs) -> Iterator[str]:
     for layer in inputs.due:
         weight = layer.weight
         yield (
-            f"layer {layer.name!r}: {[f.cut for f in layer.stored]}, {weight.dtype}, "
+            f"layer {layer.name!r}: {[f.layout.cut for f in layer.stored]}, {weight.dtype}, "
             f"refreshes={layer.refreshes}, gradient={weight.grad is not None}"
         )
 

@@ -21,22 +21,16 @@ from torch_thor.capture.inspection import Inspection
 from torch_thor.capture.layers import Owner
 from torch_thor.capture.patterns import some
 from torch_thor.capture.sharding import is_sharded
-from torch_thor.curvature.kinds import Kind, LinearKind, owner_of_forward
+from torch_thor.curvature.geometry import Geometry, matrix_of
+from torch_thor.curvature.kinds import LinearKind, owner_of_forward
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.matrices import (
-    Declared,
-    PlainMatrix,
-    RowSplit,
-    geometry_of,
-    matrix_of,
-    sizes_of,
-)
+from torch_thor.curvature.row_splits import Declared, RowSplit, geometry_of, sizes_of
 
 # The reasons of parameters that are no matrices, or are not trained as such.
 _NO_MATRICES = (reasons.LEFT_OUT, reasons.NOT_TRAINED, reasons.NORM, reasons.NO_MATRIX)
 
 
-def plain_matrices(model: nn.Module, inspection: Inspection) -> dict[str, PlainMatrix]:
+def plain_matrices(model: nn.Module, inspection: Inspection) -> dict[str, Geometry]:
     """Return the trained parameters that are matrices without factors, by name."""
     matrices = {}
     weights = {id(layer.weight.parameter) for layer in inspection.layers.values()}
@@ -48,7 +42,7 @@ def plain_matrices(model: nn.Module, inspection: Inspection) -> dict[str, PlainM
         first = shapes[0]
         if first is None or None in shapes:
             continue
-        if not is_sharded(parameter) or first.of_rows(tuple(parameter.shape), 1) is not None:
+        if not is_sharded(parameter) or first.of_rows(len(parameter), 1) is not None:
             matrices[name] = first
     return matrices
 
@@ -180,7 +174,7 @@ def modules_by_weight(
 def row_splits_of(
     fused: Mapping[nn.Module, Fused],
     modules: Mapping[int, Sequence[nn.Module]],
-    matrices: Mapping[int, Kind | PlainMatrix],
+    matrices: Mapping[int, Geometry],
 ) -> dict[int, RowSplit]:
     """Return the projections of matrices, by the ids of the parameters.
 

@@ -140,7 +140,7 @@ def _seconds(layers: Collection[LayerCurvature], split_dims: Sequence[int]) -> t
     first = next(iter(layers))
     dtype, device = factor_dtype(first.weight.dtype), first.weight.device
     inverting = inverse_seconds(_sizes(layers), split_dims, dtype=dtype, device=device)
-    if first.needs_gradients:
+    if first.g is not None:
         return inverting
     shapes = [(layer.kind.groups, layer.kind.outputs, layer.kind.inputs) for layer in layers]
     orthogonal = orthogonal_seconds(shapes, split_dims, dtype=dtype, device=device)

@@ -9,6 +9,7 @@ those of one layer exist at a time.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,12 +45,9 @@ class Observer:
                 "factors and trained, so there is nothing to split; give a model with linear "
                 "layers or convolutions that require gradients"
             )
-        self.layers = {
-            name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix, sides)
-            for name, one in found.items()
-        }
+        self.layers = {name: LayerCurvature(layer, sides) for name, layer in found.items()}
         for layer in self.layers.values():
-            layer.weight_view.bind(None, {"split_dim": LARGEST})
+            layer.bind(layer.laid_out(replace(layer.weight_view, options={"split_dim": LARGEST})))
         self._split_dims: Sequence[int] = ()
         # the number of calls that have no gradient yet
         self._waiting = dict.fromkeys(self.layers, 0)
@@ -65,7 +63,7 @@ class Observer:
         self._waiting[layer.name] += 1
 
         def on_gradient(g: Tensor) -> None:
-            layer.statistics.gather(kind, x, g if layer.needs_gradients else g.shape)
+            layer.statistics.gather(kind, x, g.shape if layer.g is None else g)
             self._waiting[layer.name] -= 1
             if not self._waiting[layer.name]:
                 self._finish(layer)

@@ -242,14 +242,14 @@ def rows_of(optimizer: CurvatureOptimizer, form: str, devices: int, shards: int)
         return []
     parts = {"fsdp": devices, "hsdp": shards}.get(form, 1)
     model = optimizer.model
-    with traffic.laid_out(
+    layers = traffic.laid_out(
         optimizer.curvature.values(), devices, shards=parts, divided=form == FORMS[1]
-    ) as layers:
-        step = traffic.collectives_of_training(model, devices, parts)
-        step += traffic.collectives_of_inverses(model.parameters(), layers)
-        more = traffic.collectives_of_refresh(layers, devices)
-        memory = traffic.memory_of(optimizer, layers, devices, parts)
-        work = traffic.most_work(layers, devices)
+    )
+    step = traffic.collectives_of_training(model, devices, parts)
+    step += traffic.collectives_of_inverses(model.parameters(), layers)
+    more = traffic.collectives_of_refresh(layers, devices)
+    memory = traffic.memory_of(optimizer, layers, devices, parts)
+    work = traffic.most_work(layers, devices)
     sent, sent_more = (sum(one.sent for one in part) for part in (step, more))
     rounds, rounds_more = (sum(one.rounds for one in part) for part in (step, more))
     return [Row(form, devices, memory, sent, sent_more, rounds, rounds_more, work)]

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from torch_thor.capture.composites.declarations import InnerLayer
 from torch_thor.capture.hooks import CompositeHook, Report
-from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import ProjectionKind
+from torch_thor.curvature.view import ParameterView
 
 # The inputs and their projections, in the order of the rows of the fused weight, and the weights of
 # these if they are separate.

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch_thor.capture.composites.declarations import InnerLayer
 from torch_thor.capture.hooks import CompositeHook, FunctionCalls, Report
 from torch_thor.curvature.blocks import has_values
-from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds.experts import ExpertsKind
+from torch_thor.curvature.view import ParameterView
 from torch_thor.torch_internals import functorch, storage_of
 
 _MATRIX_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 from torch_thor.capture.composites.declarations import InnerLayer
 from torch_thor.capture.hooks import CompositeHook, Report
-from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import PackedCall, ProjectionKind, class_of
+from torch_thor.curvature.view import ParameterView
 from torch_thor.torch_internals import tree_map
 
 # from the gates of the input, those of the hidden state, and the states: the new states
