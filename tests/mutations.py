@@ -115,15 +115,15 @@ MUTATIONS = {
     ),
     "1 / T of a weight forgotten": Mutation(
         "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=4, argument=6), "1.0", STEPS,
+        Node("call", "Matrix", number=3, argument=6), "1.0", STEPS,
     ),
     "1 / T of a bias forgotten": Mutation(
         "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=3, argument=6), "1.0", STEPS,
+        Node("call", "Matrix", number=4, argument=6), "1.0", STEPS,
     ),
     "a bias with A": Mutation(
         "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=3, argument=4), "a", STEPS,
+        Node("call", "Matrix", number=4, argument=4), "a", STEPS,
     ),
     "weight decay forgotten": Mutation(
         "optim/update.py", "with_decay",
@@ -155,7 +155,7 @@ MUTATIONS = {
     ),
     "ThorMuon's depth without matrices that have no factors": Mutation(
         "optim/plan.py", "Bound.__init__",
-        Node("call", "len", number=2), "0", MUON,
+        Node("call", "len", number=3), "0", MUON,
     ),
     "ThorMuon's norm of a tall matrix": Mutation(
         "optim/orthogonal.py", "step_norm",

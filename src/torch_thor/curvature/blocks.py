@@ -251,10 +251,12 @@ class Blocks:
 
 def block_of_rows(cut: Cut) -> Tensor:
     """Return the first row of the block of each row, and the row after its last, ``(rows, 2)``."""
-    found: list[tuple[int, int]] = []
-    for run in cut.runs:
-        for first in range(run.first, run.last, run.size):
-            found += [(first, first + run.size)] * run.size
+    found = [
+        (first, first + run.size)
+        for run in cut.runs
+        for first in range(run.first, run.last, run.size)
+        for _ in range(run.size)
+    ]
     return torch.tensor(found, dtype=torch.long).view(-1, 2)
 
 

@@ -220,12 +220,11 @@ class LayerCurvature:
 
         ``owners``: of the blocks of each factor that processes partition.
         """
-        found = []
-        for side in self.sides:
-            known = None if owners is None else owners.get(side)
-            layout = layout_of(side, self.kind, weight, self.prefix, known)
-            found.append(Factor(side, weight, layout))
-        return tuple(found)
+        known = owners or {}
+        return tuple(
+            Factor(side, weight, layout_of(side, self.kind, weight, self.prefix, known.get(side)))
+            for side in self.sides
+        )
 
     def bind(self, factors: tuple[Factor, ...]) -> None:
         """Take the factors for another view of the weight."""
