@@ -324,13 +324,16 @@ def check(optimizer: Callable[..., Any], values: Mapping[str, Any]) -> None:
         option = OPTIONS.get(name)
         if option is None:
             continue
+        # a mask of one row is no number
+        is_mask = option.test is _mask and isinstance(value, torch.Tensor)
         try:
-            holds = option.test(as_interval(value))
+            holds = option.test(value if is_mask else as_interval(value))
         except ValueError as error:
             raise ValueError(f"{name}={value!r}: {error}") from error
         if not holds:
             remedy = option.remedy.format(default=default_of(optimizer, name))
-            raise option.error(f"{name}={value!r}: {name} must be {option.rule}; {remedy}")
+            what = f"{value.dtype} {tuple(value.shape)}" if is_mask else repr(value)
+            raise option.error(f"{name}={what}: {name} must be {option.rule}; {remedy}")
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[str]:

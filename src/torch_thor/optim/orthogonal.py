@@ -328,7 +328,7 @@ def _arrange(work: MuonWork) -> None:
 
     work.polars = []
     for alike in grouped(work.parts, key):
-        if alike[0].own.device.type != "cpu":
+        if not work.on_cpu:
             alike = [part for own in grouped(alike, _shape_of) for part in own]
         work.polars.append(Polars(alike))
 
