@@ -102,5 +102,6 @@ def pads(sizes: Sequence[int]) -> bool:
     """
     # With few large blocks (factors that are not split, or many processes) the padding would be
     # larger than the blocks. Then an all-reduce of all pieces, which sends everything twice, sends
-    # less.
-    return len(sizes) * max(sizes) <= 2 * sum(sizes)
+    # less. The pieces of a single owner need no padding.
+    has_owners = sum(size > 0 for size in sizes) > 1
+    return has_owners and len(sizes) * max(sizes) <= 2 * sum(sizes)
