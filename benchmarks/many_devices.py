@@ -154,8 +154,8 @@ def sent_by(word: str, n: int) -> Iterator[tuple[str, int]]:
     elements, matrices = sum(p.numel() for p in model.parameters()), matrix_elements(model)
     yield "gradients", total(collectives_of_training(model, n))
     yield "thor", total(collectives_of_refresh(layers, n))
-    with laid_out(layers, n, shards=n) as sharded:
-        yield "thor sharded", total(collectives_of_refresh(sharded, n))
+    sharded = laid_out(layers, n, shards=n)
+    yield "thor sharded", total(collectives_of_refresh(sharded, n))
     yield "shampoo", 4 * elements * (n - 1) // n
     yield "muon", 4 * matrices * (n - 1) // n
     yield "muon sharded", 2 * 2 * matrices * (n - 1) // n**2

@@ -2,8 +2,8 @@
 capture.
 """
 
-from torch_thor.capture.hooks import hooks_of
-from torch_thor.capture.inspection import Inspection
+from torch_thor.capture.inspection import inspect
+from torch_thor.capture.layers import hooks_of
 from torch_thor.curvature import LayerCurvature
 
 
@@ -11,9 +11,6 @@ def hooked(model, **options):
     """Returns (the curvature of each layer that can be preconditioned, by name; the hooks on the
     modules).
     """
-    found = Inspection(model, model.parameters()).layers
-    layers = {
-        name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix, **options)
-        for name, one in found.items()
-    }
+    found = inspect(model, model.parameters()).layers
+    layers = {name: LayerCurvature(layer, **options) for name, layer in found.items()}
     return layers, hooks_of(found, layers)

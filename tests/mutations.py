@@ -66,7 +66,7 @@ MUTATIONS = {
         Node("call", "product", number=2, argument=1), "_.mT * 0.999", STEPS,
     ),
     "right product without the scale": Mutation(
-        "curvature/blocks.py", "Blocks.accumulate_right_product_",
+        "curvature/blocks.py", "Blocks.write_right_product_",
         Node("call", "add_product_", number=1, argument=5), "1.0", STEPS,
     ),
     "trace without tails": Mutation(
@@ -115,15 +115,15 @@ MUTATIONS = {
     ),
     "1 / T of a weight forgotten": Mutation(
         "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=4, argument=6), "1.0", STEPS,
+        Node("call", "Matrix", number=3, argument=6), "1.0", STEPS,
     ),
     "1 / T of a bias forgotten": Mutation(
         "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=3, argument=6), "1.0", STEPS,
+        Node("call", "Matrix", number=4, argument=6), "1.0", STEPS,
     ),
     "a bias with A": Mutation(
         "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=3, argument=4), "a", STEPS,
+        Node("call", "Matrix", number=4, argument=4), "a", STEPS,
     ),
     "weight decay forgotten": Mutation(
         "optim/update.py", "with_decay",
@@ -155,7 +155,7 @@ MUTATIONS = {
     ),
     "ThorMuon's depth without matrices that have no factors": Mutation(
         "optim/plan.py", "Bound.__init__",
-        Node("call", "len", number=2), "0", MUON,
+        Node("call", "len", number=3), "0", MUON,
     ),
     "ThorMuon's norm of a tall matrix": Mutation(
         "optim/orthogonal.py", "step_norm",
@@ -182,7 +182,7 @@ MUTATIONS = {
         Node("call", "rsqrt"), "values.maximum(noise).sqrt()", ("tests/curvature/test_polar.py",),
     ),
     "loading keeps the dtype of the base class": Mutation(
-        "optim/checkpoint.py", "load",
+        "optim/state_dict.py", "load",
         Node("call", "_as_made", argument=4), "parameter.dtype", STATE,
     ),
     "a refresh is not counted": Mutation(

@@ -215,11 +215,22 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
         assert part in home, part
 
 
-def test_the_page_of_commands_and_keys_is_filled_in(hook):
-    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+@pytest.mark.parametrize(
+    ("name", "cells"),
+    [
+        (
+            "command-line.md",
+            ("| `thor-muon` |", "| `digits` |", "### torch-thor train", "| `weight_decay` |"),
+        ),
+        ("options.md", ("| `split_dim` | `128` | `128` |  |  |", "| `row_mask` | attribute,")),
+    ],
+)
+def test_the_generated_pages_are_filled_in(hook, name, cells):
+    page = (ROOT / "docs" / "reference" / name).read_text()
+    assert f"reference/{name}" in hook("reference_pages").PAGES
     filled = hook("reference_pages").filled(page)
     assert "generated:" not in filled
-    for cell in ("| `thor-muon` |", "| `digits` |", "### torch-thor train", "| `weight_decay` |"):
+    for cell in cells:
         assert (cell in filled, cell in page) == (True, False), cell
 
 

@@ -133,25 +133,6 @@ def test_schedules_of_refreshes_are_imported_as_docstrings_name_them_without_tor
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_modules_are_known_to_kinds_alone():
-    """In `curvature`, which knows nothing of models, beside the kinds only what holds a parameter
-    imports `nn`.
-    """
-    found = set()
-    for path in (SOURCE / "curvature").glob("*.py"):
-        imported = [
-            node
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom)
-        ]
-        if any(
-            node.module == "torch" and "nn" in [alias.name for alias in node.names]
-            for node in imported
-        ):
-            found.add(path.stem)
-    assert found <= {"factor", "layer", "matrices"}
-
-
 TRAINS = """
 import torch, torch_thor
 assert torch_thor.__file__.startswith({place!r})

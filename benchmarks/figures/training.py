@@ -75,7 +75,7 @@ def jobs_of(
 
 def optimizers(job: Row) -> list[str]:
     """Return the names of our optimizers that a job trains."""
-    kinds = [OPTIMIZERS[name][0] for name in job["recipe"]["optimizers"]]
+    kinds = [OPTIMIZERS[name] for name in job["recipe"]["optimizers"]]
     return [kind.__name__ for kind in kinds if kind in OURS]
 
 

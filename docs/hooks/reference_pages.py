@@ -1,9 +1,9 @@
-"""The lists of reference/command-line.md, written from the program at each build of the site.
+"""The lists of two pages of reference/, written from the program at each build of the site.
 
-Where the page says `<!-- generated: NAME -->`, MkDocs puts the list of this name (see `hooks` in
+Where a page says `<!-- generated: NAME -->`, MkDocs puts the list of this name (see `hooks` in
 mkdocs.yml), so it cannot be out of date: keys, defaults and meanings come from the models of a
-recipe, commands and options from the command line itself. On GitHub the page names the commands
-that print the same. `python docs/hooks/reference_pages.py` prints the lists.
+recipe, commands from the command line, options of optimizers from their declarations. On GitHub a
+page names what prints the same. `python docs/hooks/reference_pages.py` prints the lists.
 """
 
 import inspect
@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING
 
 from typer.main import get_command
 
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
 from torch_thor.commands import app
+from torch_thor.optim.options import OPTIONS
 from torch_thor.training.recipe_model import FREE_ON_RESUME
 from torch_thor.training.recipes import PARTS, keys, load_recipe, recipe_names
 
 if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
+PAGES = ("reference/command-line.md", "reference/options.md")
+
 
 def on_page_markdown(markdown: str, /, *, page: "Page", **_: object) -> str:
-    """Fill in the lists of the page that has them.
+    """Fill in the lists of the pages that have them.
 
     Args:
         markdown: The text of any page.
@@ -31,7 +35,7 @@ def on_page_markdown(markdown: str, /, *, page: "Page", **_: object) -> str:
     Returns:
         The text with the lists.
     """
-    return filled(markdown) if page.file.src_uri == "reference/command-line.md" else markdown
+    return filled(markdown) if page.file.src_uri in PAGES else markdown
 
 
 def filled(markdown: str) -> str:
@@ -43,10 +47,34 @@ def filled(markdown: str) -> str:
     Returns:
         The text with the lists.
     """
-    lists = {"commands": command_line, "recipes": recipes, "keys": recipe_keys}
+    lists = {
+        "commands": command_line, "recipes": recipes, "keys": recipe_keys, "options": options,
+    }  # fmt: skip
     return re.sub(
         "<!-- generated: ([a-z]+) -->", lambda match: "\n".join(lists[match[1]]()), markdown
     )
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+def options() -> Iterator[str]:
+    """List the options of all optimizers.
+
+    Yields:
+        Lines.
+    """
+    kinds = (ThorMuon, THOR, LAMB, AGCSGD)
+    yield f"| option | {' | '.join(kind.__name__ for kind in kinds)} | what it must be | meaning |"
+    yield f"|---|{'---|' * len(kinds)}---|---|"
+    for name, option in OPTIONS.items():
+        arguments = [inspect.signature(kind).parameters.get(name) for kind in kinds]
+        shown = ["" if one is None else f"`{one.default}`" for one in arguments]
+        if option.scope == "attribute":
+            shown = [f"attribute, `{option.default}`"] * 2 + [""] * 2
+        if any(shown):
+            cells = [f"`{name}`", *shown, _text(option.rule), _text(option.meaning)]
+            yield f"| {' | '.join(cells)} |"
 
 
 # ---- recipes -------------------------------------------------------------------------------------
@@ -137,5 +165,5 @@ def _text(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for lines in (command_line(), recipes(), recipe_keys()):
+    for lines in (command_line(), recipes(), recipe_keys(), options()):
         print("\n".join(lines))

@@ -54,8 +54,8 @@ def _open_closed_streams() -> None:
     while number <= 2:
         number = os.dup(number)
     os.close(number)
-    # Python has None in their place
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  # for as long as the process lives
+    # Python has None in their place; they are open for as long as the process lives
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 

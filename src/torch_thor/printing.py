@@ -107,7 +107,8 @@ class _Lasting:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)
-            self._stream = pathlib.Path(os.devnull).open("w")  # noqa: SIM115  # for as long as the process lives
+            # open for as long as the process lives
+            self._stream = pathlib.Path(os.devnull).open("w")  # noqa: SIM115
             if self._name == "stdout":
                 reason = getattr(error, "strerror", None) or error
                 print_message(f"nothing more can be printed ({reason}): the run goes on without it")

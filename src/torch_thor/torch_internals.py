@@ -38,8 +38,6 @@ backward_reaches = torch._C._will_engine_execute_node
 functorch = torch._C._functorch.peek_interpreter_stack
 # whether torch.jit.trace is running; torch.jit itself may go, and warns
 is_tracing = torch._C._is_tracing
-# whether two tensors share their storage, which tensors without numbers have too
-shares_storage: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 # the innermost TorchFunctionMode that is active, to take away one that an interrupt left behind
 function_mode: Callable[[], Any] = _get_current_function_mode
 
@@ -58,6 +56,11 @@ uncompiled: Callable[[Any], Any] = _disable_dynamo
 compiler_in_use: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 # with None, what is left of the compiled function that is running runs eagerly
 use_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number for the storage of a tensor, which tensors without numbers have too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def traced_not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@ rows count.
 """
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,8 +28,7 @@ class Net:
         states = defaultdict(dict)
         self.layers, hooks = hooked(self.model, sides=sides)
         for layer in self.layers.values():
-            layer.weight_view.bind(states[layer.weight], {})
-            layer.bind()
+            layer.bind(layer.laid_out(replace(layer.weight_view, state=states[layer.weight])))
             layer.make_state()
         self.capture = Capture(sampled=sampled)
         self.capture.follow(self.model, hooks)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from torch_thor.capture.composites.recurrence import RecurrenceMode
+from torch_thor.capture.composites.recurrence import RecurrentHook
 
 KINDS = {
     "lstm": lambda **o: nn.LSTM(3, 4, **o),
@@ -36,9 +36,7 @@ def test_step_by_step_is_the_fused_function(name):
     inputs = torch.randn(5, 2, 3).double(), torch.randn(5, 3).double(), packed
     for options, x in product(OPTIONS, inputs):
         module, seen, results = KINDS[name](**options).double(), set(), []
-        step_by_step = RecurrenceMode(
-            module._flat_weights_names, lambda name, *_, seen=seen: seen.add(name)
-        )
+        step_by_step = RecurrentHook(module).mode(lambda name, *_, seen=seen: seen.add(name))
         for mode in (nullcontext(), step_by_step):
             torch.manual_seed(5)
             with mode:
@@ -64,7 +62,7 @@ def test_autocast(name):
             wanted = module(x)[0]
         except RuntimeError as error:
             pytest.skip(f"without THOR, too, this processor has no {name} in bfloat16: {error}")
-        with RecurrenceMode(module._flat_weights_names, lambda *_: None):
+        with RecurrentHook(module).mode(lambda *_: None):
             found = module(x)[0]
     assert found.dtype == wanted.dtype
     torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)

@@ -1,16 +1,24 @@
 """What a model is found to hold: layers, who shares what, and why the rest has no factors."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers.pytorch_utils import Conv1D
 
-from torch_thor.capture.inspection import NOT_TRAINED, Inspection
+from torch_thor.capture import inspection
+from torch_thor.capture.coverage import Rest, covered
+from torch_thor.capture.reasons import NOT_TRAINED
 
 
-def inspect(model, **options):
-    return Inspection(model, model.parameters(), **options)
+def inspect(model, trained=None, **options):
+    """What is found, with the entry of each parameter."""
+    trained = model.parameters() if trained is None else trained
+    found = inspection.inspect(model, trained, **options)
+    rest = Rest("momentum")
+    return SimpleNamespace(layers=found.layers, entries=covered(model, found, rest))
 
 
 def reasons(found):
@@ -31,13 +39,13 @@ def test_modules_of_one_geometry_pool_their_rows():
     found = inspect(model)
     (layer,) = found.layers.values()
     assert layer.name == "0"
-    assert [module for module, _ in layer.modules] == list(model)
+    assert [use.module for use in layer.uses] == list(model)
     assert [bias.module for bias in layer.biases] == list(model)
     assert found.entries[0].note == "shared with '1.weight'"
     model[1].bias = model[0].bias  # then it is nobody's
     found = inspect(model)
     assert found.layers["0"].biases == []
-    assert reasons(found) == {"0.bias": "shared by several modules"}
+    assert reasons(found) == {"0.bias": "shared by '0.bias', '1.bias'"}
 
 
 def test_a_tied_decoder_goes_with_its_embedding():
@@ -45,7 +53,7 @@ def test_a_tied_decoder_goes_with_its_embedding():
     found = inspect(model)
     (layer,) = found.layers.values()
     assert layer.kind.label == "Embedding"
-    assert [module for module, _ in layer.modules] == [model[0]]
+    assert [use.module for use in layer.uses] == [model[0]]
     why = {"1.bias": "the weight of its layer is preconditioned as that of '0', with another G"}
     assert reasons(found) == why
     head = nn.Module()  # to which the bias may belong too
@@ -115,7 +123,7 @@ def test_attentions_that_share_their_weights():
         "a.in_proj_weight": "shared by 'a.in_proj_weight', 'b.in_proj_weight'",
         "a.in_proj_bias": "the weight of its layer is not preconditioned",
         "b.in_proj_bias": "the weight of its layer is not preconditioned",
-        "a.out_proj.bias": "shared by several modules",
+        "a.out_proj.bias": "shared by 'a.out_proj.bias', 'b.out_proj.bias'",
     }
 
 
@@ -148,7 +156,7 @@ def test_experts():
 
 def test_what_the_optimizer_has_not():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    found = Inspection(model, model[1].parameters())
+    found = inspect(model, model[1].parameters())
     assert set(found.layers) == {"1"}
     assert reasons(found) == {"0.weight": NOT_TRAINED, "0.bias": NOT_TRAINED}
     assert [entry.trained for entry in found.entries] == [False, False, True, True]
@@ -157,7 +165,7 @@ def test_what_the_optimizer_has_not():
         (nn.MultiheadAttention(4, 2), "in_proj_weight", "in_proj_bias"),
         (nn.GRUCell(4, 4), "weight_hh", "bias_hh"),
     ):
-        found = Inspection(
+        found = inspect(
             module, [p for p in module.parameters() if p is not module.get_parameter(weight)]
         )
         assert reasons(found) == {
@@ -198,15 +206,27 @@ def test_what_weights_are_computed_from():
 
 
 def test_without_g():
-    """ThorMuon takes A alone: no embeddings, no biases; matrices of unknown modules are found."""
-    model = nn.Sequential(
-        nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 2)
-    )
-    found = inspect(model, matrices_alone=True)
+    """ThorMuon takes A alone: of no embeddings, and of no biases."""
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    found = inspect(model, inputs_alone=True)
     assert set(found.layers) == {"1"}
     assert found.layers["1"].biases == []
-    assert set(found.matrices) == {"3.weight"}
-    adamw = dict.fromkeys(["0.weight", "1.bias", "2.weight", "2.bias", "3.bias"], "AdamW")
-    rest = {entry.name: entry.rest for entry in found.entries if not entry.preconditioned}
-    assert rest == {**adamw, "3.weight": "orthogonalised momentum"}
+    assert reasons(found) == {
+        "0.weight": "the input factor is diagonal",
+        "1.bias": "no matrix",
+        "2.weight": "a normalisation layer",
+        "2.bias": "a normalisation layer",
+    }
     assert found.entries[1].factor_sizes == (4,)
+
+
+def test_how_the_rest_is_trained():
+    """In the optimizer's words."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 4, 2))
+    found = inspection.inspect(model, model.parameters(), inputs_alone=True)
+    for rest, words in (
+        (Rest("AdamW"), ["AdamW"] * 4),
+        (Rest("AdamW", matrix="Muon"), ["Muon", "AdamW", "Muon", "AdamW"]),
+    ):
+        entries = covered(model, found, rest, {"1.weight"})
+        assert [entry.rest for entry in entries] == words

@@ -158,6 +158,16 @@ class Experts(nn.Module):
         return x @ self.up[1].T
 
 
+def test_experts_inside_a_transform_are_left_alone(listening):
+    """The tensors of a transform have no memory that tells which expert they are."""
+    model, x = nn.Sequential(Experts()), torch.randn(2, 5, 4)
+    watcher = listening(model)
+    transformed = torch.func.vmap(model)(x)
+    assert watcher.names == []
+    torch.testing.assert_close(transformed, model(x))
+    assert watcher.names == ["0.up"]
+
+
 def test_an_exception_inside_forward_closes_what_was_opened(listening):
     model = nn.Sequential(Experts())
     watcher = listening(model)

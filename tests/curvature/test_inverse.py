@@ -10,7 +10,8 @@ import torch
 from torch_thor.curvature import Blocks, Cut
 from torch_thor.curvature.inverse import NewFactor, inverse_of, invert_, relative_damping
 
-WHOLE = SimpleNamespace(owners=None)  # a factor that every process holds
+# a factor that every process holds
+WHOLE = SimpleNamespace(layout=SimpleNamespace(owners=None))
 EYE = torch.eye(4, dtype=torch.float64)
 
 

@@ -188,15 +188,17 @@ def close(found, wanted, **tolerances):
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("examples", [80, pytest.param(400, marks=pytest.mark.slow)])
 def test_rows_and_matrices_of_any_layer(examples):
-    settings(max_examples=examples)(check_rows_and_matrices)()
+    settings(max_examples=examples)(OF_ANY_LAYER(check_rows_and_matrices))()
 
 
-@given(
+OF_ANY_LAYER = given(
     case=st.one_of(of_vectors(), of_images((*STANDARDISED, *SCALED, Conv2dSame), 2), *CONVOLUTIONS),
     split_dim=st.none() | st.integers(1, 12),
     most=st.none() | st.integers(1, 30),
     piece=st.sampled_from([64, 2**23]),
 )
+
+
 @example(
     case=(nn.Linear(4, 3).double(), torch.randn(5, 5, 4).double(), None),
     split_dim=3,

@@ -3,8 +3,8 @@
 import torch
 from torch import distributed as dist
 
+from torch_thor.distributed.assignment import packed_size
 from torch_thor.distributed.data_parallel import DataParallel, pack, unpack_
-from torch_thor.distributed.ownership import packed_size
 
 SHAPES = [(5, 4), (1, 7), (0, 3), (9, 1), (2, 7)]
 

@@ -120,7 +120,7 @@ def replaced(rank, world):
         optimizer.add_param_group({"params": list(model.head.parameters())})
         train(DDP(model), optimizer, batches[2:])
         assert optimizer.curvature["head"].refreshes
-        assert bool(optimizer.curvature["head"].stored[0].divided) is (setting is DIVIDED)
+        assert optimizer.curvature["head"].stored[0].layout.is_partitioned is (setting is DIVIDED)
         found.append(weights_of(model))
     assert_same(*found)
 

@@ -248,7 +248,7 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
     "divided, ThorMuon": ([TWO, HSDP, (4,)], {**MUON, **DIVIDED}, 2),
     # all agree; there and back
     "whole matrices": ([TWO], {**WHOLE, **SKIPPED, "split_dim": None, "nesterov": False}, 3),
-    "whole matrices, one shard": ([(1,)], WHOLE, 2),
+    "whole matrices, one shard": ([(1,)], WHOLE, 0),
     "whole matrices, shards without rows": ([(4,)], WHOLE, 3),
     "split rows": ([TWO, HSDP, (4,)], {**MUON, **SPLIT, "inner": ("fused",)}, 0),
     "split rows, divided": ([TWO, HSDP], {**MUON, **SPLIT, **DIVIDED}, 2),

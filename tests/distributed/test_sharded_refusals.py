@@ -41,7 +41,7 @@ def flat():
 MODELS = {
     tensor_parallel: r"parameter '0.weight' is a DTensor.*as by tensor parallelism.*leave the "
     r"parameter to another",
-    by_columns: r"parameter '0.weight' is a DTensor.*THOR needs whole rows: Shard\(0\), the "
+    by_columns: r"parameter '0.weight' is a DTensor.*rows must stay whole: Shard\(0\), the "
     r"default of fully_shard",
     flat: r"module 'itself' is a FullyShardedDataParallel.*use its successor "
     r"torch.distributed.fsdp.fully_shard",

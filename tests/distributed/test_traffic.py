@@ -133,11 +133,12 @@ def test_a_plan_of_divided_curvature_is_what_is_sent(run, turn):
     """Planned in one process, whose layers are not divided."""
     model = network()
     layers = list(optimizer_of(model).curvature.values())
-    with mock.patch.object(divided, "ELEMENTS", turn), laid_out(layers, 4, divided=True):
+    layers = laid_out(layers, 4, divided=True)
+    with mock.patch.object(divided, "ELEMENTS", turn):
         planned = collectives_of_refresh(layers, 4) + collectives_of_inverses(
             model.parameters(), layers
         )
-        most = kept_bytes(layers, 4)
+    most = kept_bytes(layers, 4)
     kept = []
     for found, _, bytes_kept in run(4, functools.partial(sent, way="ddp", turn=turn, **DIVIDED)):
         assert found == planned

@@ -3,14 +3,17 @@ by hand.
 """
 
 import copy
+import itertools
+from functools import partial
 
 import pytest
 import torch
+from test_state import FLAT, FULL, by_distributed_checkpoint, by_state_dict
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from reference.agc import clipped, output_of_each_number, rows_of_dim_0
-from tiny import assert_same, batches, cross_entropy, mlp, train, weights
+from tiny import assert_same, batches, cross_entropy, mlp, train, twins, weights
 from torch_thor import AGCSGD
 
 INF = float("inf")
@@ -194,3 +197,22 @@ def test_it_says_which_layer_is_left_alone():
     ):
         assert repr(optimizer).splitlines()[-1] == said
         assert "clip_factor: 0.01" in repr(optimizer)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process"
+)
+@pytest.mark.parametrize("carry", [by_state_dict, by_distributed_checkpoint, FLAT, FULL])
+def test_dampening_begins_after_the_first_step_also_if_that_was_taken_after_a_checkpoint(carry):
+    """torch.distributed.checkpoint makes the state before the first step, which is not dampened."""
+    for stop, dampen_first in itertools.product((0, 1, 3), (False, True)):
+        options = {"momentum": 0.9, "dampening": 0.5, "dampen_first": dampen_first}
+        model, whole, twin, first = twins(partial(AGCSGD, lr=0.1, **options))
+        train(model, whole, batches(6))
+        train(twin, first, batches(6)[:stop])
+        third = mlp()
+        resumed = AGCSGD(third, lr=0.1, **options)
+        carry((twin, first), (third, resumed))
+        for one, its in ((twin, first), (third, resumed)):
+            train(one, its, batches(6)[stop:])
+            assert_same(weights(one), weights(model), f"{stop} steps, {dampen_first}")

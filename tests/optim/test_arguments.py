@@ -143,7 +143,7 @@ def test_model_and_parameters(make):
         (TypeError, r"model='mlp'.*nn\.Module", model.parameters(), {"model": "mlp"}),
         (
             TypeError,
-            r"distributed=True: must be a torch_thor\.Distributed",
+            r"distributed=True: distributed must be a torch_thor\.Distributed",
             model,
             {"distributed": True},
         ),

@@ -1,6 +1,6 @@
 """Projections in one weight: ThorMuon steps as if each had a weight of its own, wherever the
 declaration comes from and whatever happens to the model. In shards:
-tests/distributed/test_fully_sharded.py. Which classes are known: tests/capture/test_projections.py.
+tests/distributed/test_fully_sharded.py. Which classes are known: tests/optim/test_projections.py.
 """
 
 import copy

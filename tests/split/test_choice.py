@@ -14,7 +14,7 @@ import torch_thor.split.choice as choice_module
 from comparing import refreshed
 from tiny import as_list, assert_same, cross_entropy
 from torch_thor import THOR, SplitChoice, choose_split_dim
-from torch_thor.curvature import LayerCurvature, ParameterView
+from torch_thor.curvature import Layer, LayerCurvature, ParameterView
 from torch_thor.curvature.kinds import kind_of
 from torch_thor.curvature.layer import Statistics
 from torch_thor.split.choice import candidates, find_crossing, nearest
@@ -50,7 +50,9 @@ def test_candidates():
     ):
         module = nn.Linear(inputs, outputs, device="meta")
         assert (
-            candidates([LayerCurvature("", kind_of(module), ParameterView(module, "weight"), [])])
+            candidates(
+                [LayerCurvature(Layer("", kind_of(module), ParameterView(module, "weight"), []))]
+            )
             == expected
         )
 

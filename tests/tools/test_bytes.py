@@ -4,6 +4,7 @@ tests/distributed/test_traffic.py compares what refreshes send with what real ra
 """
 
 import contextlib
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -117,25 +118,19 @@ def test_what_the_first_process_keeps_and_sends_is_that_of_fully_shard(fake, mes
     world, shards = torch.Size(mesh).numel(), mesh[-1]
     planned, real = kind(Kinds(), split_dim=4), kind(sharded(fake(*mesh)), split_dim=4)
     found = list(real.curvature.values())
-    with laid_out(planned.curvature.values(), world, shards=shards) as layers:
-        assert [layer.name for layer in layers] == [layer.name for layer in found]
-        assert [(one.shape, one.owners) for one in blocks_of(layers)] == [
-            (one.shape, one.owners) for one in blocks_of(found)
-        ]
-        refresh = collectives_of_refresh(layers, world)
-        assert refresh == collectives_of_refresh(found, world)
-        assert (refresh[-1].name == "broadcast") is (len(mesh) == 2 and kind is THOR)
-        memory = memory_of(planned, layers, world, shards)
-        assert most_work(layers, world) == most_work(found, world)
+    layers = laid_out(planned.curvature.values(), world, shards=shards)
+    assert [layer.name for layer in layers] == [layer.name for layer in found]
+    assert [(one.shape, one.owners) for one in blocks_of(layers)] == [
+        (one.shape, one.owners) for one in blocks_of(found)
+    ]
+    refresh = collectives_of_refresh(layers, world)
+    assert refresh == collectives_of_refresh(found, world)
+    assert (refresh[-1].name == "broadcast") is (len(mesh) == 2 and kind is THOR)
+    memory = memory_of(planned, layers, world, shards)
+    assert most_work(layers, world) == most_work(found, world)
     states = {id(parameter): {} for parameter in real.model.parameters()}
     for layer in found:
-        layer.weight_view.bind(
-            states[id(layer.weight)],
-            layer.weight_view.options,
-            layer.weight,
-            layer.weight_view.shards,
-        )
-        layer.bind()
+        layer.bind(layer.laid_out(replace(layer.weight_view, state=states[id(layer.weight)])))
         layer.make_state()
 
     def local(tensors):
@@ -231,8 +226,8 @@ def test_layers_are_as_before_when_a_plan_is_made():
     optimizer = THOR(Kinds(), split_dim=4)
     layers = optimizer.curvature.values()
     before = collectives_of_refresh(layers, 4)
-    with laid_out(layers, 4, shards=2, divided=True) as found:
-        assert len(found) < len(layers)
-        assert collectives_of_refresh(found, 4) != before
+    found = laid_out(layers, 4, shards=2, divided=True)
+    assert len(found) < len(layers)
+    assert collectives_of_refresh(found, 4) != before
     assert collectives_of_refresh(layers, 4) == before
     assert all(layer.weight_view.shards is None for layer in layers)

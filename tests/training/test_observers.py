@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from torch_thor import THOR, ThorMuon
-from torch_thor.curvature.refresh import Decision, RefreshEvent
+from torch_thor.curvature import Decision, RefreshEvent
 from torch_thor.errors import UserError
 from torch_thor.training import observers, profiling
 from torch_thor.training.loop import Observer, Point, Run, Score, train

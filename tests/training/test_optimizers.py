@@ -228,7 +228,7 @@ def test_what_an_optimizer_refuses_is_the_users_error():
         ("thor", ["layers=[-nrom]"], "optimizer thor: .*'-nrom' matches no layer"),
         ("thor", ["decay_filter=-norm*"],
         r"optimizer thor: decay_filter: .-norm\*. matches no .* conv1.weight, con"),
-        ("lamb", ["eps=0"], "optimizer lamb: eps=0"),
+        ("lamb", ["eps=0"], "optimizers.lamb.eps=0: must be a finite number > 0"),
         ("agc-sgd", ["nesterov=true", "dampening=0.3"],
         "optimizers.agc-sgd.dampening=0.3 must be 0 for nesterov=true"),
         ("sgd", ["nesterov=true", "momentum=0"],

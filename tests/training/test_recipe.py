@@ -170,7 +170,7 @@ WRONG = {
     "lr=much": "optimizers.thor.lr=much should be a valid number",
     "lr=.nan": "optimizers.thor.lr=NaN should be a finite number",
     "lr=0": "optimizers.thor.lr=0 should be greater than 0",
-    "momentum=1": "optimizers.thor.momentum=1 should be less than 1",
+    "momentum=1": "optimizers.thor.momentum=1: must be in [0, 1) (μ; 0 switches",
     "trace_thresholds=[0, 1]": "optimizers.thor.trace_thresholds=[0, 1]: must be a pair",
     "trace_thresholds=paper": "optimizers.thor.trace_thresholds=paper: must be",
     "split_dim=automatic": "optimizers.thor.split_dim=automatic: must be",

@@ -1,13 +1,23 @@
 """What ``torch_thor.THOR.coverage`` lists: how each parameter is trained, why not otherwise."""
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 
-# Reasons that other modules compare with.
-LEFT_OUT = "left out by layers="
-NOT_TRAINED = "in no parameter group of this optimizer: not trained"
-NORM = "a normalisation layer"
+from torch import nn
+
+from torch_thor.capture.inspection import Inspection
+from torch_thor.capture.reasons import LEFT_OUT, NOT_TRAINED
+from torch_thor.curvature.kinds import class_name_of
+from torch_thor.curvature.layer import Layer
+
+
+@dataclass(frozen=True)
+class Rest:
+    """How an optimizer trains what it does not precondition, in words for users."""
+
+    plain: str  # a parameter that is no matrix, or any
+    matrix: str | None = None  # a matrix; None if it is trained as any other parameter
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,53 @@ class Covered:
         With ThorMuon, whether it is orthogonalised with A.
         """
         return self.reason is None
+
+
+def covered(
+    model: nn.Module, inspection: Inspection, rest: Rest, matrices: Container[str] = ()
+) -> list[Covered]:
+    """Return one entry for each parameter, in the model's order.
+
+    Args:
+        model: the model.
+        inspection: what it was inspection to hold.
+        rest: how the parameters that are not preconditioned are trained.
+        matrices: the names of those of them that are trained as matrices.
+
+    Returns:
+        The entries.
+    """
+    layers, left_out = _by_parameter(inspection.layers.values()), _by_parameter(inspection.left_out)
+    entries = []
+    for name, parameter in model.named_parameters():
+        key, shape = id(parameter), tuple(parameter.shape)
+        owner, *others = inspection.owners[key]
+        is_matrix = key in layers or name in matrices
+        otherwise = rest.plain if rest.matrix is None or not is_matrix else rest.matrix
+        if key not in layers:
+            entry = Covered(
+                name, shape, class_name_of(owner.module), reason=inspection.reasons[key]
+            )
+            is_trained = entry.reason != NOT_TRAINED
+            entries.append(replace(entry, trained=is_trained, rest=otherwise))
+            continue
+        first, kind = layers[key][0], layers[key][0].kind
+        of_weight = (kind.inputs,) if inspection.inputs_alone else (kind.inputs, kind.outputs)
+        sizes = of_weight if first.weight.parameter is parameter else (kind.outputs,)
+        notes = [f"shared with {', '.join(repr(o.name) for o in others)}"] if others else []
+        notes += [f"{otherwise} for {layer.name!r}: {LEFT_OUT}" for layer in left_out.get(key, ())]
+        groups, note = kind.groups * len(layers[key]), "; ".join(notes) or None
+        entry = Covered(name, shape, kind.label, sizes, groups, note=note, rest=otherwise)
+        entries.append(entry)
+    return entries
+
+
+def _by_parameter(layers: Iterable[Layer]) -> dict[int, list[Layer]]:
+    of_parameters: defaultdict[int, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        for view in (layer.weight, *layer.biases):
+            of_parameters[id(view.parameter)].append(layer)
+    return dict(of_parameters)
 
 
 class Coverage(list[Covered]):

@@ -23,18 +23,19 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import mode
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torch_thor.capture.evidence import Evidence
 from torch_thor.capture.hooks import ModuleCalls, ModuleHook
 from torch_thor.capture.sampling import Mark, Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature, Statistics
-from torch_thor.curvature.refresh import Decision, RefreshEvent
+from torch_thor.curvature.lifecycle import after_refresh, after_step
+from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.torch_internals import (
     backward_id,
     backward_keeps_graph,
@@ -71,6 +72,18 @@ class Pass:
 
 
 @dataclass
+class Evidence:
+    """What a step has seen beside its statistics, to tell why a layer with a gradient has none."""
+
+    # layers whose outputs received gradients in passes that add nothing to .grad of their weights
+    beside: set[LayerCurvature] = field(default_factory=set)
+    # layers that had a gradient already when their statistics were asked for
+    late: set[LayerCurvature] = field(default_factory=set)
+    loaded: bool = False  # whether a state dict has asked for them
+    dropped: bool = False  # whether zero_grad() has dropped statistics
+
+
+@dataclass
 class _Watched:
     """A call of a layer whose output has not received a gradient yet, or may receive another."""
 
@@ -81,13 +94,13 @@ class _Watched:
     # the backward pass in which the call was made, as activation checkpointing does; -1 outside
     outer: int
     sequences: int  # their number in a nested input, whose rows are theirs; 0 for any other
-    enough: int | None = None  # a number of rows that is enough, for a layer that has A alone
-    rows: Statistics | None = None  # those of the input, summed, where that is smaller than it
     x: Any = None  # the input, where it is kept
     version: int = 0  # of the input
+    enough: int | None = None  # a number of rows that is enough, for a layer that has A alone
+    rows: Statistics | None = None  # those of the input, summed, where that is smaller than it
     mark: Mark | None = None
-    # the generation of the previous gradient, and the gradient where G needs it
-    earlier: tuple[int, Tensor | None] = (-1, None)
+    # the step of the previous gradient, and the gradient where G needs it
+    earlier: tuple[object, Tensor | None] = (None, None)
 
 
 class Capture:
@@ -96,21 +109,12 @@ class Capture:
     def __init__(self, *, sampled: bool = False) -> None:
         self.sampler = Sampler() if sampled else None
         self.row_mask: Tensor | None = None
-        self.mask_taken = False  # whether the mask has fitted the input of a layer in this step
-        # layers that the loss has reached in this step, also without rows
-        self.reached: set[LayerCurvature] = set()
-        # layers that ran under torch.func, where hooks see no gradient
-        self.inside_transform: set[str] = set()
         self.evidence = Evidence()
+        self.layers: list[LayerCurvature] = []
         self.gathering: set[LayerCurvature] = set()
         self.awaited: set[LayerCurvature] = set()
-        self.passes: dict[int, Pass] = {}  # by autograd's id of the pass
-        self._parents: dict[int, int] = {}  # the id of the outer pass of each nested one
-        # calls that a pass with create_graph went through, which a loss may reach by its result
-        self._differentiated: defaultdict[LayerCurvature, list[_Watched]] = defaultdict(list)
-        # counts calls of discard(), after which a pass may go through an earlier graph again
-        self._generation = 0
         self._calls = ModuleCalls(self)
+        self.discard()
 
     def follow(self, model: nn.Module, hooks: Sequence[ModuleHook]) -> None:
         """Replace the hooks, and keep what has been gathered.
@@ -129,7 +133,7 @@ class Capture:
         }
         self.awaited = {layer for layer in self.gathering if not layer.uncalled and not layer.idle}
         needed = (
-            [hook for hook in self._hooks if not self.gathering.isdisjoint(hook.layers)]
+            [hook for hook in self._hooks if not self.gathering.isdisjoint(hook.by_name.values())]
             if self.awaited
             else ()
         )
@@ -142,8 +146,8 @@ class Capture:
         """
         before = self.gathering
         self.listen()
-        late = {layer for layer in self.gathering - before if layer.weight.grad is not None}
-        self.evidence.late |= late
+        new = self.gathering - before
+        self.evidence.late |= {layer for layer in new if layer.weight.grad is not None}
         self.evidence.loaded |= loaded
         if not self.awaited:
             self.discard()
@@ -162,11 +166,11 @@ class Capture:
         if functorch() is not None:
             self.inside_transform.add(layer.name)
             return
-        if not (isinstance(output, Tensor) and output.requires_grad):
-            return
         weight = layer.weight_view.module._parameters.get(layer.weight_view.attribute)
         # pruned since the optimizer was created, or frozen
         if weight is None or not weight.requires_grad:
+            return
+        if not isinstance(output, Tensor) or not output.requires_grad:
             return
         inputs, mask = as_rows(x), self.row_mask
         call = _Watched(
@@ -177,18 +181,17 @@ class Capture:
             backward_id(),
             x.size(0) if x.is_nested else 0,
         )
-        if "G" in layer.sides:
+        cut = layer.a.layout.cut
+        call.enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * cut.width)
+        if layer.g is not None:
             call.x, call.version = inputs, inputs._version  # shares storage and version counter
             call.mark = None if self.sampler is None else self.sampler.mark(output)
+        elif inputs.numel() <= max(_SMALL, cut.rows * cut.width):
+            call.x = inputs.clone()
         else:
-            cut = layer.stored[0].cut
-            call.enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * cut.width)
-            if inputs.numel() <= max(_SMALL, cut.rows * cut.width):
-                call.x = inputs.clone()
-            else:
-                call.rows = Statistics(layer.kind, layer.weight_view, layer.stored)
-                shape = as_rows(output).shape
-                call.rows.gather(kind, inputs, shape, call.keep, most=call.enough)
+            call.rows = Statistics(layer.kind, layer.stored)
+            shape = as_rows(output).shape
+            call.rows.gather(kind, inputs, shape, call.keep, most=call.enough)
         output.register_hook(partial(self._on_gradient, call))
 
     def _on_gradient(self, call: _Watched, g: Tensor) -> None:
@@ -196,38 +199,35 @@ class Capture:
         layer, sampler = call.layer, self.sampler
         if layer not in self.gathering:
             return
-        try:  # a gradient penalty's pass does not add to the gradient of the weight
+        try:  # whether this backward pass adds to the gradient of the weight
             trains = call.weight is None or backward_reaches(call.weight)
         except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
             trains = False
-        # such a pass adds to no gradient of a weight
         sampled = sampler is not None and sampler.running
-        if not (trains or sampled):
+        if not (trains or sampled):  # as a gradient penalty's pass
             self.evidence.beside.add(layer)
-        if "G" not in layer.sides:
-            if trains:
-                self._running_pass(call.outer)
-                for one in (*self._differentiated.pop(layer, ()), call):
-                    self._add_inputs(one, as_rows(g).shape)
-            elif torch.is_grad_enabled():
+            if torch.is_grad_enabled() and layer.g is None:
                 self._differentiated[layer].append(call)
-        elif sampled or trains:
-            self._add(call, as_rows(g), sampled=sampled)
+        elif layer.g is not None:
+            self._add_both(call, as_rows(g), sampled=sampled)
+        else:
+            self._running_pass(call.outer)
+            for each in (*self._differentiated.pop(layer, ()), call):
+                self._add_inputs(each, as_rows(g).shape)
 
     def _add_inputs(self, call: _Watched, output: torch.Size) -> None:
         """Add the rows of the input of a call, once for each step."""
-        layer = call.layer
-        if call.earlier[0] == self._generation:
+        if call.earlier[0] is self._step:
             return
-        call.earlier = self._generation, None
+        call.earlier = self._step, None
         self.mask_taken |= call.keep is not None
-        self.reached.add(layer)
+        self.reached.add(call.layer)
         if call.rows is not None:
-            layer.statistics.add(call.rows)
+            call.layer.statistics.add(call.rows)
         else:
-            layer.statistics.gather(call.kind, call.x, output, call.keep, most=call.enough)
+            call.layer.statistics.gather(call.kind, call.x, output, call.keep, most=call.enough)
 
-    def _add(self, call: _Watched, g: Tensor, *, sampled: bool) -> None:
+    def _add_both(self, call: _Watched, g: Tensor, *, sampled: bool) -> None:
         """Add the rows of a call and of the gradient of its output."""
         layer, kind, sampler, before = call.layer, call.kind, self.sampler, None
         if sampler is not None and call.mark is not None and not sampled:
@@ -241,17 +241,17 @@ class Capture:
             )
         if sampler is None:
             into = self._running_pass(call.outer)
-            if call.earlier[0] == self._generation:
-                into.repeated, before = True, call.earlier[1]
-            g = g if before is None else g + before
-            # kept if another pass may follow (retain_graph), because G is that of the sum of all
-            # losses
-            call.earlier = self._generation, g if backward_keeps_graph() else None
             dims = (call.sequences,) if call.sequences else tuple(kind.row_shape(call.x))
             # no dims: rows are patches, as in a convolution; registered kinds may lack batch_first
             certain = not dims or call.sequences > 0 or bool(getattr(kind, "batch_first", False))
             terms = call.sequences or kind.loss_terms(call.x)
             into.calls.append(Call(layer, terms, dims, certain, kind.diagonal_input))
+            if call.earlier[0] is self._step:
+                into.repeated, before = True, call.earlier[1]
+            g = g if before is None else g + before
+            # kept if another pass may follow (retain_graph), because G is that of the sum of all
+            # losses
+            call.earlier = self._step, g if backward_keeps_graph() else None
         self.mask_taken |= call.keep is not None
         self.reached.add(layer)
         if sampler is None or not sampler.empty:
@@ -296,38 +296,41 @@ class Capture:
         """
         decisions = {event.layer: event.decision for event in events}
         for layer in due:
-            decision = decisions.get(layer.name)
-            without = layer not in self.reached
-            uncalled = layer in silent or (without and layer.uncalled)
-            waits = decision is None or (decision is Decision.FAILED and not layer.refreshes)
-            layer.record(
-                due=waits and not uncalled,
-                idle=without and not layer.weight_view.has_gradient(),
-                uncalled=uncalled,
+            reached = layer in self.reached
+            life = after_refresh(
+                layer.life,
+                decision=decisions.get(layer.name),
+                reached=reached,
+                silent=layer in silent,
+                has_gradient=reached or layer.weight_view.has_gradient(),
+                has_factors=layer.refreshes > 0,
             )
+            layer.record(**vars(life))
         self.evidence = Evidence()
         self.discard()
 
     def finish_step(self) -> bool:
         """Drop a non-refresh step's statistics, and return whether an idle layer was reached."""
-        found = False
-        for layer in self.gathering:
-            if layer.idle and layer.weight_view.has_gradient():
-                layer.record(idle=False)
-                found = True
+        idle = [layer for layer in self.gathering if layer.idle]
+        reached = [layer for layer in idle if layer.weight_view.has_gradient()]
+        for layer in reached:
+            layer.record(**vars(after_step(layer.life, has_gradient=True)))
         self.discard()
-        return found
+        return bool(reached)
 
     @uncompiled
     def discard(self) -> None:
         """Drop all statistics and loss terms of this step."""
-        self.passes.clear()
-        self._parents.clear()
-        self._differentiated.clear()
-        self._generation += 1
-        self.reached.clear()
-        self.inside_transform.clear()
-        self.mask_taken = False
+        self._step = object()  # a pass of the next step may go through an earlier graph again
+        self.passes: dict[int, Pass] = {}  # by autograd's id of the pass
+        self._parents: dict[int, int] = {}  # the id of the outer pass of each nested one
+        # calls that a pass with create_graph went through, which a loss may reach by its result
+        self._differentiated: defaultdict[LayerCurvature, list[_Watched]] = defaultdict(list)
+        # layers that the loss has reached in this step, also without rows
+        self.reached: set[LayerCurvature] = set()
+        # layers that ran under torch.func, where hooks see no gradient
+        self.inside_transform: set[str] = set()
+        self.mask_taken = False  # whether the mask has fitted the input of a layer in this step
         if self.sampler is not None:
             self.sampler.reset()
         for layer in self.layers:
@@ -340,8 +343,6 @@ def as_rows(tensor: Tensor) -> Tensor:
     The sequences of a nested one follow each other.
     """
     dense = tensor.detach()
-    if dense.layout is torch.jagged:
-        return dense.values()
     if dense.is_nested:
         return torch.cat(dense.unbind())
     return dense if dense.layout is torch.strided else dense.to_dense()
@@ -366,21 +367,21 @@ def loss_terms_of_pass(calls: Iterable[Call]) -> tuple[int, int]:
     # loss if these agree; otherwise the most frequent number, and of several such numbers the one
     # nearest to the input.
     calls = list(calls)
-    telling = [c for c in calls if not c.embedding]
-    if not telling:  # of positions (L,) and tokens (N, L), the ones with most dimensions
-        telling = [c for c in calls if len(c.dims) == max(len(other.dims) for other in calls)]
+    most = max(len(c.dims) for c in calls)  # of positions (L,) and tokens (N, L), the latter
+    telling = [c for c in calls if not c.embedding] or [c for c in calls if len(c.dims) == most]
     telling = [c for c in telling if c.loss_terms > 1] or telling
-    certain = Counter(c.loss_terms for c in telling if c.certain)
-    samples = certain.most_common(1)[0][0] if certain else 0
-    numbers = []
-    for c in telling:
-        sequence_first = not c.certain and len(c.dims) > 1 and c.dims[0] != samples == c.dims[1]
-        numbers.append(samples if sequence_first else c.loss_terms)
+    certain = [c.loss_terms for c in telling if c.certain]
+    samples = mode(certain) if certain else 0
+    sequence_first = [
+        not c.certain and len(c.dims) > 1 and c.dims[0] != samples == c.dims[1] for c in telling
+    ]
+    numbers = [
+        samples if is_first else c.loss_terms
+        for c, is_first in zip(telling, sequence_first, strict=True)
+    ]
     last, first = numbers[0], numbers[-1]
-    # for equal counts most_common() returns the first: that nearest to the input
-    counts = Counter(reversed(numbers))
-    number = first if first == last else counts.most_common(1)[0][0]
-    return number, last
+    # of equally frequent numbers mode() returns the first
+    return (first if first == last else mode(reversed(numbers))), last
 
 
 def loss_terms_of_step(passes: Iterable[Pass]) -> tuple[int, tuple[int, int] | None]:
@@ -388,14 +389,11 @@ def loss_terms_of_step(passes: Iterable[Pass]) -> tuple[int, tuple[int, int] | N
 
     The pass is given as :func:`loss_terms_of_pass` returns it.
     """
+    counted = [(each, *loss_terms_of_pass(each.calls)) for each in passes if each.calls]
     totals: Counter[Any] = Counter()
-    uncertain = None
-    for one in passes:
-        if one.calls:
-            number, last = loss_terms_of_pass(one.calls)
-            if uncertain is None and number != last:
-                uncertain = number, last
-            # the sum over micro-batches, but not over several losses of one batch
-            for layer in set() if one.repeated else {call.layer for call in one.calls}:
-                totals[layer] += number
+    for each, number, _ in counted:
+        # the sum over micro-batches, but not over several losses of one batch
+        if not each.repeated:
+            totals.update(dict.fromkeys({call.layer for call in each.calls}, number))
+    uncertain = next(((number, last) for _, number, last in counted if number != last), None)
     return max(totals.values(), default=0), uncertain

@@ -1,6 +1,7 @@
 """The reports of layers' calls on refresh steps, through PyTorch's global module hooks.
 
-Global hooks run before all others.
+Global hooks run before all others. For each module one object reports the calls of the layers that
+it computes; while the forward of a composite module runs, a function mode reports them.
 
 A hook on the module itself would be copied with the model (into a pickle that ``weights_only``
 refuses, into an averaged or a scripted model), and would see outputs that other hooks have
@@ -18,35 +19,96 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
 
-from torch_thor.capture.composites import CompositeHook
-from torch_thor.capture.composites.hook import Watcher
-from torch_thor.capture.layers import Layer
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.torch_internals import compile_stance, is_tracing
-
-# torch.compile warns on every call of a compiled model while there are global hooks, because they
-# see the call of the wrapper too. The hooks here only handle the modules of their model, so the
-# warning does not apply to them.
-_COMPILE_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
+from torch_thor.torch_internals import compile_stance, function_mode, is_tracing
 
 
-class CalledModuleHook:
+class Watcher(Protocol):
+    """Receives the input and output of each call of a layer."""
+
+    @property
+    def gathering(self) -> Set[LayerCurvature]:
+        """The layers whose statistics are gathered in this step."""
+        ...
+
+    def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
+        """Receive one call: its layer, the kind to read its rows with, its input and output."""
+        ...
+
+
+class Report(Protocol):
+    """A report of one call of a layer inside the module.
+
+    Names of layers that are not preconditioned are ignored.
+    """
+
+    def __call__(self, name: str, x: Tensor, output: Any, kind: Kind | None = None) -> None:
+        """Report the layer's name inside the module, its input and its output."""
+        # The kind of this call is given, too, if it differs.
+        ...
+
+
+class FunctionCalls(TorchFunctionMode):
+    """A mode that makes another call in the place of each call of one of torch's functions.
+
+    Args:
+        call: called with the function, its arguments and its keyword arguments, returns the result.
+    """
+
+    def __init__(self, call: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Make the other call."""
+        return self._call(func, args, kwargs or {})
+
+
+class ModuleHook:
+    """The hook on a module.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        # the layers that are preconditioned, by their names inside; the module itself has none
+        self.by_name: dict[str, LayerCurvature] = {}
+
+    @property
+    def layers(self) -> list[LayerCurvature]:
+        """The layers whose calls are reported."""
+        return list(self.by_name.values())
+
+    def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Handle that it has run; ``output`` is None if it has raised an exception."""
+
+
+class CalledModuleHook(ModuleHook):
     """The hook on a module that is one layer: the rows are those of its own input and output."""
 
-    def __init__(self, module: nn.Module, kind: Kind, layer: LayerCurvature) -> None:
-        self.module = module
-        self.layers = [layer]
-        self.kind = kind
+    def __init__(self, module: nn.Module, kind: Kind) -> None:
+        super().__init__(module)
+        self._kind = kind
 
     def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
         """Report the module's first argument, even if passed by name, and its output."""
@@ -54,25 +116,90 @@ class CalledModuleHook:
             names = list(inspect.signature(type(self.module).forward).parameters)[1:2]
             args = [kwargs.get(name) for name in names]
         if args and isinstance(args[0], Tensor):
-            watcher.watch(self.layers[0], self.kind, args[0], output)
+            watcher.watch(self.by_name[""], self._kind, args[0], output)
 
 
-ModuleHook = CalledModuleHook | CompositeHook
+class CompositeHook(ModuleHook):
+    """Reports the inputs and outputs of the layers that one composite module computes.
+
+    A subclass overrides ``call``, or ``mode`` for a mode of its own.
+
+    Args:
+        module: the composite module.
+    """
+
+    _active: TorchFunctionMode | None = None
+
+    def mode(self, report: Report) -> TorchFunctionMode:
+        """Return a function mode that reports the calls of the layers inside the module.
+
+        It is active while the module runs.
+
+        The mode must not change what the module computes, and is active only on steps that gather
+        statistics.
+
+        Args:
+            report: to be called once per call of a layer. Inputs and outputs are batch first,
+                ``(N, ..., features)``.
+
+        Returns:
+            A mode that has not been entered.
+        """
+        return FunctionCalls(partial(self.call, report))
+
+    def call(
+        self, report: Report, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Make another call in the place of a call of one of torch's functions.
+
+        Args:
+            report: as for ``mode``.
+            func: the function.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The function's result, or what stands in its place.
+        """
+        raise NotImplementedError
+
+    def report(
+        self, watcher: Watcher, name: str, x: Tensor, output: Any, kind: Kind | None = None
+    ) -> None:
+        """Tell a watcher of a call of a layer, if that is preconditioned."""
+        layer = self.by_name.get(name)
+        if layer is not None:
+            watcher.watch(layer, layer.kind if kind is None else kind, x, output)
+
+    def enter(self, watcher: Watcher) -> None:
+        """Enter the mode, where statistics of the module are gathered."""
+        if watcher.gathering.isdisjoint(self.layers) or not torch.is_grad_enabled():
+            return
+        # Ctrl-C inside the forward: torch then calls no hook that leaves the mode.
+        if function_mode() is self._active:
+            self._abandon()
+        self._active = self.mode(partial(self.report, watcher))
+        self._active.__enter__()
+
+    def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Leave the mode."""
+        # A module does not change the grad mode between these two hooks, so both see the same.
+        if torch.is_grad_enabled():
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Leave the mode if it has been entered."""
+        active, self._active = self._active, None
+        if active is not None:
+            active.__exit__(None, None, None)
 
 
-def hooks_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[ModuleHook]:
-    """Make the hooks on the modules whose calls give rows to layers."""
-    hooks: list[ModuleHook] = []
-    composite: dict[int, CompositeHook] = {}
-    for name, layer in found.items():
-        hooks += [CalledModuleHook(module, kind, layers[name]) for module, kind in layer.modules]
-        if layer.inside is not None:
-            module = layer.inside.module
-            hook = composite.get(id(module)) or composite.setdefault(
-                id(module), layer.inside.hook(module)
-            )
-            hook.by_name[layer.inside.name] = layers[name]
-    return [*hooks, *composite.values()]
+# ---- the calls of a model's modules --------------------------------------------------------------
+
+# torch.compile warns on every call of a compiled model while there are global hooks, because they
+# see the call of the wrapper too. The hooks here only handle the modules of their model, so the
+# warning does not apply to them.
+_COMPILE_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
 class ModuleCalls:
@@ -132,8 +259,7 @@ class ModuleCalls:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or is_tracing():
             return
-        if getattr(module, "_is_replica", False):
-            self.ran_as_replicas = True
+        self.ran_as_replicas |= getattr(module, "_is_replica", False)
         if self._outermost is None and (
             id(module) in self._own
             # torch.compile of something that contains some of the model
@@ -168,11 +294,8 @@ class ModuleCalls:
             return
         handler, watcher = self._handlers.get(id(module)), self._watcher()
         if handler is not None and watcher is not None:
-            if len(rest) == 2:
-                handler.leave(watcher, args, *rest)
             # torch passes no kwargs if an exception was raised
-            elif isinstance(handler, CompositeHook):
-                handler.abandon()
+            handler.leave(watcher, args, *(rest if len(rest) == 2 else ({}, None)))
         if module is self._outermost:
             self._outermost = None
             if self._by_function is False:

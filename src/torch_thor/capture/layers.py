@@ -2,14 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from torch_thor.capture.composites import CompositeHook
-from torch_thor.curvature.factor import ParameterView
-from torch_thor.curvature.kinds import Kind, parameter_names_of
+from torch_thor.capture.hooks import ModuleHook
+from torch_thor.curvature.kinds import parameter_names_of
+from torch_thor.curvature.layer import Layer, LayerCurvature
 
 
 @dataclass(frozen=True)
@@ -48,32 +48,22 @@ def owners_of(model: nn.Module) -> Mapping[int, Sequence[Owner]]:
 
 
 @dataclass(frozen=True)
-class Inside:
-    """The place of a layer that a composite module computes."""
+class Use:
+    """A module that computes a layer, and so has its rows."""
 
-    module: nn.Module  # the composite module
-    name: str  # the layer's name inside it
-    hook: Callable[[Any], CompositeHook]
+    module: nn.Module
+    name: str  # the layer's name inside the module; empty if the module is the layer
+    hook: Callable[[Any], ModuleHook]  # makes the hook on the module
 
 
-@dataclass
-class Layer:
-    """A layer that can be preconditioned.
-
-    It is one or several modules that share a weight, or a part of a composite module.
-    """
-
-    name: str  # its name: that of its module, or of the composite module with its name inside that
-    kind: Kind
-    weight: ParameterView
-    biases: list[ParameterView]
-    # put before the names of its state, where several layers are rows of one parameter
-    prefix: str = ""
-    modules: list[tuple[nn.Module, Kind]] = field(default_factory=list)
-    # its place in a composite module; None for a layer that consists of modules
-    inside: Inside | None = None
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that owns the weight."""
-        return self.weight.module
+def hooks_of(
+    layers: Mapping[str, Layer], curvature: Mapping[str, LayerCurvature]
+) -> list[ModuleHook]:
+    """Make the hooks on the modules whose calls give rows to layers, one for each module."""
+    hooks: dict[int, ModuleHook] = {}
+    for name, layer in layers.items():
+        for use in layer.uses:
+            if id(use.module) not in hooks:
+                hooks[id(use.module)] = use.hook(use.module)
+            hooks[id(use.module)].by_name[use.name] = curvature[name]
+    return list(hooks.values())

@@ -10,10 +10,10 @@ no hook on a gradient of a weight runs, such as those with which DDP averages gr
 """
 
 import hashlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -95,73 +95,85 @@ class Sampler:
         assert loss.grad_fn is not None
         marks: list[Mark] = []
         earliest: list[GradientEdge] = []  # marked outputs that depend on no other marked output
-        # also keeps the Python objects of the nodes, and so their identity, alive
-        leads_to_mark: dict[Node, bool] = {}
-        stack = [(loss.grad_fn, False)]
-        while stack:
-            node, is_complete = stack.pop()
-            following = [one for one, _ in node.next_functions if one is not None]
-            if is_complete:
-                own, below = (
-                    _metadata(node).get(self, []),
-                    any(leads_to_mark[one] for one in following),
-                )
-                marks += own
-                earliest += [] if below else [GradientEdge(node, mark.output_nr) for mark in own]
-                leads_to_mark[node] = below or bool(own)
-            elif node not in leads_to_mark:
-                leads_to_mark[node] = False
-                stack += [(node, True), *((one, False) for one in following)]
-        if any(mark.trained for mark in marks):
-            raise RuntimeError(
-                "sample_fisher() came after loss.backward(), which frees the graph that it needs; "
-                "call it between the forward pass and loss.backward()"
-            )
-        if any(mark.sampled for mark in marks):
-            raise RuntimeError(
-                "sample_fisher() was called twice for one forward pass, which would count its rows "
-                "twice; call it once with one distribution of everything that the model predicts"
-            )
-        if any(node.name() == "CheckpointFunctionBackward" for node in leads_to_mark):
-            raise RuntimeError(
-                "sample_fisher() cannot go through activation checkpoints with use_reentrant=True, "
-                "for which torch knows no torch.autograd.grad; use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
+        # whether a node leads to a marked output; keeps the nodes alive, and so their identity
+        leads: dict[Node, bool] = {}
+        for node, following in _inputs_first(loss.grad_fn):
+            here = _metadata(node).get(self, [])
+            is_last = not any(leads[below] for below in following)
+            marks += here
+            earliest += [GradientEdge(node, mark.output_nr) for mark in here if is_last]
+            leads[node] = bool(here) or not is_last
+        reasons = {
+            "came after loss.backward(), which frees the graph that it needs; call it between the "
+            "forward pass and loss.backward()": any(mark.trained for mark in marks),
+            "was called twice for one forward pass, which would count its rows twice; call it once "
+            "with one distribution of everything that the model predicts": any(
+                mark.sampled for mark in marks
+            ),
+            "cannot go through activation checkpoints with use_reentrant=True, for which torch "
+            "knows no torch.autograd.grad; use torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False)": any(n.name() == "CheckpointFunctionBackward" for n in leads),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise RuntimeError(f"sample_fisher() {reason}")
         for mark in marks:
             mark.sampled = True
         self.passes += 1
         self.terms += terms
         if not earliest:
             return
-        # DistributedDataParallel(static_graph=True) would average after this pass in its first step
-        sinks: list[Any] = [node for node in leads_to_mark if node.name() == "_DDPSinkBackward"]
-        wrappers = [sink.ddp_weakref() for sink in sinks]
-        averaging = [
-            w for w in wrappers if w.static_graph and not w._static_graph_delay_allreduce_enqueued
-        ]
         self.running, self.empty = True, not terms
-        try:
-            for wrapper in averaging:
-                wrapper._static_graph_delay_allreduce_enqueued = True
-            torch.autograd.grad(loss, earliest, retain_graph=True)
-        finally:
-            for wrapper in averaging:
-                wrapper._static_graph_delay_allreduce_enqueued = False
-            self.running = self.empty = False
+        with _without_averaging(leads):
+            try:
+                torch.autograd.grad(loss, earliest, retain_graph=True)
+            finally:
+                self.running = self.empty = False
+
+
+def _inputs_first(output: Node) -> Iterator[tuple[Node, list[Node]]]:
+    """Yield the nodes of a graph, each after those that follow in a backward pass, with these."""
+    seen: set[Node] = set()
+    stack = [(output, False)]
+    while stack:
+        node, is_complete = stack.pop()
+        following = [below for below, _ in node.next_functions if below is not None]
+        if is_complete:
+            yield node, following
+        elif node not in seen:
+            seen.add(node)
+            stack += [(node, True), *((below, False) for below in following)]
+
+
+@contextmanager
+def _without_averaging(nodes: Iterable[Any]) -> Iterator[None]:
+    """Keep DistributedDataParallel(static_graph=True) from averaging after a backward pass."""
+    # It would in its first step.
+    wrappers = [node.ddp_weakref() for node in nodes if node.name() == "_DDPSinkBackward"]
+    waiting = [
+        w for w in wrappers if w.static_graph and not w._static_graph_delay_allreduce_enqueued
+    ]
+    for wrapper in waiting:
+        wrapper._static_graph_delay_allreduce_enqueued = True
+    try:
+        yield
+    finally:
+        for wrapper in waiting:
+            wrapper._static_graph_delay_allreduce_enqueued = False
 
 
 def _metadata(node: Node) -> dict[Any, Any]:
-    metadata: Any = node.metadata  # a property that torch declares as a method
-    assert isinstance(metadata, dict)
-    return metadata
+    # a property that torch declares as a method
+    return cast("dict[Any, Any]", node.metadata)
 
 
 # validate_args would synchronise host and device; the output has been checked for NaN already
-_NAMED: dict[str, Callable[[Tensor], Distribution]] = {
-    "categorical": lambda logits: Categorical(logits=logits, validate_args=False),
-    "bernoulli": lambda logits: Bernoulli(logits=logits, validate_args=False),
-    "normal": lambda means: Normal(means, torch.ones_like(means), validate_args=False),
+_NAMED: dict[str, Callable[[Tensor, int | None], Distribution]] = {
+    "categorical": lambda logits, dim: Categorical(
+        logits=_classes_last(logits, dim), validate_args=False
+    ),
+    "bernoulli": lambda logits, _: Bernoulli(logits=logits, validate_args=False),
+    "normal": lambda means, _: Normal(means, torch.ones_like(means), validate_args=False),
 }
 
 
@@ -170,19 +182,16 @@ def _distribution(output: Any, distribution: Predicts, dim: int | None) -> Distr
         output = output.float()
     if dim is not None and distribution != "categorical":
         raise ValueError(f"dim={dim}: has a meaning for categorical logits only; leave it out")
-    made: Any = None
-    if callable(distribution):
-        made = distribution(output)
-    elif distribution in _NAMED:
-        if not isinstance(output, Tensor):
-            raise ValueError(
-                f"output of type {type(output).__name__}: must be a tensor where distribution= is "
-                "a name; give the tensor (output.logits), or a callable that makes a "
-                "torch.distributions.Distribution of the whole"
-            )
-        made = _NAMED[distribution](
-            _classes_last(output, dim) if distribution == "categorical" else output
+    named = _NAMED.get(distribution) if isinstance(distribution, str) else None
+    if named is not None and not isinstance(output, Tensor):
+        raise ValueError(
+            f"output of type {type(output).__name__}: must be a tensor where distribution= is "
+            "a name; give the tensor (output.logits), or a callable that makes a "
+            "torch.distributions.Distribution of the whole"
         )
+    if named is not None:
+        return named(output, dim)
+    made = distribution(output) if callable(distribution) else None
     if not isinstance(made, Distribution):
         raise ValueError(
             f"distribution={distribution!r}: must be one of {', '.join(map(repr, _NAMED))}, or a "

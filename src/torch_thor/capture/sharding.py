@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from torch_thor.curvature.blocks import wide_dtype
-from torch_thor.curvature.shards import RowShards, shard_bounds
+from torch_thor.curvature.view import RowShards, shard_bounds
 
 # ---- one parameter -------------------------------------------------------------------------------
 
@@ -25,32 +24,36 @@ def is_sharded(parameter: Tensor) -> bool:
     """Return whether a parameter is a DTensor."""
     # Whoever has a DTensor has imported it, which takes a second.
     tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(parameter, tensors.DTensor)
+    return isinstance(parameter, getattr(tensors, "DTensor", ()))
 
 
 def is_fully_sharded(module: object) -> bool:
     """Return whether a module was given to ``fully_shard``."""
     # whoever has called fully_shard has imported it
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
 
 
 def _why_not_supported(parameter: Any, *, of_fsdp: bool) -> str | None:
-    """Return the reason why THOR cannot train a DTensor."""
+    """Return the reason why a DTensor cannot be trained with curvature."""
     placements = parameter.placements
     divided = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    by_rows = all(getattr(placements[i], "dim", 0) == 0 for i in divided)
+    is_plain = all(type(placements[i]).__name__ == "Shard" for i in divided)
     so = f"it is divided as {tuple(placements)}"
-    if not of_fsdp:
-        return f"{so} by other means than fully_shard, as by tensor parallelism"
-    if len(divided) > 1 or any(type(placements[i]).__name__ != "Shard" for i in divided):
-        return f"{so}, as by tensor parallelism; THOR supports FSDP2 and HSDP alone"
-    if divided and placements[divided[0]].dim != 0:
-        return f"{so}, and THOR needs whole rows: Shard(0), the default of fully_shard"
-    if divided and divided[0] != len(placements) - 1:
-        return f"{so}; of a mesh of two dimensions the last must be that of the shards"
-    if len(placements) > 2:
-        return f"its mesh has {len(placements)} dimensions; THOR supports one (FSDP) and two (HSDP)"
-    return None
+    rules = (
+        (of_fsdp, f"{so} by other means than fully_shard, as by tensor parallelism"),
+        (len(divided) < 2 and is_plain, f"{so}, as by tensor parallelism, not by FSDP2 or HSDP"),
+        (by_rows, f"{so}, and rows must stay whole: Shard(0), the default of fully_shard"),
+        (
+            divided in ([], [len(placements) - 1]),
+            f"{so}; of a mesh of two dimensions the last must be that of the shards",
+        ),
+        (
+            len(placements) < 3,
+            f"its mesh has {len(placements)} dimensions, and must have one (FSDP) or two (HSDP)",
+        ),
+    )
+    return next((why for holds, why in rules if not holds), None)
 
 
 def row_shards_of(parameter: Any) -> RowShards | None:
@@ -75,33 +78,9 @@ def row_shards_of(parameter: Any) -> RowShards | None:
             own, mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
-    def total(own: Tensor | None) -> Tensor:
-        shape, device = () if own is None else own.shape, torch.device(mesh.device_type)
-        found = torch.zeros(shape, dtype=wide_dtype(device), device=device)
-        if own is not None:
-            found += own
-        dist.all_reduce(found, group=mesh.get_group(mesh.ndim - 1))
-        return found
-
-    def exchange(sent: Tensor, to_send: list[int], to_receive: list[int]) -> Tensor:
-        device = device_of_mesh(parameter)
-        found = torch.empty(sum(to_receive), dtype=sent.dtype, device=device)
-        dist.all_to_all_single(
-            found, sent.to(device), to_receive, to_send, group=mesh.get_group(mesh.ndim - 1)
-        )
-        return found.to(sent.device)
-
-    replicas = mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None
-    return RowShards(
-        count,
-        bounds,
-        slice(starts[index], starts[index + 1]),
-        index,
-        total,
-        exchange,
-        wrap,
-        replicas,
-    )
+    has_replicas = mesh.ndim > 1 and mesh.size(0) > 1
+    own_rows = slice(starts[index], starts[index + 1])
+    return RowShards(count, bounds, own_rows, index, wrap, has_replicas)
 
 
 def device_of_mesh(parameter: Any) -> torch.device:
@@ -121,47 +100,40 @@ def device_of_mesh(parameter: Any) -> torch.device:
 
 
 def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
-    """Raise an error for a parameter that is divided in a way that THOR does not support."""
+    """Raise an error for a parameter that is divided in a way that is not supported."""
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ValueError(
                 f"module {name or 'itself'!r} is a FullyShardedDataParallel, which puts the "
                 "parameters of several layers into one; use its successor "
-                "torch.distributed.fsdp.fully_shard, then THOR(model)"
+                "torch.distributed.fsdp.fully_shard, then make the optimizer from the model"
             )
     sharded = {id(parameter) for parameter in trained if is_sharded(parameter)}
     of_fsdp = {
         id(p) for module in model.modules() if is_fully_sharded(module) for p in module.parameters()
     }
     for name, parameter in model.named_parameters():
-        key = id(parameter)
-        why = _why_not_supported(parameter, of_fsdp=key in of_fsdp) if key in sharded else None
+        if id(parameter) not in sharded:
+            continue
+        why = _why_not_supported(parameter, of_fsdp=id(parameter) in of_fsdp)
         if why is not None:
             raise ValueError(
-                f"parameter {name!r} is a DTensor that THOR cannot train: {why}. Use fully_shard "
-                "alone and pass the model that it was given, or leave the parameter to another "
-                f"optimizer: THOR([p for p in ...], model=model)"
+                f"parameter {name!r} is a DTensor that this optimizer cannot train: {why}. Use "
+                "fully_shard alone and pass the model that it was given, or leave the parameter "
+                "to another optimizer, and give this one the others, with model=model"
             )
 
 
 def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
     """Check that the processes that refresh together are those that share the parameters."""
     # The parameters are divided among the latter.
-    if not parameters:
-        return
-    members = [dist.get_rank()]
-    if group is not False:
-        members = (
-            list(range(dist.get_world_size()))
-            if group is None
-            else dist.get_process_group_ranks(group)
-        )
     for name, parameter in parameters:
+        members = [dist.get_rank()] if group is False else dist.get_process_group_ranks(group)
         ranks = parameter.device_mesh.mesh.flatten().tolist()  # in the order of the mesh
         if ranks != members:
             raise ValueError(
                 f"process_group={group!r}: parameter {name!r} is divided among the ranks {ranks}, "
-                f"and THOR would refresh with the ranks {members}; give "
+                f"and the optimizer would refresh with the ranks {members}; give "
                 "distributed=torch_thor.Distributed(process_group=...) the group of the mesh that "
                 "fully_shard got"
             )

@@ -7,16 +7,18 @@ mapping, and it returns tensors and decisions.
 """
 
 from torch_thor.curvature.blocks import Blocks, Cut
-from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import Kind, LinearKind, MatrixWeight, ProjectionKind, register_kind
-from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.refresh import Decision, RefreshEvent
+from torch_thor.curvature.layer import Layer, LayerCurvature
+from torch_thor.curvature.lifecycle import Decision
+from torch_thor.curvature.refresh import RefreshEvent
+from torch_thor.curvature.view import ParameterView
 
 __all__ = [
     "Blocks",
     "Cut",
     "Decision",
     "Kind",
+    "Layer",
     "LayerCurvature",
     "LinearKind",
     "MatrixWeight",

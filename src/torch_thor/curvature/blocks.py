@@ -204,31 +204,25 @@ class Blocks:
             solved.append(product(part, own).flatten(0, 1))
         return (solved[0] if len(solved) == 1 else torch.cat(solved)).view(matrix.shape)
 
-    def accumulate_right_product_(
-        self, matrix: Tensor, scale: float, into: Tensor, decay: float
-    ) -> None:
-        """Compute ``into ← decay * into + scale * matrix @ self`` without a temporary.
+    def write_right_product_(self, matrix: Tensor, scale: float, into: Tensor) -> None:
+        """Compute ``into ← scale * matrix @ self`` without a temporary.
 
-        The tensors have the shape ``(groups, m, n)``.
+        The tensors have the shape ``(groups, m, n)``. Even NaN is overwritten.
         """
-        # a factor of 0 overwrites even NaN, as beta=0 of a matrix product does
         groups, size = self.cut.groups, matrix.shape[-1]
         if self.cut.is_diagonal:
             # rows may be wider, as in left_multiply
             diagonal = self.rows[:, 0].view(groups, 1, size)
-            (into.mul_(decay) if decay else into.zero_()).addcmul_(matrix, diagonal, value=scale)
+            into.zero_().addcmul_(matrix, diagonal, value=scale)
         elif self.cut.width == size:  # one block for each group
-            add_product_(into, matrix, self.parts[0], decay, scale)
+            add_product_(into, matrix, self.parts[0], 0.0, scale)
         elif groups > 1 and self.rows.device.type != "cpu":  # few large kernels
             for run, part in zip(self.cut.one_group.runs, self.of_groups, strict=True):
                 shape = run.count, run.size
                 head = matrix[..., run.first : run.last].unflatten(-1, shape).transpose(1, 2)
                 target = into[..., run.first : run.last].unflatten(-1, shape).transpose(1, 2)
                 found = product(head.flatten(0, 1), part).view(target.shape)
-                if decay:
-                    target.mul_(decay).add_(found, alpha=scale)
-                else:
-                    target.copy_(found if scale == 1.0 else found * scale)
+                target.copy_(found if scale == 1.0 else found * scale)
         else:  # one batched product per run, because the strides do not allow one for all groups
             for index in range(groups):
                 own = self if groups == 1 else self.group(index)
@@ -240,7 +234,7 @@ class Blocks:
                     target = (
                         into[index, :, run.first : run.last].unflatten(-1, shape).transpose(0, 1)
                     )
-                    add_product_(target, head, part, decay, scale)
+                    add_product_(target, head, part, 0.0, scale)
 
     def dense(self) -> list[Tensor]:
         """Return the full matrix of each group, with zeros outside of the blocks."""
@@ -255,21 +249,21 @@ class Blocks:
         return found
 
 
-def first_rows(cut: Cut) -> Iterator[int]:
-    """Yield the first row of the block of each row."""
-    for run in cut.runs:
-        for first in range(run.first, run.last, run.size):
-            yield from itertools.repeat(first, run.size)
+def block_of_rows(cut: Cut) -> Tensor:
+    """Return the first row of the block of each row, and the row after its last, ``(rows, 2)``."""
+    found = [
+        (first, first + run.size)
+        for run in cut.runs
+        for first in range(run.first, run.last, run.size)
+        for _ in range(run.size)
+    ]
+    return torch.tensor(found, dtype=torch.long).view(-1, 2)
 
 
 def cut_again(rows: Tensor, before: Cut, after: Cut) -> Tensor:
     """Return rows for other blocks. What is between the old blocks is zero."""
-    starts, ends = [], []
-    for cut in (before, after):
-        start = torch.tensor(list(first_rows(cut)), dtype=torch.long)
-        size = torch.cat([torch.full((run.last - run.first,), run.size) for run in cut.runs])
-        starts.append(start.to(rows.device)[:, None])
-        ends.append((start + size).to(rows.device)[:, None])
+    blocks = [block_of_rows(cut).to(rows.device) for cut in (before, after)]
+    starts, ends = ([of[:, i : i + 1] for of in blocks] for i in (0, 1))
     column = starts[1] + torch.arange(rows.shape[1], device=rows.device)  # of the whole matrix
     kept = (column >= starts[0]) & (column < ends[0]) & (column < ends[1])
     source = (column - starts[0]).clamp(0, rows.shape[1] - 1)

@@ -8,12 +8,17 @@ inverts which block.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 
 # For each tensor of blocks ``(count, s, s)``, one index more than there are processes, from 0 to
 # ``count``: process r owns the blocks from index r to index r + 1 of this list.
 Bounds = Sequence[Sequence[int]]
+
+# Where the rows of weights are divided: all processes, those that hold one copy of the weights
+# together, or those that hold the same rows.
+Among = Literal["all", "shards", "replicas"]
 
 
 class Processes:
@@ -44,14 +49,18 @@ class Processes:
         All others become undefined.
         """
 
-    def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
+    def share_(self, parts: Sequence[Tensor], bounds: Bounds, among: Among = "all") -> None:
         """Replace symmetric blocks by their owner's, so that all processes have the same ones."""
 
-    def share_with_replicas_(self, parts: Sequence[Tensor], replicas: object) -> None:
-        """Replace symmetric blocks by those of the first process of a group.
+    def all_reduce(self, tensor: Tensor, among: Among = "all") -> Tensor:
+        """Return the sum of a tensor over processes."""
+        return tensor
 
-        The processes of the group hold the same rows of weights.
-        """
+    def all_to_all(
+        self, tensor: Tensor, sent: list[int], received: list[int], among: Among = "all"
+    ) -> Tensor:
+        """Exchange elements of a vector, of which each process gets as many as ``sent`` says."""
+        return tensor
 
 
 ALONE = Processes()

@@ -52,7 +52,7 @@ def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
     parts = [one.sums.parts[run] for one, run in runs]
     bounds: Bounds = [(0, len(part)) for part in parts]
     if processes.count > 1:
-        owners = [(one.factor.owners, run) for one, run in runs]
+        owners = [(one.factor.layout.owners, run) for one, run in runs]
         bounds = processes.deal_out(
             parts, [None if of is None else of.bounds[run] for of, run in owners]
         )
@@ -93,21 +93,16 @@ def _of_blocks(
 ) -> list[Tensor]:
     """Return the number of the group of each own block, for each run; given are those of groups."""
     together: defaultdict[tuple[torch.device, torch.dtype], list[float]] = defaultdict(list)
-    lengths = []
+    lengths: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for of_groups, (one, index), part, own in zip(numbers, runs, parts, owned, strict=True):
         cut = one.sums.cut
         run, rows = cut.runs[index], max(1, cut.rows // cut.groups)
         groups = [first // rows for first in range(run.first, run.last, run.size)][own]
         together[part.device, part.dtype] += [of_groups[group] for group in groups]
-        lengths.append(len(groups))
-    places = dict.fromkeys(together, 0)
-    sent = {key: to_device(of_all, *key) for key, of_all in together.items()}
-    found = []
-    for part, length in zip(parts, lengths, strict=True):
-        key = part.device, part.dtype
-        found.append(sent[key][places[key] : places[key] + length])
-        places[key] += length
-    return found
+        lengths[part.device, part.dtype].append(len(groups))
+    sent = {key: to_device(of_all, *key).split(lengths[key]) for key, of_all in together.items()}
+    numbers_of = {key: iter(of_runs) for key, of_runs in sent.items()}
+    return [next(numbers_of[part.device, part.dtype]) for part in parts]
 
 
 def _flags_of_blocks(
@@ -128,7 +123,7 @@ def _flags_of_blocks(
 
 def _averaged(of: NewFactor, index: int, own: slice, keeps: Tensor | None) -> Tensor:
     """Return own blocks of a run, averaged with those in use."""
-    owners, new = of.factor.owners, of.sums.parts[index][own]
+    owners, new = of.factor.layout.owners, of.sums.parts[index][own]
     if of.in_use is None or not len(new):
         return new
     if owners is None:
@@ -158,23 +153,22 @@ def _share_(
     any_of = iter([any(of_ranks) for of_ranks in zip(*flags, strict=True)])
     for one in new:
         one.raised, one.failed = next(any_of), next(any_of)
-    shared = [i for i, (one, _) in enumerate(runs) if one.factor.owners is None]
+    shared = [i for i, (one, _) in enumerate(runs) if one.factor.layout.owners is None]
     processes.share_(
         [of[i] for i in shared for of in (parts, inverses)],
         [bounds[i] for i in shared for _ in range(2)],
     )
-    groups: dict[int, tuple[object, list[Tensor]]] = {}
+    of_rows: list[Tensor] = []  # which other processes hold as well
     for i, (one, run) in enumerate(runs):
-        owners = one.factor.owners
+        owners = one.factor.layout.owners
         if owners is not None:
             kept = owners.held(run)
             parts[i], inverses[i] = parts[i][kept], inverses[i][kept]
-            if owners.replicas is not None:
-                groups.setdefault(id(owners.replicas), (owners.replicas, []))[1].extend(
-                    (parts[i], inverses[i])
-                )
-    for replicas, own_parts in groups.values():
-        processes.share_with_replicas_(own_parts, replicas)
+            if owners.has_replicas:
+                of_rows += parts[i], inverses[i]
+    if of_rows:  # the first of them has inverted all
+        first = [(0, *[len(part)] * processes.count) for part in of_rows]
+        processes.share_(of_rows, first, "replicas")
 
 
 def invert_own(

@@ -6,28 +6,35 @@ until the end of the step. If several layers are rows of one parameter, the keys
 prefix.
 """
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype, has_values, ieee_float32
-from torch_thor.curvature.factor import Factor, ParameterView, State
+from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.layout import Owners, cut_of, layout_of
+from torch_thor.curvature.lifecycle import Life
+from torch_thor.curvature.view import ParameterView, State
 
 
 class Statistics:
     """``Σ a aᵀ`` and ``Σ g gᵀ`` over the rows of the current step, and the number of rows."""
 
-    def __init__(self, kind: Kind, weight: ParameterView, factors: Sequence[Factor]) -> None:
-        self._weight, self._factors = weight, factors
+    def __init__(self, kind: Kind, factors: tuple[Factor, ...]) -> None:
+        self._kind, self.factors = kind, factors
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the statistics of this step."""
         # one for each factor, of the blocks of all processes
         self._sums: list[Blocks] | None = None
         self.rows = 0  # R of this step so far
         # R of each group, if groups have their own rows
-        self.group_rows = [0] * kind.groups if kind.routed else []
+        self.group_rows = [0] * self._kind.groups if self._kind.routed else []
 
     @torch.no_grad()
     def gather(
@@ -92,14 +99,18 @@ class Statistics:
     def sums(self) -> list[Blocks]:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added."""
         if self._sums is None:
-            view, weight = self._weight, self._weight.module._parameters.get(self._weight.attribute)
+            view = self.factors[0].view
+            weight = view.module._parameters.get(view.attribute)
             # FSDP2 may keep a parameter on the CPU and in another dtype than the one that it
             # computes with
             device = (view.parameter if weight is None else weight).device
             dtype = factor_dtype(
                 (view.parameter if weight is None or view.shards is not None else weight).dtype
             )
-            cuts = [factor.cut_now() for factor in self._factors]
+            cuts = [factor.layout.cut for factor in self.factors]
+            # it was changed since the view was bound
+            if view.options.get("split_dim") != self.factors[0].layout.split_dim:
+                cuts = [cut_of(factor.side, self._kind, view) for factor in self.factors]
             self._sums = [
                 Blocks(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device))
                 for cut in cuts
@@ -121,15 +132,9 @@ class Statistics:
             counts = factor.rows.new_tensor(group_rows)
             mean = counts.clamp(min=1).reciprocal()
             factor.scale_groups_(
-                mean if len(self._factors) == 1 else (counts * terms).clamp(min=1).rsqrt()
+                mean if len(self.factors) == 1 else (counts * terms).clamp(min=1).rsqrt()
             )
         return sums
-
-    def forget(self) -> None:
-        """Drop the statistics of this step."""
-        self._sums, self.rows = None, 0
-        if self.group_rows:
-            self.group_rows = [0] * len(self.group_rows)
 
     def follow_weight(self) -> None:
         """Move and convert the sums to the device and dtype of the weight.
@@ -137,7 +142,7 @@ class Statistics:
         This is needed if the weight was converted after a forward pass.
         """
         if self._sums is not None:
-            weight = self._weight.parameter
+            weight = self.factors[0].view.parameter
             device, dtype = weight.device, factor_dtype(weight.dtype)
             self._sums = [Blocks(one.cut, one.rows.to(device, dtype)) for one in self._sums]
 
@@ -173,44 +178,64 @@ def _stored(key: str, doc: str, convert: Callable[[float], Any] = bool) -> Any:
     return property(read, doc=doc)
 
 
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer that can be preconditioned.
+
+    It is one or several modules that share a weight, or a part of a composite module.
+    """
+
+    name: str  # its name: that of its module, or of the composite module with its name inside that
+    kind: Kind
+    weight: ParameterView
+    biases: list[ParameterView]
+    # put before the names of its state, where several layers are rows of one parameter
+    prefix: str = ""
+    # the modules that compute it: torch_thor.capture.layers.Use
+    uses: Sequence[Any] = ()
+
+    @property
+    def views(self) -> tuple[ParameterView, ...]:
+        """The parameters that are preconditioned, or the rows of them that belong to it."""
+        return self.weight, *self.biases
+
+
 class LayerCurvature:
     """The Kronecker-factored curvature of one layer, Fisher block ≈ T · (A ⊗ G).
 
     See Chen et al. 2021, section 3.1.
     """
 
-    def __init__(
-        self,
-        name: str,
-        kind: Kind,
-        weight: ParameterView,
-        biases: Sequence[ParameterView],
-        prefix: str = "",
-        sides: tuple[str, ...] = SIDES,
-    ) -> None:
-        self.name = name
-        self.kind = kind
-        self.weight_view = weight
-        self.biases = tuple(biases)
-        self.prefix = prefix
-        self.sides = sides
-        self.stored = tuple(Factor(side, kind, weight, prefix) for side in sides)
-        self.statistics = Statistics(kind, weight, self.stored)  # those of the current step
-        self.bind()
+    def __init__(self, layer: Layer, sides: tuple[str, ...] = SIDES) -> None:
+        self.layer, self.sides = layer, sides
+        self.name, self.kind, self.prefix = layer.name, layer.kind, layer.prefix
+        factors = self.laid_out(layer.weight)
+        self.statistics = Statistics(layer.kind, factors)  # those of the current step
+        self.bind(factors)
 
-    def bind(self) -> None:
-        """Look up what the views are bound to, anew after each change of it."""
-        view = self.weight_view
-        self.weight = view.parameter
-        self.geometry = self.kind  # the kind for those rows of the weight that this process holds
-        if view.shards is not None:
-            own = view.shards.own_of(view.rows)
-            self.geometry = copy.copy(self.kind)
-            setattr(
-                self.geometry, "inputs" if self.kind.transposed else "outputs", own.stop - own.start
-            )
-        for factor in self.stored:
-            factor.bind()
+    def laid_out(
+        self, weight: ParameterView, owners: Mapping[str, Owners] | None = None
+    ) -> tuple[Factor, ...]:
+        """Return the factors for a view of the weight.
+
+        ``owners``: of the blocks of each factor that processes partition.
+        """
+        known = owners or {}
+        return tuple(
+            Factor(side, weight, layout_of(side, self.kind, weight, self.prefix, known.get(side)))
+            for side in self.sides
+        )
+
+    def bind(self, factors: tuple[Factor, ...]) -> None:
+        """Take the factors for another view of the weight."""
+        self.stored = self.statistics.factors = factors
+        self.a, self.g = factors[0], factors[1] if len(factors) > 1 else None
+        self.weight_view = self.a.view
+        self.weight, shards = self.weight_view.parameter, self.weight_view.shards
+        self.geometry = self.kind.geometry  # of the rows of the weight that this process holds
+        if shards is not None:
+            own = shards.own_of(self.weight_view.rows)
+            self.geometry = self.geometry.with_rows(own.stop - own.start)
 
     # ---- for users -------------------------------------------------------------------------------
 
@@ -267,6 +292,11 @@ class LayerCurvature:
     )
     uncalled: bool = _stored("uncalled", "Whether its weight is used without calling its module.")
 
+    @property
+    def life(self) -> Life:
+        """Whether it takes part in refreshes."""
+        return Life(self.due, self.idle, self.uncalled, self.stopped)
+
     def __repr__(self) -> str:
         return (
             f"LayerCurvature({self.name!r}, {self.kind.label}, groups={self.kind.groups}, "
@@ -312,7 +342,7 @@ class LayerCurvature:
         dtype = factor_dtype(weight.dtype)
         for factor in self.stored:
             factor.make_zeros(dtype, weight.device)
-            if factor.by_rows:
+            if factor.layout.by_rows:
                 state[SHARDS] = (
                     1 if self.weight_view.shards is None else self.weight_view.shards.count
                 )
@@ -322,12 +352,9 @@ class LayerCurvature:
                 self.kind.groups, dtype=dtype, device=weight.device
             )
 
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the shapes of all tensors of the factors, by their keys in the state."""
-        return {key: shape for factor in self.stored for key, shape in factor.shapes().items()}
-
     def missing_entries(self) -> list[str]:
         """Return the entries that the state lacks."""
         numbers = [*NUMBERS, "group_rows_per_term"] if self.kind.routed else list(NUMBERS)
-        keys = [*(self.prefix + key for key in numbers), *self.shapes()]
+        keys = [self.prefix + key for key in numbers]
+        keys += [key for factor in self.stored for key in factor.layout.keys]
         return [key for key in keys if self.state.get(key) is None]

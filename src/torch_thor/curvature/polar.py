@@ -39,22 +39,12 @@ _MARGIN = {torch.bfloat16: 1.05, torch.float32: 1.01, torch.float64: 1.01}
 _NOISE = 32.0
 
 
-def unit_polars(
-    matrices: Sequence[Tensor], rows: int | None, limits: Sequence[Tensor] | None = None
-) -> list[Tensor]:
-    """Return the polar factors, scaled to norm 1, of batches of wide matrices or their row blocks.
-
-    ``limits`` holds a number ``(count,)`` for each matrix by which it is multiplied further.
-    """
+def unit_polars(matrices: Sequence[Tensor], rows: int | None) -> list[Tensor]:
+    """Return the polar factors of batches of wide matrices, or of their row blocks, with norm 1."""
     alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
         alike[matrix.dtype, matrix.device, matrix.shape[1:]].append(i)
-    own_limits = (
-        None if limits is None else [torch.cat([limits[i] for i in own]) for own in alike.values()]
-    )
-    polars = unit_polars_(
-        [torch.cat([matrices[i] for i in own]) for own in alike.values()], rows, own_limits
-    )
+    polars = unit_polars_([torch.cat([matrices[i] for i in own]) for own in alike.values()], rows)
     found = list(matrices)
     for own, polar in zip(alike.values(), polars, strict=True):
         for i, one in zip(own, polar.split([len(matrices[i]) for i in own]), strict=True):
@@ -66,6 +56,7 @@ def unit_polars_(
     batches: Sequence[Tensor], rows: int | None, limits: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
     """Do this for batches of wide matrices with the same sides."""
+    # ``limits`` holds a number ``(count,)`` for each batch by which its matrices are multiplied
     polars = orthogonalise(batches, rows)
     for i, polar in enumerate(polars):
         # clamped for matrices of zeros, whose step is zero

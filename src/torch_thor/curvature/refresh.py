@@ -5,7 +5,6 @@ are summed over the processes first. Only the factors of layers that take them a
 inverted, each block by the process that owns it, and sent to all.
 """
 
-import enum
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -18,24 +17,9 @@ from torch_thor.curvature.blocks import Blocks, wide_dtype
 from torch_thor.curvature.communication import ALONE, Processes
 from torch_thor.curvature.inverse import DAMPING_RAISES, NewFactor, invert_, relative_damping
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.lifecycle import Decision
 
 _PLAINLY = "it takes its plain gradient, and the next step tries again"
-
-
-class Decision(enum.Enum):
-    """The result of a refresh for one layer: a case of the trace rule, or a failure.
-
-    The trace rule is that of Chen et al. 2021, section 3.2.
-
-    UPDATE: new factors were taken and inverted. KEEP: the new statistics were dropped. STOP: the
-    new statistics were dropped, and the layer never refreshes again. FAILED: the new factors held
-    NaN or inf, or could not be inverted; the last good inverse stays in use.
-    """
-
-    UPDATE = "update"
-    KEEP = "keep"
-    STOP = "stop"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -140,7 +124,7 @@ class Candidate:
         # The decision becomes FAILED if an inverse has failed.
         layer, what = self.layer, "its new factors hold NaN or inf and were not inverted"
         if self.change is not None:
-            layer.record(last_trace_change=self.change, stopped=self.decision is Decision.STOP)
+            layer.record(last_trace_change=self.change)
         if any(one.failed for one in self.new):
             self.decision = Decision.FAILED
             what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
@@ -244,13 +228,14 @@ def refresh(
         i = 0
         for factor in stored:
             # which have one group: every owner adds the trace of its blocks
-            if factor.owners is not None:
+            owners = factor.layout.owners
+            if owners is not None:
                 starts = [
-                    sum(of_run[r + 1] - of_run[r] for of_run in factor.owners.bounds)
+                    sum(of_run[r + 1] - of_run[r] for of_run in owners.bounds)
                     for r in range(len(rows))
                 ]
                 in_use[i] = sum(rows[r][len(new) + i] for r, blocks in enumerate(starts) if blocks)
-            i += factor.cut.groups
+            i += factor.layout.cut.groups
     numbers_of = iter(new), iter(in_use)
     for one in candidates:
         now, before = (

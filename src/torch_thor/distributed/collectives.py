@@ -9,15 +9,17 @@ from torch import Tensor
 from torch import distributed as dist
 
 
+def _named(new: str, old: str) -> Any:
+    return getattr(dist, new if hasattr(dist, new) else old)
+
+
 def all_gather(output: Tensor, own: Tensor, group: Any = None) -> None:
     """Collect tensors of one size from all processes, one after the other in the output."""
-    new = "all_gather_single"
-    named = new if hasattr(dist, new) else "all_gather_into_tensor"
-    getattr(dist, named)(output, own, group=group)
+    _named("all_gather_single", "all_gather_into_tensor")(output, own, group=group)
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: Any = None, **options: Any) -> Any:
     """Sum a tensor over all processes, each of which gets its part; `options` are torch's."""
-    new = "reduce_scatter_single"
-    named = new if hasattr(dist, new) else "reduce_scatter_tensor"
-    return getattr(dist, named)(output, whole, group=group, **options)
+    return _named("reduce_scatter_single", "reduce_scatter_tensor")(
+        output, whole, group=group, **options
+    )

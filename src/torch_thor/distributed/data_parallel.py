@@ -1,4 +1,4 @@
-"""The processes that train together: how an optimizer learns of them, and what they exchange.
+"""What the processes that train together exchange.
 
 Every rank holds the whole model, and each block of a factor is summed and inverted by one rank. Of
 a symmetric block the lower triangle is sent, which has half as many elements.
@@ -7,97 +7,40 @@ a symmetric block the lower triangle is sent, which has half as many elements.
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from torch_thor.curvature.communication import ALONE, Bounds, Processes
+from torch_thor.curvature.blocks import wide_dtype
+from torch_thor.curvature.communication import Among, Bounds, Processes
+from torch_thor.distributed.assignment import deal_out, packed_size, packed_sizes, pads
 from torch_thor.distributed.collectives import all_gather, reduce_scatter
-from torch_thor.distributed.ownership import deal_out, packed_size, packed_sizes, pads
 
 # blocks of one dtype and device, each tensor with its bounds
 _Alike = list[tuple[Tensor, Sequence[int]]]
-
-
-@dataclass(frozen=True)
-class Distributed:
-    """How an optimizer trains with other processes.
-
-    It is passed as ``THOR(model, distributed=Distributed(divide_curvature=True))``.
-
-    Args:
-        process_group: the processes that train the model together and average its gradients, as DDP
-            does; their statistics are summed on refresh steps. None: the default group, if
-            ``torch.distributed`` is initialised by the time of a step; False: none, so that every
-            process trains a model of its own. It must be the same on all processes: those that wait
-            for a process that does not come are ended by the timeout of the group.
-        divide_curvature: whether only the process that inverts a block keeps it and its inverse (1
-            / n of the memory), and every step collects the inverses. By default all processes keep
-            all, and ordinary steps send nothing. The steps are the same. State dicts then need
-            ``optimizer.consolidate_state_dict()`` first.
-        whole_matrices: for ThorMuon under FSDP2, whether one process orthogonalises each matrix as
-            a whole (two all-to-all and an all-reduce in every step). By default every process
-            orthogonalises its own rows, and nothing is sent.
-        communication_dtype: the dtype in which blocks are sent; None: their own. ``torch.bfloat16``
-            halves the bytes.
-
-    Raises:
-        ValueError: a value is not one of these.
-    """
-
-    process_group: Any = None
-    divide_curvature: bool = False
-    whole_matrices: bool = False
-    communication_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        group, flag = self.process_group, "True or False; leave it out for False"
-        is_group = (
-            group is None
-            or group is False
-            or (dist.is_available() and isinstance(group, dist.ProcessGroup))
-        )
-        rules = {
-            "process_group": (
-                is_group,
-                "a torch.distributed.ProcessGroup that this process is in, None for the default "
-                "group, or False where every process trains a model of its own; of a DeviceMesh "
-                "give mesh.get_group()",
-            ),
-            "divide_curvature": (isinstance(self.divide_curvature, bool), flag),
-            "whole_matrices": (isinstance(self.whole_matrices, bool), flag),
-            "communication_dtype": (
-                self.communication_dtype in (None, torch.bfloat16, torch.float32),
-                "None, torch.bfloat16 or torch.float32; sums of factors overflow in float16",
-            ),
-        }
-        for name, (holds, rule) in rules.items():
-            if not holds:
-                raise ValueError(f"{name}={getattr(self, name)!r}: {name} must be {rule}")
-
-    def processes(self, plan: Any) -> Processes:
-        """Return the processes that train together at this time.
-
-        ``plan.device`` is the device of the model.
-        """
-        if self.process_group is False or not (dist.is_available() and dist.is_initialized()):
-            return ALONE
-        group: Any = dist.group.WORLD if self.process_group is None else self.process_group
-        alone = dist.get_world_size(group) == 1
-        return ALONE if alone else DataParallel(group, plan.device, self.communication_dtype)
 
 
 class DataParallel(Processes):
     """The processes of a group."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        mesh: Any = None,
     ) -> None:
-        self._group, self._device, self._dtype = group, device, dtype
+        self._group, self._device, self._dtype, self._mesh = group, device, dtype, mesh
         self.count, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def _among(self, among: Among) -> Any:
+        """Return the process group of some of the processes."""
+        if among == "all":
+            return self._group
+        assert self._mesh is not None
+        return self._mesh.get_group(0 if among == "replicas" else self._mesh.ndim - 1)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank (one collective and a host–device synchronisation)."""
@@ -129,31 +72,41 @@ class DataParallel(Processes):
                 dist.all_reduce(flat, group=self._group)
             _each(unpack_, alike, self.rank, own)
 
-    def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
+    def share_(self, parts: Sequence[Tensor], bounds: Bounds, among: Among = "all") -> None:
         """Send all blocks from owners to all ranks, in one collective per dtype and device."""
+        group = self._among(among)
+        rank = dist.get_rank(group)
         for alike, flat, pieces, padded in self._flattened(parts, bounds):
-            own = torch.zeros_like(pieces[self.rank]) if padded else pieces[self.rank]
-            _each(pack, alike, self.rank, own)
+            own = torch.zeros_like(pieces[rank]) if padded else pieces[rank]
+            _each(pack, alike, rank, own)
+            owners = [i for i, piece in enumerate(pieces) if len(piece)]
             if padded:
-                all_gather(flat, own, self._group)
+                all_gather(flat, own, group)
+            elif len(owners) == 1:
+                dist.broadcast(flat, dist.get_global_rank(group, owners[0]), group=group)
             else:
                 # to the last bit: all other ranks add zeros
-                dist.all_reduce(flat, group=self._group)
+                dist.all_reduce(flat, group=group)
             # a rank's own blocks too: unpacked, they are symmetric to the last bit, as on all other
             # ranks
-            for rank, piece in enumerate(pieces):
-                _each(unpack_, alike, rank, piece)
+            for rank_of, piece in enumerate(pieces):
+                _each(unpack_, alike, rank_of, piece)
 
-    def share_with_replicas_(self, parts: Sequence[Tensor], replicas: object) -> None:
-        """Send blocks from the first rank of a group to the others.
+    def all_reduce(self, tensor: Tensor, among: Among = "all") -> Tensor:
+        """Return the sum of a tensor over processes, in the widest dtype of their device."""
+        found = tensor.to(self._device, wide_dtype(self._device), copy=True)
+        dist.all_reduce(found, group=self._among(among))
+        return found
 
-        One collective is used for each dtype and device.
-        """
-        group = cast(dist.ProcessGroup, replicas)
-        for alike, flat, _, _ in self._flattened(parts, [(0, len(part)) for part in parts]):
-            _each(pack, alike, 0, flat)
-            dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
-            _each(unpack_, alike, 0, flat)
+    def all_to_all(
+        self, tensor: Tensor, sent: list[int], received: list[int], among: Among = "all"
+    ) -> Tensor:
+        """Exchange elements of a vector: as many of each process as ``received`` says."""
+        found = torch.empty(sum(received), dtype=tensor.dtype, device=self._device)
+        dist.all_to_all_single(
+            found, tensor.to(self._device), received, sent, group=self._among(among)
+        )
+        return found.to(tensor.device)
 
     def _flattened(
         self, parts: Sequence[Tensor], bounds: Bounds

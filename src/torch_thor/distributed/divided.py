@@ -20,59 +20,57 @@ from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.shards import Owners
-from torch_thor.distributed.ownership import deal_out, packed_size
+from torch_thor.curvature.layout import Owners, layout_of
+from torch_thor.distributed.assignment import deal_out, packed_size
 
 # The inverses that are collected at once have about so many elements: 32 MB in float32.
 ELEMENTS = 2**23
 
 
-def owners_of(layers: Iterable[LayerCurvature], processes: int, rank: int) -> dict[Factor, Owners]:
+# the owners of the blocks of factors, by layer and side
+OwnersOf = dict[LayerCurvature, dict[str, Owners]]
+
+
+def owners_of(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
     """Deal out the blocks of all factors that are not divided with the rows of a weight."""
-    factors = [factor for layer in layers for factor in layer.stored]
+    factors = [(layer, factor) for layer in layers for factor in layer.stored]
+    shapes = tuple(block for _, factor in factors for block in factor.layout.cut.blocks)
     fixed: list[tuple[int, ...] | None] = []
-    for factor in factors:
-        fixed += [None] * len(factor.cut.blocks) if factor.owners is None else factor.owners.bounds
-    shapes = tuple(block for factor in factors for block in factor.cut.blocks)
-    dealt = iter(deal_out(shapes, processes, tuple(fixed)))
-    bounds = {factor: tuple(tuple(next(dealt)) for _ in factor.cut.blocks) for factor in factors}
-    return {f: Owners(bounds[f], rank) for f in factors if f.owners is None and f.cut.groups == 1}
+    for layout in (factor.layout for _, factor in factors):
+        fixed += [None] * len(layout.cut.blocks) if layout.owners is None else layout.owners.bounds
+    dealt = iter(deal_out(shapes, processes.count, tuple(fixed)))
+    found: OwnersOf = {}
+    for layer, factor in factors:
+        bounds = tuple(tuple(next(dealt)) for _ in factor.layout.cut.blocks)
+        if factor.layout.owners is None and factor.layout.cut.groups == 1:
+            owners = Owners(bounds, processes.rank, processes=processes)
+            found.setdefault(layer, {})[factor.side] = owners
+    return found
 
 
-def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
-    """Divide the curvature of all layers among the processes.
-
-    Of factors that are in the state, the own blocks stay.
-    """
-    new = [layer for layer in layers if all(factor.divided is None for factor in layer.stored)]
-    if processes.count == 1 or not new:
-        return
-    owners = owners_of(new, processes.count, processes.rank)
-    present: list[tuple[LayerCurvature, Factor, bool, Blocks]] = []
-    for layer in new:
-        for factor in layer.stored:
-            if factor in owners and factor.keys[0] in layer.state:
-                present += [
-                    (layer, factor, inverse, factor.read(inverse=inverse))
-                    for inverse in (False, True)
-                ]
+def divide(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
+    """Divide the curvature of layers among the processes, and return the owners of its blocks."""
+    # of factors that are in the state, the own blocks stay
+    found = owners_of(layers, processes) if processes.count > 1 else {}
+    present = [
+        (layer, factor, inverse, factor.read(inverse=inverse))
+        for layer, owners in found.items()
+        for factor in layer.stored
+        if factor.side in owners and factor.layout.keys[0] in layer.state
+        for inverse in (False, True)
+    ]
     # several layers may be rows of one entry, which all have been read now
     for layer, factor, inverse, _ in present:
-        layer.state.pop(factor.keys[inverse], None)
-    for factor, of_factor in owners.items():
-        factor.divided, factor.exchange = of_factor, processes
-        factor.bind()
+        layer.state.pop(factor.layout.keys[inverse], None)
     for layer, factor, inverse, whole in present:
-        own = Blocks(factor.held, whole.rows.new_zeros(factor.held.rows, factor.held.width))
-        held = [part[owners[factor].held(i)] for i, part in enumerate(whole.parts)]
-        for into, part in zip(own.parts, [part for part in held if len(part)], strict=True):
+        own = found[layer][factor.side]
+        layout = layout_of(factor.side, layer.kind, layer.weight_view, layer.prefix, own)
+        blocks = Blocks(layout.local, whole.rows.new_zeros(layout.shape))
+        held = [part[own.held(i)] for i, part in enumerate(whole.parts)]
+        for into, part in zip(blocks.parts, [part for part in held if len(part)], strict=True):
             into.copy_(part)
-        layer.state[factor.keys[inverse]] = own.rows
-
-
-def is_divided(layers: Iterable[LayerCurvature]) -> bool:
-    """Return whether processes keep parts of the curvature alone."""
-    return any(factor.divided for layer in layers for factor in layer.stored)
+        layer.state[layout.keys[inverse]] = blocks.rows
+    return found
 
 
 def turns_of_parameters(
@@ -87,7 +85,7 @@ def turns_of_parameters(
                 (share, factor)
                 for share in shares
                 for factor in share.layer.stored
-                if factor.divided
+                if factor.layout.is_partitioned
             ]
             needs.append(
                 (id(parameter), [f for share, f in of_shares if share.is_weight or f.side == "G"])
@@ -102,7 +100,10 @@ def turns_of(
     parameters: list[int] = []
     of_turn: dict[Factor, int] = {}  # the numbers of elements that are sent
     for parameter, factors in needs:
-        sizes = {f: sum(count * packed_size(size) for count, size in f.cut.blocks) for f in factors}
+        sizes = {
+            f: sum(count * packed_size(size) for count, size in f.layout.cut.blocks)
+            for f in factors
+        }
         together = of_turn | sizes
         if of_turn and len(together) > len(of_turn) and sum(together.values()) > ELEMENTS:
             yield frozenset(parameters), list(of_turn)

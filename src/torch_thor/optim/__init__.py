@@ -2,8 +2,8 @@
 
 from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
 from torch_thor.optim.agc_sgd import AGCSGD
-from torch_thor.optim.groups import coverage, param_groups
 from torch_thor.optim.lamb import LAMB
+from torch_thor.optim.param_groups import param_groups
 from torch_thor.optim.thor import THOR
 from torch_thor.optim.thor_muon import ThorMuon
 
@@ -14,6 +14,5 @@ __all__ = [
     "ClipStatistics",
     "ThorMuon",
     "adaptive_clip_grad_",
-    "coverage",
     "param_groups",
 ]

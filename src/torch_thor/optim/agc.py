@@ -16,21 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
-from torch_thor.curvature.kinds import Kind, kind_of, parameter_names_of
+from torch_thor.curvature.geometry import Geometry
+from torch_thor.curvature.kinds import kind_of, parameter_names_of
 from torch_thor.curvature.kinds.matrix import ConvKind
-from torch_thor.optim.exclusion import check_dense, excluded_parameters, whole
-from torch_thor.optim.options import Option, check, number, real
-from torch_thor.optim.parameters import parameters_of
+from torch_thor.optim.excluding import check_dense, excluded_parameters, whole
+from torch_thor.optim.model_argument import parameters_of
+from torch_thor.optim.options import check
 
-CLIPPING = {
-    "clip_factor": Option(
-        lambda v: (number(v) or 0) > 0, "a number > 0", "start from 0.01; float('inf') never clips"
-    ),
-    "eps": Option(real(lambda v: v > 0), "a finite number > 0", "{default} is the paper's"),
-}
-
-# Where the units of a parameter are: the dim of the outputs, or the kind if that is not one dim.
-Units = int | Kind
+# Where the units of a parameter are: the dim of the outputs, or its geometry if they have none.
+Units = int | Geometry
 # a parameter, its gradient and the units; None to leave it alone
 Clippable = tuple[Tensor, Tensor, Units | None]
 
@@ -99,7 +93,7 @@ def adaptive_clip_grad_(
         RuntimeError: a gradient is sparse.
     """
     options = {"clip_factor": clip_factor, "eps": eps, "foreach": foreach}
-    check(adaptive_clip_grad_, options, CLIPPING)
+    check(adaptive_clip_grad_, options)
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     params, model = parameters_of(given, None, "adaptive_clip_grad_")
     left_alone = last_linear(model) if exclude is None else excluded_parameters(exclude, model)
@@ -136,17 +130,10 @@ def units_of(model: nn.Module | None) -> dict[Tensor, Units]:
             kind = ConvKind(module)  # of a subclass with a forward of its own
         if kind is None or kind.diagonal_input:  # an embedding: a unit is a token
             continue
-        # strides are enough to tell
-        matrix = kind.to_matrix(stand_in := torch.empty(weight.shape, device="meta"))
-        in_place = (
-            matrix._base is stand_in
-            and matrix.is_contiguous()
-            and (weight.dim() == 2 or not kind.transposed)
-        )
-        dim = int(kind.transposed)
-        found[weight] = (
-            dim if in_place and weight.shape[dim] == kind.groups * kind.outputs else kind
-        )
+        geometry, dim = kind.geometry, int(kind.transposed)
+        in_place = geometry.is_view and (weight.dim() == 2 or not geometry.transposed)
+        units = geometry.groups * geometry.outputs
+        found[weight] = dim if in_place and weight.shape[dim] == units else geometry
     return found
 
 
@@ -235,10 +222,8 @@ def _spread(values: Tensor, units: Any, gradient: Any) -> Tensor:
     if isinstance(units, int):
         return values.reshape([-1 if dim == units else 1 for dim in range(gradient.dim())])
     spread = torch.empty(gradient.shape, dtype=values.dtype, device=values.device)
-    matrix = units.to_matrix(spread)
     by_output = values.reshape(units.groups, -1, 1)
-    matrix.copy_(by_output.mT if units.transposed else by_output)
-    units.from_matrix_(matrix, spread)
+    units.write_(by_output.mT if units.transposed else by_output, spread)
     if hasattr(gradient, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 

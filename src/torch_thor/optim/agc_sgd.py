@@ -4,7 +4,7 @@ It is for networks without normalisation.
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.optim.sgd import sgd
 from torch_thor.capture.patterns import Patterns, some
 from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.agc import (
-    CLIPPING,
     ClipStatistics,
     add_up,
     clip,
@@ -21,16 +20,11 @@ from torch_thor.optim.agc import (
     linear_layers,
     units_of,
 )
-from torch_thor.optim.exclusion import COMMON, ExcludingOptimizer, Found, Slot
-from torch_thor.optim.options import OPTIONS, Option, real
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.excluding import ExcludingOptimizer, Found, Slot
+from torch_thor.optim.model_argument import Group
 
-_SGD = {  # the options of torch's SGD
-    **COMMON,
-    "momentum": OPTIONS["momentum"],
-    "dampening": Option(real(lambda v: 0 <= v <= 1), "in [0, 1]", "0 switches it off"),
-    "nesterov": OPTIONS["nesterov"],
-}
+# what torch's SGD takes
+_SGD = ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "foreach")
 
 
 class AGCSGD(ExcludingOptimizer):
@@ -77,7 +71,6 @@ class AGCSGD(ExcludingOptimizer):
         TypeError: the model is missing, or ``exclude`` is no pattern.
     """
 
-    options: ClassVar = {**_SGD, **CLIPPING, "dampen_first": OPTIONS["nesterov"]}
     relative = "torch.optim.SGD"
     counterparts = foreign.AGC_SGD
     clip_statistics: ClipStatistics | None = None
@@ -155,9 +148,10 @@ class AGCSGD(ExcludingOptimizer):
 
     def _make_state(self, parameter: Tensor, group: Group) -> None:
         # torch's SGD would take a step here, after which its momentum contains weight decay before
-        # the first gradient
+        # the first gradient. A step leaves hardly ever -0 alone, by which a checkpoint tells that
+        # none was taken: the first is not dampened
         if group["momentum"]:
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            self.state[parameter]["momentum_buffer"] = torch.full_like(parameter, -0.0)
 
     def _update(self, found: list[list[Found]]) -> None:
         parts: list[ClipStatistics] = []

@@ -14,26 +14,33 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Coverage
+from torch_thor.capture.coverage import Coverage, Rest
 from torch_thor.capture.hooks import suspended_stances
-from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import check_shards_fit
 from torch_thor.curvature.blocks import ieee_float32
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.distributed.data_parallel import Distributed
-from torch_thor.distributed.divided import is_divided
-from torch_thor.optim import checkpoint, persistence, report
+from torch_thor.distributed.options import Distributed
+from torch_thor.optim import counterparts, persistence, report
 from torch_thor.optim.callers import refuse_divided_parameters
 from torch_thor.optim.check import Check
-from torch_thor.optim.counterparts import check_group
 from torch_thor.optim.inputs import Inputs, Request, creates_state_only, nonfinite_message
 from torch_thor.optim.learned import Look, looks_trained
 from torch_thor.optim.loss_scale import LossScale, asked_by_lightning, remove_scale
-from torch_thor.optim.options import OptionGroup, check, group_of
-from torch_thor.optim.parameters import Group, check_known, parameters_of_model
+from torch_thor.optim.model_argument import Group, check_known, parameters_of_model
+from torch_thor.optim.options import (
+    COUNTERS,
+    OPTIONS,
+    OptionGroup,
+    check,
+    check_group,
+    group_of,
+    options_in,
+    scoped,
+)
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.preconditioner import Form, Preconditioner
+from torch_thor.optim.state_dict import VERSION
 from torch_thor.torch_internals import (
     compiler_in_use,
     refuse_running_fullgraph,
@@ -43,11 +50,6 @@ from torch_thor.torch_internals import (
 )
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
-
-# The entries of a parameter group that are not options: its parameters, and the counters of step().
-# They are stored in the group, so that torch.distributed.checkpoint saves them.
-COUNTERS = {"step": 0, "next_refresh": 0, "last_loss_terms": 0}
-
 
 _NO_FULL_GRAPH = (
     "torch.compile(fullgraph=True) of a function that calls {}.step() or its zero_grad(): a step "
@@ -64,7 +66,7 @@ class EagerStep(torch.optim.Optimizer):
     """
 
     # options of other optimizers, and what stands in the place of each
-    counterparts: ClassVar[Mapping[str, str]]
+    counterparts: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def profile_hook_step(cls, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +99,10 @@ class EagerStep(torch.optim.Optimizer):
 
     def _check_group(self, group: Group) -> None:
         """Raise ValueError for an option that is out of range."""
-        raise NotImplementedError
+        check_group(self, group)
+
+    def _take(self, group: Group) -> None:
+        """Take a group that was added, or raise an error for parameters that do not fit."""
 
     def _as_saved(self, group: Group) -> None:
         """Change a group of a state dict to the form that is saved."""
@@ -109,13 +114,19 @@ class EagerStep(torch.optim.Optimizer):
             param_group: as for ``torch.optim.Optimizer.add_param_group``; it is copied.
 
         Raises:
-            ValueError: an option is out of range, or one of another optimizer.
+            ValueError: an option is out of range or one of another optimizer, or a parameter is
+                not in the model.
             TypeError: it is no dict.
         """
-        group = group_of(param_group)
+        group, before = group_of(param_group), len(self.param_groups)
         self._check_group({**self.defaults, **group})
-        check_group(type(self), group, self.defaults)
+        counterparts.check_group(type(self), group, self.defaults)
         super().add_param_group(group)
+        try:
+            self._take(self.param_groups[-1])
+        except BaseException:
+            del self.param_groups[before:]
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and options, as tensors, numbers, strings, and dicts of them.
@@ -130,7 +141,7 @@ class EagerStep(torch.optim.Optimizer):
         def finish(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
             for group in state_dict["param_groups"]:
                 self._as_saved(group)
-            state_dict["version"] = checkpoint.VERSION
+            state_dict["version"] = VERSION
 
         handle = self.register_state_dict_post_hook(finish, prepend=True)
         try:
@@ -161,7 +172,9 @@ class EagerStep(torch.optim.Optimizer):
 class CurvatureOptimizer(EagerStep):
     """A base class of optimizers that precondition layers with Kronecker factors.
 
-    A subclass defines ``_update``.
+    A subclass defines ``_update``, and ``_make_parameter_state`` if its update has a state. Its
+    constructor hands on the model and its ``locals()``, in which are the options that
+    ``torch_thor.optim.options`` declares.
 
     Attributes:
         loss_terms: N, the number of terms that the loss of one step averages over, all
@@ -176,44 +189,45 @@ class CurvatureOptimizer(EagerStep):
         skipped_steps: the number of steps that were skipped because a gradient was not finite.
     """
 
-    sides: ClassVar[tuple[str, ...]]  # the factors that are used: ("A", "G") or ("A",)
+    sides: ClassVar[tuple[str, ...]] = ("A", "G")  # the factors that are used: these or ("A",)
+    rest: ClassVar[Rest] = Rest("plain momentum")  # how it trains what has no factors, in words
     # whether the damping is relative to the mean diagonal of a factor
-    relative_damping: ClassVar[bool]
-    trace_thresholds: ClassVar[tuple[float, float]]  # where a group has none
+    relative_damping: ClassVar[bool] = False
+    # where a group has none
+    trace_thresholds: ClassVar[tuple[float, float]] = OPTIONS["trace_thresholds"].default
+    orthogonalises: ClassVar[bool] = False  # whether whole matrices can be asked for
     # the lr that serves all tasks from scratch, so that another is told; None if there is none
-    usual_lr: ClassVar[float | None]
+    usual_lr: ClassVar[float | None] = None
 
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        options: dict[str, Any],
-        *,
         model: nn.Module | None,
-        layers: Patterns,
-        distributed: Distributed | None,
-        loss_reduction: str = "mean",
-        fisher: str = "empirical",
+        given: Mapping[str, Any],
     ) -> None:
         label = type(self).__name__
         refuse_divided_parameters(label)
         params, model = parameters_of_model(params, model, label)
-        if not isinstance(distributed, Distributed | None):
-            raise TypeError(
-                f"distributed={distributed!r}: must be a torch_thor.Distributed, or None for its "
-                "defaults"
+        options = options_in(given)
+        more = {name: given.get(name, OPTIONS[name].default) for name in scoped("optimizer")}
+        check(type(self), {**options, **more, "layers": None})  # they are selected in the model
+        self._distributed = more["distributed"] or Distributed()
+        if self._distributed.whole_matrices and not self.orthogonalises:
+            raise ValueError(
+                f"whole_matrices=True: must be False with {label}, which orthogonalises nothing; "
+                "leave it out"
             )
-        check(type(self), {**options, "loss_reduction": loss_reduction, "fisher": fisher})
-        self._distributed = Distributed() if distributed is None else distributed
         form = Form(
             type(self),
-            frozenset({**options, **COUNTERS}),
+            tuple(options),
             self.sides,
+            self.rest,
             self.relative_damping,
             self.trace_thresholds,
-            loss_reduction,
-            fisher,
+            more["loss_reduction"],
+            more["fisher"],
         )
-        self._curvature = Preconditioner(model, form, layers, self._distributed)
+        self._curvature = Preconditioner(model, form, more["layers"], self._distributed)
         self.loss_terms: LossTerms = None
         self.nonfinite = "raise"
         self.grad_scaler: Any = None
@@ -221,7 +235,8 @@ class CurvatureOptimizer(EagerStep):
         self._check: Check | None = None  # of the gradients of the step before, on an accelerator
         # the entries that processes divide, collected
         self._whole: dict[Tensor, dict[str, Any]] | None = None
-        super().__init__(params, OptionGroup({**options, **COUNTERS}))
+        options.update(COUNTERS)
+        super().__init__(params, options)
         bound = self._bound()
         self._curvature.listen()
         check_shards_fit(
@@ -232,9 +247,9 @@ class CurvatureOptimizer(EagerStep):
         # what the model has got later may be adapters
         self._known = {entry.name for entry in entries}
         used = any(e.preconditioned and e.trained for e in entries)
-        if not used and ("G" in form.sides or not any(entry.trained for entry in entries)):
+        if not used and (form.has_g or not any(entry.trained for entry in entries)):
             raise ValueError(report.nothing_found(type(self), bound))
-        report.warn_of_little(entries, label, stacklevel=4)
+        report.warn_of_little(entries, label)
 
     # what is read at construction alone
     model = property(
@@ -308,9 +323,6 @@ class CurvatureOptimizer(EagerStep):
                 curvature.capture.discard()
             raise
 
-    def _check_group(self, group: Group) -> None:
-        check(type(self), group)
-
     def _as_saved(self, group: Group) -> None:
         persistence.as_saved(group)
 
@@ -325,8 +337,7 @@ class CurvatureOptimizer(EagerStep):
     def _make_parameter_state(
         self, bound: Bound, parameter: Tensor, state: dict[str, Any], group: Group
     ) -> None:
-        """Add the entries of the update that the state of a parameter lacks."""
-        raise NotImplementedError
+        """Add the entries of the update that the state of a parameter lacks; none by default."""
 
     def _settle(self, *, raises: bool = True) -> None:
         """Learn whether the step before changed anything, where the device was not waited for."""
@@ -414,27 +425,11 @@ class CurvatureOptimizer(EagerStep):
 
     # ---- groups, plan and state ------------------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model, with options of their own.
-
-        Args:
-            param_group: as for ``torch.optim.Optimizer.add_param_group``; it is copied.
-
-        Raises:
-            ValueError: an option is out of range or one of another optimizer, or a parameter is
-                not in the model.
-            TypeError: it is no dict.
-        """
-        before = len(self.param_groups)
-        super().add_param_group(param_group)
-        try:
-            check_known(self.param_groups[-1]["params"], self.model)
-            if self._curvature.plan is not None:
-                self._bound()
-                self._curvature.listen_again()
-        except BaseException:
-            del self.param_groups[before:]
-            raise
+    def _take(self, group: Group) -> None:
+        check_known(group["params"], self.model)
+        if self._curvature.bound is not None:
+            self._bound()
+            self._curvature.listen_again()
 
     # ---- state dicts -----------------------------------------------------------------------------
 
@@ -452,8 +447,8 @@ class CurvatureOptimizer(EagerStep):
                 has not been collected by ``consolidate_state_dict`` since the last step.
         """
         self._settle(raises=False)
-        assert self._curvature.plan is not None
-        divided = is_divided(self._curvature.plan.layers.values())
+        bound = self._curvature.bound
+        divided = bound is not None and bool(bound.owners)
         with persistence.whole_state(self.state, self._whole, divided=divided):
             return super().state_dict()
 
@@ -498,7 +493,6 @@ class CurvatureOptimizer(EagerStep):
     @property
     def curvature(self) -> Mapping[str, LayerCurvature]:
         """The preconditioned layers, by module name."""
-        assert self._curvature.plan is not None
         return MappingProxyType(self._curvature.plan.layers)
 
     @property
@@ -516,14 +510,7 @@ class CurvatureOptimizer(EagerStep):
 
     @row_mask.setter
     def row_mask(self, mask: Tensor | None) -> None:
-        if mask is not None and not (
-            isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim()
-        ):
-            what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
-            raise ValueError(
-                f"row_mask={what}: must be a bool tensor (N, L), True for the rows that count, or "
-                f"None; use attention_mask.bool()"
-            )
+        check(type(self), {"row_mask": mask})
         self._curvature.capture.row_mask = mask
 
     @property

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import has_values, to_device
+from torch_thor.curvature.communication import Processes
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.update import Directions, trust_ratios
 from torch_thor.optim.works import Work
@@ -76,7 +77,7 @@ def _multiply_as_vector(work: Work, d: list[Tensor], ratios: dict[int, Tensor]) 
         d[i] = direction.view(d[i].shape)
 
 
-def within_kl_clip(directions: Directions, bound: Bound) -> Directions:
+def within_kl_clip(directions: Directions, bound: Bound, processes: Processes) -> Directions:
     """Scale all layers' directions by ``min(1, √(κ / Σ lr² ⟨d, ∇W⟩))`` (Ba et al. 2017, 5)."""
     # the sum is over all processes, all of which must consume this
     clipped: list[tuple[Work, list[Tensor]]] = []
@@ -105,7 +106,7 @@ def within_kl_clip(directions: Directions, bound: Bound) -> Directions:
     )
     divergence = whole
     if bound.plan.first_shards is not None:
-        of_all = bound.plan.first_shards.total(rows)
+        of_all = processes.all_reduce(torch.zeros(()) if rows is None else rows, "shards")
         divergence = of_all if whole is None else of_all + whole.to(of_all)
     for work, d in clipped:
         assert divergence is not None

@@ -72,7 +72,7 @@ def lr_of_caller(lr: float | Tensor | None, optimizer: str) -> float | Tensor | 
             asked = getattr(arguments, "learning_rate", None)
             if asked is not None and (lr is None or lr == asked):
                 if asked == USUAL:
-                    warnings.warn(about_usual(optimizer), UserWarning, stacklevel=5)
+                    warnings.warn(about_usual(optimizer), UserWarning, stacklevel=level_of_user())
                     return None
                 return float(asked)
     return lr
@@ -85,6 +85,17 @@ def about_usual(optimizer: str) -> str:
         f"learning rates from the weights; for a rate that counts as it is, give "
         "TrainingArguments(learning_rate=...) another one"
     )
+
+
+def level_of_user() -> int:
+    """Return the stack level of the first caller outside of this package and torch.
+
+    It is for ``warnings.warn`` in the function that calls this.
+    """
+    for level, frame in enumerate(_callers(), 1):
+        if _package(frame) not in ("torch", "torch_thor"):
+            return level
+    return 1
 
 
 def _callers() -> Iterator[FrameType]:

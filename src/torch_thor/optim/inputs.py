@@ -4,7 +4,7 @@ It reads this before it changes anything.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.intervals import steps_until_next
 from torch_thor.optim.check import Check
 from torch_thor.optim.loss_scale import LossScale
-from torch_thor.optim.options import COUNTERS, OPTIONS, check, check_complete, number
-from torch_thor.optim.parameters import Group, parameters_with_gradient
+from torch_thor.optim.model_argument import Group, parameters_with_gradient
+from torch_thor.optim.options import COUNTERS, OPTIONS, check, check_complete, number, scoped
 from torch_thor.optim.plan import Bound, Plan
 
 
@@ -66,31 +66,34 @@ def creates_state_only(groups: list[Group]) -> bool:
     """
     if any(number(group.get("lr")) != 0 for group in groups):  # options are not checked yet
         return False
-    gradients = (gradient for _, _, gradient in parameters_with_gradient(groups))
+    # those of all processes, which decide alike: one may have rows without a gradient alone
+    gradients = (p.grad for group in groups for p in group["params"] if p.grad is not None)
     return not any(not has_values(g) or bool(real_elements(g).any()) for g in gradients)
 
 
 class CheckedOptions:
     """The options that have passed the check, so that only those that were replaced are checked."""
 
-    def __init__(self, optimizer: type) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: type, options: Iterable[str]) -> None:
+        self._optimizer, self._options = optimizer, tuple(options)
+        self._required = dict.fromkeys((*self._options, *COUNTERS))
         self._checked: dict[int, dict[str, Any]] = {}
 
-    def check(self, groups: Iterable[dict[str, Any]], required: Set[str]) -> None:
+    def check(self, groups: Iterable[dict[str, Any]]) -> None:
         """Raise ValueError for an option that is missing or out of range, as a schedule may do."""
         for i, group in enumerate(groups):
-            if not group.keys() >= required:
-                check_complete(self._optimizer, i, group, required)
-            self.check_values(group, id(group))
+            if not group.keys() >= self._required.keys():
+                check_complete(self._optimizer, i, group, self._required)
+            self.check_values(group, self._options, id(group))
 
-    def check_values(self, values: Mapping[str, Any], key: int = 0) -> None:
+    def check_values(self, values: Mapping[str, Any], names: Iterable[str], key: int = 0) -> None:
         """Raise ValueError for the first value that is out of range."""
         checked = self._checked.setdefault(key, {})
-        for name, value in values.items():
+        for name in names:
+            value = values[name]
             # a tensor or a list may have been changed in place
             is_known = value is checked.get(name, checked) and not isinstance(value, list | Tensor)
-            if name in OPTIONS and not is_known:
+            if not is_known:
                 check(self._optimizer, {name: value})
                 checked[name] = value
 
@@ -100,7 +103,7 @@ def next_refreshes(bound: Bound) -> tuple[int, ...]:
     found = []
     for group in bound.groups:
         if not (type(group["step"]) is type(group["next_refresh"]) is int):
-            check(type(bound), group, COUNTERS)
+            check(type(bound), {name: group[name] for name in COUNTERS})
         step, at, interval = (
             int(group["step"]),
             int(group["next_refresh"]),
@@ -118,7 +121,8 @@ def next_refreshes(bound: Bound) -> tuple[int, ...]:
 def check_split(layer: LayerCurvature) -> None:
     """Raise an error for statistics that were gathered with another ``split_dim``."""
     gathered = layer.statistics.sums() if layer.statistics.rows else ()
-    if any(sums.cut != factor.cut for sums, factor in zip(gathered, layer.stored, strict=False)):
+    cuts = [factor.layout.cut for factor in layer.stored]
+    if gathered and [sums.cut for sums in gathered] != cuts:
         raise RuntimeError(
             f"split_dim={layer.weight_view.options['split_dim']!r}: the statistics of layer "
             f"{layer.name!r} were gathered with another, because the option was changed between a "
@@ -127,21 +131,8 @@ def check_split(layer: LayerCurvature) -> None:
         )
 
 
-# Options that affect weights and factors. update_interval may be a function, so its results are
-# compared instead.
-_COMPARED = (
-    *(
-        "lr",
-        "damping",
-        "momentum",
-        "nesterov",
-        "weight_decay",
-        "trace_thresholds",
-        "split_dim",
-        "factor_decay",
-    ),
-    *("kl_clip", "max_update_ratio", "step", "next_refresh"),
-)
+# what stands in groups and affects weights and factors
+_COMPARED = [name for name in scoped("group", "counter") if OPTIONS[name].compared]
 
 
 def facts_of_groups(inputs: Inputs) -> Iterator[str]:
@@ -162,7 +153,7 @@ def facts_of_groups(inputs: Inputs) -> Iterator[str]:
     for layer in inputs.due:
         weight = layer.weight
         yield (
-            f"layer {layer.name!r}: {[f.cut for f in layer.stored]}, {weight.dtype}, "
+            f"layer {layer.name!r}: {[f.layout.cut for f in layer.stored]}, {weight.dtype}, "
             f"refreshes={layer.refreshes}, gradient={weight.grad is not None}"
         )
 

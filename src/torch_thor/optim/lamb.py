@@ -5,7 +5,7 @@ It is that of You et al., ICLR 2020.
 
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,8 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype, has_values
 from torch_thor.curvature.factor import local
 from torch_thor.optim import counterparts as foreign
-from torch_thor.optim.exclusion import COMMON, ExcludingOptimizer, Found, whole
-from torch_thor.optim.options import Option, real
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.excluding import ExcludingOptimizer, Found, whole
+from torch_thor.optim.model_argument import Group
 
 
 class LAMB(ExcludingOptimizer):
@@ -61,19 +60,6 @@ class LAMB(ExcludingOptimizer):
         TypeError: ``exclude`` names parameters and the model is missing, or it is no pattern.
     """
 
-    options: ClassVar = {
-        **COMMON,
-        "betas": Option(
-            lambda v: (
-                isinstance(v, tuple | list)
-                and len(v) == 2
-                and all(map(real(lambda b: 0 <= b < 1), v))
-            ),
-            "a pair (β1, β2) of numbers in [0, 1)",
-            "use {default}",
-        ),
-        "eps": Option(real(lambda v: v > 0), "a finite number > 0", "{default} is the paper's"),
-    }
     relative = "torch.optim.AdamW"
     counterparts = foreign.LAMB
 

@@ -1,9 +1,8 @@
 """Layers without statistics on a step that refreshes, and why they have none."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from torch_thor.capture.evidence import Evidence
-from torch_thor.capture.gathering import Capture
+from torch_thor.capture.gathering import Capture, Evidence
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
 
@@ -38,19 +37,32 @@ def silent_layers(
     return found
 
 
+def _first(rules: Iterable[tuple[object, str]]) -> str:
+    """Return the text of the first rule that holds."""
+    return next(text for holds, text in rules if holds)
+
+
 def _why_not_seen(layer: LayerCurvature, capture: Capture) -> str:
     """Return why a layer has no statistics although others have."""
-    if layer.name in capture.inside_transform:
-        return "it ran inside a torch.func transform, where they cannot be seen"
-    if capture.ran_as_replicas:
-        return f"it ran as a replica of torch.nn.DataParallel. {_DATA_PARALLEL}"
-    if capture.sampler is not None:
-        return (
-            "the output given to sample_fisher() does not depend on it, or its module is not called"
+    return _first(
+        (
+            (
+                layer.name in capture.inside_transform,
+                "it ran inside a torch.func transform, where they cannot be seen",
+            ),
+            (
+                capture.ran_as_replicas,
+                f"it ran as a replica of torch.nn.DataParallel. {_DATA_PARALLEL}",
+            ),
+            (
+                capture.sampler is not None,
+                "the output given to sample_fisher() does not depend on it, or its module is not "
+                "called",
+            ),
+            (layer in capture.evidence.beside, f"its gradient came from {_BESIDE}"),
+            (True, "its weight is used without calling the module"),
         )
-    if layer in capture.evidence.beside:
-        return f"its gradient came from {_BESIDE}"
-    return "its weight is used without calling the module"
+    )
 
 
 def _why_nothing_seen(silent: Collection[LayerCurvature], capture: Capture) -> str:
@@ -60,41 +72,45 @@ def _why_nothing_seen(silent: Collection[LayerCurvature], capture: Capture) -> s
     transformed = [layer.name for layer in silent if layer.name in capture.inside_transform]
     beside = [layer.name for layer in silent if layer in evidence.beside]
     without = f"layers {names} have gradients and no statistics, and so has every other layer"
-    if transformed:
-        return (
-            f"layers {some(transformed)} ran inside a torch.func transform, where their statistics "
-            "cannot be seen; take the gradients of refresh steps with loss.backward(), or leave "
-            "the layers out with layers="
+    return _first(
+        (
+            (
+                transformed,
+                f"layers {some(transformed)} ran inside a torch.func transform, where their "
+                "statistics cannot be seen; take the gradients of refresh steps with "
+                "loss.backward(), or leave the layers out with layers=",
+            ),
+            (
+                capture.ran_as_replicas,
+                f"{without}, because torch.nn.DataParallel ran replicas of the model, which are "
+                f"other modules in each forward pass. {_DATA_PARALLEL}",
+            ),
+            (sampler is not None and sampler.passes, _OTHER_OUTPUT),
+            (sampler is not None and sampler.nonfinite, _NONFINITE_OUTPUT),
+            (sampler is not None, _NOT_SAMPLED),
+            (
+                beside,
+                f"layers {some(beside)} have gradients and no statistics, because their gradients "
+                f"came from {_BESIDE}. Call loss.backward() in steps that refresh; in a pipeline "
+                "take a schedule with whole backward passes (Schedule1F1B, ScheduleGPipe or "
+                "ScheduleInterleaved1F1B); or leave the layers out with layers=",
+            ),
+            (
+                evidence.loaded and not evidence.late.isdisjoint(silent),
+                f"{without}, because load_state_dict() came between loss.backward() and step(): "
+                "the loaded state refreshes in this step, and the state before did not. Load it "
+                "before the forward pass, or call zero_grad() and repeat the forward and backward "
+                "passes",
+            ),
+            (
+                evidence.dropped,
+                f"{without}, because zero_grad() came between loss.backward() and step(), and "
+                "drops the statistics with the gradients. Call it after step(), and to replace "
+                "gradients change them in place, as in p.grad.copy_(...)",
+            ),
+            (True, _NOTHING_SEEN.format(without)),
         )
-    if capture.ran_as_replicas:
-        return (
-            f"{without}, because torch.nn.DataParallel ran replicas of the model, which are other "
-            f"modules in each forward pass. {_DATA_PARALLEL}"
-        )
-    if sampler is not None and sampler.passes:
-        return _OTHER_OUTPUT
-    if sampler is not None:
-        return _NONFINITE_OUTPUT if sampler.nonfinite else _NOT_SAMPLED
-    if beside:
-        return (
-            f"layers {some(beside)} have gradients and no statistics, because their gradients came "
-            f"from {_BESIDE}. Call loss.backward() in steps that refresh; in a pipeline take a "
-            "schedule with whole backward passes (Schedule1F1B, ScheduleGPipe or "
-            "ScheduleInterleaved1F1B); or leave the layers out with layers="
-        )
-    if evidence.loaded and not evidence.late.isdisjoint(silent):
-        return (
-            f"{without}, because load_state_dict() came between loss.backward() and step(): the "
-            "loaded state refreshes in this step, and the state before did not. Load it before the "
-            "forward pass, or call zero_grad() and repeat the forward and backward passes"
-        )
-    if evidence.dropped:
-        return (
-            f"{without}, because zero_grad() came between loss.backward() and step(), and drops "
-            "the statistics with the gradients. Call it after step(), and to replace gradients "
-            "change them in place, as in p.grad.copy_(...)"
-        )
-    return _NOTHING_SEEN.format(without)
+    )
 
 
 _BESIDE = (
@@ -110,15 +126,15 @@ _DATA_PARALLEL = (
 _NOTHING_SEEN = (
     "{}, because no forward and backward pass through them was seen since the last step: step() "
     "was called again without another loss.backward(), the gradients were set without a forward "
-    "pass or made before THOR was, a state was loaded between the two passes, a compiled or copied "
-    "model ran in the place of the one that THOR has, or the weights were used without calling the "
-    "modules. Call loss.backward() on what this model returns before each step(), and zero_grad() "
-    "after it; or leave the layers out with layers="
+    "pass or made before the optimizer was, a state was loaded between the two passes, a compiled "
+    "or copied model ran in the place of the optimizer's, or the weights were used without calling "
+    "the modules. Call loss.backward() on what this model returns before each step(), and "
+    "zero_grad() after it; or leave the layers out with layers="
 )
 _OTHER_OUTPUT = (
     "the output given to sample_fisher() depends on no layer that waits for statistics: it was "
-    "computed by a compiled or copied model in the place of the one that THOR has, or before THOR "
-    "was made. Give what this model returned in this step"
+    "computed by a compiled or copied model in the place of the optimizer's, or before the "
+    "optimizer was made. Give what this model returned in this step"
 )
 _NONFINITE_OUTPUT = (
     "the output given to sample_fisher() held NaN or inf where the loss does not, so no labels "

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype
 from torch_thor.curvature.factor import Factor
-from torch_thor.curvature.kinds import MatrixWeight
-from torch_thor.distributed.divided import is_divided, turns_of_parameters
-from torch_thor.optim.parameters import Group
+from torch_thor.distributed.divided import turns_of_parameters
+from torch_thor.optim.model_argument import Group
 from torch_thor.optim.plan import Bound, free_rows
 from torch_thor.optim.works import (
     Batch,
@@ -23,9 +22,9 @@ from torch_thor.optim.works import (
     Rows,
     Turn,
     Work,
+    batches_of,
     dense,
     grouped,
-    here,
     rows_of,
     with_gradients,
     work_of,
@@ -60,8 +59,8 @@ def _new_directions(work: Work, memory: dict[Any, Tensor]) -> list[Any]:
         if len(batch.members) > 1:
             for one in batch.members:
                 weight = weights[one.index]
-                plain = type(one.kind).to_matrix is MatrixWeight.to_matrix and not one.kind.taps
-                if one.rows is None and weight.is_contiguous() and (plain or one.right is None):
+                is_view = one.right is None or one.geometry.is_view
+                if one.rows is None and weight.is_contiguous() and is_view:
                     made[one.index] = weight.shape
     return [
         torch.empty_like(w, dtype=dtype) if one is None else one
@@ -104,10 +103,10 @@ def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
         solved = left.left_multiply(columns)
     else:
         before = left.left_multiply(
-            torch.cat([first.kind.to_matrix(source).to(dtype) for source in sources])
+            torch.cat([first.geometry.to_matrix(source).to(dtype) for source in sources])
         )
         solved = torch.empty_like(before)
-        right.accumulate_right_product_(before, 1.0, solved, 0.0)
+        right.write_right_product_(before, 1.0, solved)
     _put(batch, solved, into)
 
 
@@ -124,26 +123,24 @@ def _put(batch: Batch, result: Tensor, into: list[Any]) -> None:
         if one.right is None or own.shape[-1] == 1:
             target.copy_(own.reshape(target.shape))
         else:
-            matrix = one.kind.to_matrix(target)
-            matrix.copy_(own)
-            one.kind.from_matrix_(matrix, target)
+            one.geometry.write_(own, target)
 
 
 def _solve_one(
     matrix: Matrix, left: Blocks, right: Blocks | None, gradient: Tensor, into: Tensor
 ) -> None:
     """Write ``d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` of one matrix."""
-    kind = matrix.kind
+    geometry = matrix.geometry
     if gradient.is_sparse:
-        if gradient.sparse_dim() == 1 and kind.diagonal_input and right is not None:
+        if gradient.sparse_dim() == 1 and right is not None and left.cut.is_diagonal:
             _solve_rows(left, right, gradient.coalesce(), matrix.scale, into)
             return
         gradient = gradient.to_dense()
     if right is not None:
-        solved = left.left_multiply(kind.to_matrix(gradient).to(left.rows.dtype))
-        target = kind.to_matrix(into)
-        right.accumulate_right_product_(solved, matrix.scale, target, 0.0)
-        kind.from_matrix_(target, into)
+        solved = left.left_multiply(geometry.to_matrix(gradient).to(left.rows.dtype))
+        target = geometry.to_matrix(into)
+        right.write_right_product_(solved, matrix.scale, target)
+        geometry.from_matrix_(target, into)
         return
     # a bias has the constant input 1, so its A is 1
     solved = left.left_multiply(gradient.to(left.rows.dtype).reshape(left.cut.groups, -1, 1))
@@ -157,7 +154,7 @@ def _solve_rows(a: Blocks, g: Blocks, gradient: Tensor, scale: float, into: Tens
     tokens, rows = gradient.indices()[0], gradient.values().to(a.rows.dtype)
     scaled = rows * a.rows[tokens]
     solved = torch.zeros_like(scaled)
-    g.accumulate_right_product_(scaled[None], scale, solved[None], 0.0)
+    g.write_right_product_(scaled[None], scale, solved[None])
     into.zero_().index_add_(0, tokens, solved)
 
 
@@ -173,8 +170,8 @@ def turns_of(bound: Bound, group: Group) -> list[Turn]:
     # one parameter after the other: it and its direction then stay in the cache of a CPU
     one_by_one = group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
     everything = frozenset(id(of.parameter) for of in natural), list[Factor]()
-    divided = is_divided(bound.plan.layers.values())
-    for ready, factors in turns_of_parameters(group["params"], bound) if divided else [everything]:
+    turns_of_group = turns_of_parameters(group["params"], bound) if bound.owners else [everything]
+    for ready, factors in turns_of_group:
         works = []
         for alike in grouped((of for of in natural if id(of.parameter) in ready), _kernels_of):
             if one_by_one and alike[0].own.device.type == "cpu":
@@ -207,13 +204,9 @@ def _natural_work_of(
     work = _work_of(group, rows, bound)
     work.is_natural = True
     found = [one for index, of in enumerate(rows) for one in _matrices_of(index, of, bound)]
-    work.plain = [one for one in found if one.kind is None]
-    matrices = [one for one in found if one.kind is not None]
-    of_one_shape = id if work.on_cpu else partial(_shape_of, work)
-    work.batches = [Batch(alike) for alike in grouped(matrices, of_one_shape)]
-    inverses = here(work.batches)
-    for batch in work.batches:
-        batch.bind(inverses)
+    work.plain = [one for one in found if one.geometry is None]
+    matrices = [one for one in found if one.geometry is not None]
+    work.batches = batches_of(matrices, id if work.on_cpu else partial(_shape_of, work))
     if alone:
         work.layout = work.weights[0].numel(), work.weights[0].shape, work.moments[0][0].stride()
     return work
@@ -221,40 +214,37 @@ def _natural_work_of(
 
 def _shape_of(work: Work, matrix: Matrix) -> Any:
     """Return what matrices of one batch have in common."""
-    kind, own = matrix.kind, matrix.of(work.weights[matrix.index])
-    # whose gradient may be sparse; experts have a T each
-    if kind.diagonal_input or matrix.scales is not None:
+    factors = [factor for factor in (matrix.left, matrix.right) if factor is not None]
+    # the gradient of an embedding may be sparse; experts have a T each
+    is_diagonal = factors[0].side == "A" and factors[0].layout.cut.is_diagonal
+    if is_diagonal or matrix.scales is not None:
         return id(matrix)
-    return (
-        type(kind),
-        kind.taps,
-        kind.transposed,
-        own.shape,
-        *(f and (f.held, f.cut) for f in (matrix.left, matrix.right)),
-    )
+    shape = matrix.of(work.weights[matrix.index]).shape
+    cuts = [(factor.layout.local, factor.layout.cut) for factor in factors]
+    return matrix.geometry, shape, *cuts
 
 
 def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:
     """Yield the matrices of a parameter, and without a kind its rows that have no factors."""
     shares = bound.shares(rows.parameter)
-    if shares[0].view.local_rows is not None:
-        for free in free_rows([share.view.local_rows for share in shares], len(rows.own)):
-            yield Matrix(index, free)
+    of_layers = [share.view.local_rows for share in shares]
+    for free in [] if of_layers[0] is None else free_rows(of_layers, len(rows.own)):
+        yield Matrix(index, free)
     for share in shares:
-        layer, taken, kind = share.layer, share.view.local_rows, share.layer.geometry
+        layer, taken, geometry = share.layer, share.view.local_rows, share.layer.geometry
         if taken is not None and taken.start == taken.stop:  # another process holds these rows
             continue
         if not layer.refreshes:  # one projection of a fused weight may have no factors yet
             yield Matrix(index, taken)
             continue
-        (a, g), scale = layer.stored, 1.0 / layer.rows_per_term
+        a, g, scale = layer.a, layer.g, 1.0 / layer.rows_per_term
         if share.is_weight:
-            left, right = (a, g) if kind.transposed else (g, a)
-            yield Matrix(index, taken, kind, left, right, scale)
+            left, right = (a, g) if geometry.transposed else (g, a)
+            yield Matrix(index, taken, geometry, left, right, scale)
             continue
         scales = None
         # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
-        if kind.routed:
+        if layer.kind.routed:
             terms = layer.state[layer.prefix + "group_rows_per_term"]
             scales = torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]
-        yield Matrix(index, taken, kind, g, None, scale, scales)
+        yield Matrix(index, taken, geometry, g, None, scale, scales)

@@ -16,27 +16,26 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torch_thor.curvature.blocks import to_device
+from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.factor import Factor, local
-from torch_thor.curvature.kinds import MatrixWeight
-from torch_thor.curvature.kinds.base import Kind
-from torch_thor.curvature.matrices import PlainMatrix, RowSplit
+from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.polar import unit_polars_
-from torch_thor.curvature.shards import RowShards, bounds_within
-from torch_thor.distributed.divided import is_divided, turns_of_parameters
-from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
+from torch_thor.curvature.row_splits import RowSplit
+from torch_thor.curvature.view import RowShards, bounds_within
+from torch_thor.distributed.divided import turns_of_parameters
+from torch_thor.distributed.gathered_matrices import DividedMatrix, orthogonalise_whole_
 from torch_thor.optim.check import fused_on
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.model_argument import Group
 from torch_thor.optim.plan import Bound, free_rows
 from torch_thor.optim.update import subtract_, trust_ratios
 from torch_thor.optim.works import (
-    Batch,
     Matrix,
     Rows,
     Turn,
     Work,
+    batches_of,
     dense,
     grouped,
-    here,
     in_turns,
     rows_of,
     smallest_norm,
@@ -49,26 +48,24 @@ class Part(Matrix):
     """A parameter, or a layer's rows of one, as matrices that are orthogonalised."""
 
     own: Any = None  # the rows of the parameter that this process holds
-    whole: Any = None  # converts the rows of all processes
+    whole: Any = None  # the geometry of the rows of all processes
     bounds: tuple[int, ...] | None = None  # which process holds which rows of the matrix
     polars: "Polars" = None  # type: ignore[assignment]  # its batch
     place: Any = None  # and its matrices in that
 
     def __post_init__(self) -> None:
-        kind = self.kind
+        own, whole = self.geometry, self.whole
         self.is_empty = not len(self.of(self.own))
         # whether what `of` returns is a copy, which must be written back
         self.is_scattered = isinstance(self.rows, Tensor)
         self.has_factor = self.left is not None or self.right is not None
-        self.sides = min(kind.outputs, kind.inputs), max(kind.outputs, kind.inputs)
+        self.sides = min(own.outputs, own.inputs), max(own.outputs, own.inputs)
         # whether the matrices have more rows than columns
-        self.is_tall = (
-            kind.outputs != kind.inputs and (kind.outputs > kind.inputs) != kind.transposed
-        )
+        self.is_tall = own.outputs != own.inputs and (own.outputs > own.inputs) != own.transposed
         # The rows that one process holds are orthogonalised and scaled on their own, so that
         # nothing has to be sent; those of all processes together have the norm of the whole.
-        share = kind.outputs * kind.inputs / max(1, self.whole.outputs * self.whole.inputs)
-        self.norm = step_norm(self.whole.outputs, self.whole.inputs) * math.sqrt(share)
+        share = own.outputs * own.inputs / max(1, whole.outputs * whole.inputs)
+        self.norm = step_norm(whole.outputs, whole.inputs) * math.sqrt(share)
 
 
 @dataclass(eq=False)
@@ -80,8 +77,8 @@ class Polars:
     def __post_init__(self) -> None:
         self.count = 0
         for part in self.parts:
-            part.polars, part.place = self, slice(self.count, self.count + part.kind.groups)
-            self.count += part.kind.groups
+            part.polars, part.place = self, slice(self.count, self.count + part.geometry.groups)
+            self.count += part.geometry.groups
 
 
 @dataclass(eq=False)
@@ -128,14 +125,14 @@ def preconditioned(work: MuonWork, directions: Sequence[Tensor]) -> dict[Polars,
             continue
         into = wide[first.polars][first.place.start : last.place.stop]
         into = into.mT if first.is_tall else into
-        matrices = [one.kind.to_matrix(one.of(directions[one.index])) for one in batch.members]
+        matrices = [one.geometry.to_matrix(one.of(directions[one.index])) for one in batch.members]
         matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         if inverse is None:
             into.copy_(matrix)
         elif batch.left is not None:
             into.copy_(inverse.left_multiply(matrix.to(into.dtype)))
         else:
-            inverse.accumulate_right_product_(matrix.to(into.dtype), 1.0, into, 0.0)
+            inverse.write_right_product_(matrix.to(into.dtype), 1.0, into)
     return wide
 
 
@@ -144,6 +141,7 @@ def subtract_orthogonal_(
     wide: Mapping[Polars, Tensor],
     lr: float,
     shards: RowShards | None,
+    processes: Processes,
     unless: Tensor | None,
 ) -> None:
     """Orthogonalise preconditioned directions, bound them, and take the steps.
@@ -167,15 +165,15 @@ def subtract_orthogonal_(
                 unit = units[part.polars][part.place]
                 weight = part.of(part.own)
                 # a view of the weight if its memory layout allows
-                matrix = part.kind.to_matrix(weight)
+                matrix = part.geometry.to_matrix(weight)
                 matrix.add_(unit.mT if part.is_tall else unit, alpha=-lr * part.norm)
-                part.kind.from_matrix_(matrix, weight)
+                part.geometry.from_matrix_(matrix, weight)
                 if part.is_scattered:
                     part.own[part.rows] = weight
     else:
         _subtract_on_device_(work, units, lr, unless)
     if shards is not None:
-        _step_whole(work, wide, lr, rows, shards, ratio)
+        _step_whole(work, wide, lr, rows, shards, processes, ratio)
 
 
 def _subtract_on_device_(
@@ -193,16 +191,14 @@ def _subtract_on_device_(
         if part.polars not in units:
             continue
         own, weight = units[part.polars][part.place], work.weights[part.index]
-        simple = type(part.kind).to_matrix is MatrixWeight.to_matrix and not part.kind.taps
-        if part.rows is None and simple and not part.is_tall and weight.is_contiguous():
+        is_view = part.geometry.is_view and not part.is_tall and weight.is_contiguous()
+        if part.rows is None and is_view:
             steps[part.index] = own.view(weight.shape)
             continue
         if steps[part.index] is None:
             steps[part.index] = torch.zeros_like(weight, dtype=own.dtype)
         target = part.of(steps[part.index])
-        matrix = part.kind.to_matrix(target)
-        matrix.copy_(own.mT if part.is_tall else own)
-        part.kind.from_matrix_(matrix, target)
+        part.geometry.write_(own.mT if part.is_tall else own, target)
         if part.is_scattered:
             steps[part.index][part.rows] = target
     moved = [
@@ -218,6 +214,7 @@ def _step_whole(
     lr: float,
     rows: int | None,
     shards: RowShards,
+    processes: Processes,
     ratio: float | None,
 ) -> None:
     """Take the steps of this process's rows, of matrices that are orthogonalised as a whole."""
@@ -226,16 +223,14 @@ def _step_whole(
         own = wide[part.polars][part.place]
         of_rows = torch.empty(part.of(part.own).shape, dtype=own.dtype, device=own.device)
         if len(of_rows):
-            matrix = part.kind.to_matrix(of_rows)
-            matrix.copy_(own.mT if part.is_tall else own)
-            part.kind.from_matrix_(matrix, of_rows)
+            part.geometry.write_(own.mT if part.is_tall else own, of_rows)
         assert part.bounds is not None
         matrices.append(DividedMatrix(of_rows, part.bounds, part.whole))
     if not matrices:
         return
-    orthogonalise_whole_(matrices, shards, rows)
+    orthogonalise_whole_(matrices, shards, rows, processes)
     if ratio is not None:
-        for one, limit in zip(matrices, _shares(parts, lr, ratio, shards), strict=True):
+        for one, limit in zip(matrices, _shares(parts, lr, ratio, processes), strict=True):
             one.own.mul_(limit)
     for part, one in zip(parts, matrices, strict=True):
         weight = part.of(part.own)
@@ -245,30 +240,32 @@ def _step_whole(
 
 
 def _shares(
-    parts: Sequence[Part], lr: float, ratio: float, shards: RowShards | None = None
+    parts: Sequence[Part], lr: float, ratio: float, processes: Processes | None = None
 ) -> list[Tensor]:
     """Return ``min(1, r · max(‖W‖, 0.03 √d_out) / length of the step)`` of each matrix.
 
-    ``shards``: for matrices that are orthogonalised as a whole.
+    ``processes``: for matrices that are orthogonalised as a whole.
     """
-    norms, kinds, lengths = [], [], []
+    norms, geometries, lengths = [], [], []
     for part in parts:
-        kind, groups = (part.kind, part.kind.groups) if shards is None else (part.whole, 1)
+        is_gathered = processes is not None
+        geometry, groups = (part.whole, 1) if is_gathered else (part.geometry, part.geometry.groups)
         # groups lie along the first dimension
         matrices = part.of(part.own).unflatten(0, (groups, -1))
         dtype = torch.float64 if part.own.dtype == torch.float64 else torch.float32
         norms.append(
             torch.linalg.vector_norm(matrices, dim=tuple(range(1, matrices.ndim)), dtype=dtype)
         )
-        kinds.append(kind)
-        lengths.append(lr * (part.norm if shards is None else step_norm(kind.outputs, kind.inputs)))
+        geometries.append(geometry)
+        norm = step_norm(geometry.outputs, geometry.inputs) if is_gathered else part.norm
+        lengths.append(lr * norm)
     if not norms:
         return norms
     # one small all-reduce for all matrices: of the squared norms of each process's rows
-    if shards is not None:
+    if processes is not None:
         squares = torch.cat(norms)
-        norms = list(shards.total(squares.square_()).sqrt_().to(squares).unbind())
-    smallest = [smallest_norm(kind.outputs) for kind in kinds]
+        norms = list(processes.all_reduce(squares.square_(), "shards").sqrt_().to(squares).unbind())
+    smallest = [smallest_norm(geometry.outputs) for geometry in geometries]
     return trust_ratios(
         norms, smallest, [ratio / length if length else math.inf for length in lengths]
     )
@@ -282,8 +279,7 @@ def turns_of(bound: Bound, group: Group, *, whole_matrices: bool) -> list[Turn]:
     rows = [of for of in rows_of(bound, group) if of.state]
     matrices = [of for of in rows if bound.is_matrix(of.parameter)]
     others = [of for of in rows if not bound.is_matrix(of.parameter) and of.own.numel()]
-    divided = is_divided(bound.plan.layers.values())
-    if not (whole_matrices or divided):  # else a shard without rows takes part
+    if not (whole_matrices or bound.owners):  # else a shard without rows takes part
         matrices = [of for of in matrices if of.own.numel()]
     works: list[Work] = []
     for alike in grouped(matrices, _together):
@@ -312,7 +308,7 @@ def _turns_of_work(work: MuonWork, bound: Bound) -> list[Turn]:
     parts = work.parts
     if not work.on_cpu:
         parts = [part for polars in work.polars for part in polars.parts]
-    if not is_divided(bound.plan.layers.values()):
+    if not bound.owners:
         return [_turn(work, parts, [])]
     turns = []
     for ready, factors in turns_of_parameters(work.parameters, bound):
@@ -332,29 +328,19 @@ def _arrange(work: MuonWork) -> None:
 
     work.polars = []
     for alike in grouped(work.parts, key):
-        if alike[0].own.device.type != "cpu":
+        if not work.on_cpu:
             alike = [part for own in grouped(alike, _shape_of) for part in own]
         work.polars.append(Polars(alike))
 
 
 def _shape_of(part: Part) -> Any:
-    factors = tuple(f and (f.held, f.cut) for f in (part.left, part.right))
-    return (
-        type(part.kind),
-        part.kind.transposed,
-        part.kind.groups,
-        part.is_tall,
-        part.sides,
-        factors,
-    )
+    factors = tuple(f and (f.layout.local, f.layout.cut) for f in (part.left, part.right))
+    return part.geometry, part.is_tall, part.sides, factors
 
 
 def _turn(work: MuonWork, parts: Sequence[Part], factors: list[Factor]) -> Turn:
     key = id if work.on_cpu else lambda part: (id(part.polars), _shape_of(part))
-    batches = [Batch(members) for members in grouped(parts, key)]
-    inverses = here(batches)
-    for batch in batches:
-        batch.bind(inverses)
+    batches = batches_of(parts, key)
     return Turn(batches, factors, batches)
 
 
@@ -370,45 +356,42 @@ def matrices_of(parameter: Tensor, bound: Bound) -> tuple[tuple[int, int], ...]:
 
 
 def _parts_of(index: int, parameter: Tensor, own: Tensor, bound: Bound) -> Iterator[Part]:
-    plan = bound.plan
-    matrix, split = plan.matrix_of.get(id(parameter)), plan.row_splits.get(id(parameter))
-    shards = plan.shards_of(parameter) if plan.sharded else None
-    bounds = None if shards is None else shards.bounds[: shards.count + 1]
+    split = bound.plan.row_splits.get(id(parameter))
+    shards = bound.plan.shards_of(parameter) if bound.plan.sharded else None
+    for rows, whole, factor in _matrices_of(parameter, bound):
+        kept = rows if rows is None or shards is None else shards.own_of(rows)
+        count = len(parameter) if rows is None else rows.stop - rows.start
+        geometry = whole.of_rows(count, len(own if kept is None else own[kept]))
+        assert geometry is not None  # others were not found to be matrices
+        bounds = None
+        if shards is not None and whole.groups == 1:
+            bounds = bounds_within(shards.bounds[: shards.count + 1], rows)
+        left, right = (factor, None) if geometry.transposed else (None, factor)
+        part = Part(index, kept, geometry, left, right, own=own, whole=whole, bounds=bounds)
+        yield from [part] if split is None else _projections(part, split, shards)
 
-    def part(
-        rows: Any, kind: Kind | PlainMatrix, whole: Any, factor: Factor | None, of: Any
-    ) -> Part:
-        left, right = (factor, None) if kind.transposed else (None, factor)
-        return Part(index, rows, kind, left, right, own=own, whole=whole, bounds=of)
 
+def _matrices_of(
+    parameter: Tensor, bound: Bound
+) -> Iterator[tuple[slice | None, Geometry, Factor | None]]:
+    """Yield the rows of each matrix of a parameter, its geometry, and its factor."""
+    matrix, shares = bound.plan.matrix_of.get(id(parameter)), bound.shares(parameter)
     if matrix is not None:
-        plain = matrix.of_rows(tuple(parameter.shape), len(own))
-        assert plain is not None  # others were not found to be matrices
-        alone = part(None, plain, matrix, None, bounds if matrix.groups == 1 else None)
-        yield from [alone] if split is None else _projections(alone, split, shards)
+        yield None, matrix, None
         return
-    shares = bound.shares_of[id(parameter)]
-    fused = shares[0].view.rows is not None
-    for free in free_rows([share.view.rows for share in shares], len(parameter)) if fused else ():
-        kept = free if shards is None else shards.own_of(free)
-        whole = PlainMatrix(1, free.stop - free.start, own.shape[1:].numel())
-        plain = PlainMatrix(1, len(own[kept]), whole.inputs)
-        its_bounds = None if bounds is None else bounds_within(bounds, free)
-        yield part(kept, plain, whole, None, its_bounds)
+    taken = [share.view.rows for share in shares]
+    for free in [] if taken[0] is None else free_rows(taken, len(parameter)):
+        yield free, Geometry(1, free.stop - free.start, parameter.shape[1:].numel()), None
     for share in shares:
-        layer, view = share.layer, share.view
-        factor = layer.stored[0] if layer.refreshes else None
-        its_bounds = None if bounds is None else bounds_within(bounds, view.rows)
-        of_layer = part(view.local_rows, layer.geometry, layer.kind, factor, its_bounds)
-        yield from [of_layer] if split is None else _projections(of_layer, split, shards)
+        factor = share.layer.a if share.layer.refreshes else None
+        yield share.view.rows, share.layer.kind.geometry, factor
 
 
 def _projections(part: Part, split: RowSplit, shards: RowShards | None) -> Iterator[Part]:
     """Yield the projections in a fused weight, of which a process may hold some rows."""
-    kind, whole = part.kind, part.whole
-    taps = getattr(kind, "taps", 0)
+    geometry, whole = part.geometry, part.whole
     # the outputs are the second dimension, which processes do not divide
-    by_columns = kind.transposed or taps > 0
+    by_columns = geometry.transposed or geometry.taps > 0
     held = slice(0, whole.outputs) if by_columns or shards is None else shards.own
     for size, rows in zip(split.sizes, split.rows(), strict=True):
         own = rows[(rows >= held.start) & (rows < held.stop)] - held.start
@@ -423,16 +406,10 @@ def _projections(part: Part, split: RowSplit, shards: RowShards | None) -> Itera
         yield replace(
             part,
             rows=(slice(None), at) if by_columns else at,
-            kind=_plain(len(own), kind),
-            whole=_plain(size, whole),
+            geometry=geometry.with_outputs(len(own)),
+            whole=whole.with_outputs(size),
             bounds=bounds,
         )
-
-
-def _plain(outputs: int, kind: Kind | PlainMatrix) -> PlainMatrix:
-    """Return some outputs of a matrix as a matrix."""
-    taps = getattr(kind, "taps", 0)
-    return PlainMatrix(1, outputs, kind.inputs, taps, transposed=kind.transposed)
 
 
 # ---- what is no matrix ---------------------------------------------------------------------------

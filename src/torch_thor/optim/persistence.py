@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.blocks import Cut, cut_again
+from torch_thor.curvature.blocks import block_of_rows, cut_again
 from torch_thor.curvature.factor import Factor, collected
 from torch_thor.curvature.inverse import inverse_of, relative_damping
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
-from torch_thor.curvature.shards import bounds_within, shard_bounds
-from torch_thor.distributed.divided import is_divided
+from torch_thor.curvature.layout import cut_of, layout_of
+from torch_thor.curvature.view import shard_bounds
 from torch_thor.intervals import Interval
-from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, take_missing
-from torch_thor.optim.checkpoint import load as load_whole
-from torch_thor.optim.options import COUNTERS, check
-from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.model_argument import Group, States
+from torch_thor.optim.options import check_group
 from torch_thor.optim.plan import Bound, parameters
 from torch_thor.optim.preconditioner import Preconditioner
+from torch_thor.optim.state_dict import MOMENTS, StateDict, check_loaded, take_missing
+from torch_thor.optim.state_dict import load as load_whole
 
 _CALLABLE = "callable"  # stands for a callable, which no state dict holds
 
@@ -50,13 +50,8 @@ def load(
     state_dict: StateDict,
 ) -> None:
     """Load a state dict; if an error is raised, nothing has changed."""
-    plan = curvature.current(optimizer.param_groups, optimizer.state).plan
-    divided = [
-        (factor, factor.divided) for layer in plan.layers.values() for factor in layer.stored
-    ]
-
-    def bind() -> Bound:
-        return curvature.bind(Bound(plan, optimizer.param_groups, optimizer.state))
+    before = curvature.current(optimizer.param_groups, optimizer.state)
+    plan = before.plan
 
     def adopt(group: Group, own: Group) -> None:
         take_missing(optimizer, group, own)
@@ -64,25 +59,22 @@ def load(
         is_function = callable(own_interval) and not isinstance(own_interval, Interval)
         if is_function or group["update_interval"] == _CALLABLE:
             group["update_interval"] = own_interval
-        check(type(optimizer), group)
-        check(type(optimizer), group, COUNTERS)
+        check_group(optimizer, group)
 
     def complete() -> None:
-        for factor, _ in divided:
-            factor.divided = None  # loaded tensors are whole; the next step divides them
-        bound = bind()
-        _fit_rows(bound, relative=curvature.form.relative_damping)
+        # loaded tensors are whole; the next step divides them
+        bound = Bound(plan, optimizer.param_groups, optimizer.state, {}).take_effect()
+        curvature.bound = bound
+        _fit_rows(bound, curvature)
         _check_layers(bound)
-        check_loaded(optimizer.state, parameters(bound.groups), plan.name, plan.layers.values())
+        check_loaded(optimizer.state, parameters(bound.groups), plan.name, bound.factors.items())
 
     try:
         load_whole(
             optimizer, load_plainly, state_dict, adopt=adopt, complete=complete, name=plan.name
         )
     except BaseException:
-        for factor, owners in divided:
-            factor.divided = owners
-        bind()
+        curvature.bound = before.take_effect()
         raise
     curvature.listen_again(loaded=True)
 
@@ -121,50 +113,49 @@ def _check_layers(bound: Bound) -> None:
 # ---- factors of the rows of weights --------------------------------------------------------------
 
 
-def _fit_rows(bound: Bound, *, relative: bool) -> None:
+def _fit_rows(bound: Bound, curvature: Preconditioner) -> None:
     """Turn loaded state into that of this process. What does not fit the layers stays as it is."""
     for parameter in parameters(bound.groups):
         entries, shards = bound.states.get(parameter, {}), bound.plan.shards_of(parameter)
         layers = [share.layer for share in bound.shares(parameter) if share.is_weight]
-        factors = [(layer, factor) for layer in layers for factor in layer.stored if factor.by_rows]
-        shapes = factors[0][1].shapes() if factors else {}
+        factors = [(one, of) for one in layers for of in one.stored if of.layout.by_rows]
+        shape = factors[0][1].layout.shape if factors else ()
+        keys = factors[0][1].layout.keys if factors else ()
         if shards is not None:
-            for key, kept in [(key, entries[key]) for key in (*MOMENTS, *shapes) if key in entries]:
+            for key, kept in [(key, entries[key]) for key in (*MOMENTS, *keys) if key in entries]:
                 is_whole = isinstance(kept, Tensor) and not hasattr(kept, "to_local")
                 if is_whole and kept.shape[:1] == parameter.shape[:1]:
                     entries[key] = shards.wrap(kept[shards.own].to(parameter.device, copy=True))
-        if not factors or any(
-            getattr(entries.get(key), "shape", None) != shape for key, shape in shapes.items()
-        ):
+        if not factors or any(getattr(entries.get(key), "shape", None) != shape for key in keys):
             continue
         before, entries[SHARDS] = int(entries.get(SHARDS, 1)), 1 if shards is None else shards.count
         for layer, factor in factors if before != entries[SHARDS] else ():
             if layer.refreshes:
-                _cut_again_(layer, factor, before, len(parameter), relative=relative)
+                _cut_again_(layer, factor, before, len(parameter), curvature)
 
 
 def _cut_again_(
-    layer: LayerCurvature, factor: Factor, before: int, rows: int, *, relative: bool
+    layer: LayerCurvature, factor: Factor, before: int, rows: int, curvature: Preconditioner
 ) -> None:
     """Cut a factor at the present shards, and invert the blocks that have changed."""
     # Other blocks keep their bits.
     view, damping = layer.weight_view, float(layer.weight_view.options["damping"])
-    edges = bounds_within(shard_bounds(rows, before), view.rows)
-    split_dim = 1 if factor.side == "A" and layer.kind.diagonal_input else view.options["split_dim"]
-    old, new = Cut.of(factor.cut.rows, split_dim, edges=edges), factor.cut
+    new = factor.layout.cut
+    old = cut_of(factor.side, layer.kind, view, shard_bounds(rows, before))
     own = slice(None)  # the rows of the layer that this process holds
     if view.shards is not None:
         first = max(view.shards.own.start - (view.rows.start if view.rows is not None else 0), 0)
-        own = slice(first, first + factor.held.rows)
+        own = slice(first, first + factor.layout.local.rows)
     stored, inverse = factor.read(), factor.read(inverse=True)
     moved = torch.zeros(
         (new.rows, stored.rows.shape[1]), dtype=stored.rows.dtype, device=stored.rows.device
     )
     moved[own] = stored.rows
     stored.rows.copy_(cut_again(moved, old, new)[own])
-    if relative:
+    if curvature.form.relative_damping:
         trace = stored.traces().sum()
-        trace = trace if view.shards is None else view.shards.total(trace)
+        if view.shards is not None:
+            trace = curvature.processes.all_reduce(trace, "shards")
         damping = relative_damping(float(trace), new.rows, damping, stored.rows.dtype)
     else:
         damping = math.sqrt(damping / layer.rows_per_term)
@@ -175,16 +166,8 @@ def _cut_again_(
             f"for other shards cannot be inverted with the damping {damping:g}; load the "
             f"checkpoint on {before} processes, or raise damping"
         )
-    blocks: list[list[tuple[int, int]]] = []  # the block of each row
-    for cut in (old, new):
-        starts = [
-            (first, run.size) for run in cut.runs for first in range(run.first, run.last, run.size)
-        ]
-        blocks.append([block for block in starts for _ in range(block[1])])
-    changed = torch.tensor(
-        [a != b for a, b in zip(*blocks, strict=True)], device=stored.rows.device
-    )[own]
-    inverse.rows.copy_(torch.where(changed[:, None], again.rows, inverse.rows))
+    changed = (block_of_rows(old) != block_of_rows(new)).any(1, keepdim=True)[own]
+    inverse.rows.copy_(torch.where(changed.to(again.rows.device), again.rows, inverse.rows))
 
 
 # ---- curvature that is divided among processes ---------------------------------------------------
@@ -194,29 +177,23 @@ def consolidated(
     bound: Bound, curvature: Preconditioner, to: int | None
 ) -> dict[Tensor, dict[str, Any]] | None:
     """Collect the curvature that is divided among the processes, for the next state dict."""
-    plan, states = bound.plan, bound.states
-    if not is_divided(plan.layers.values()):
+    if not bound.owners:
         return None
-    keeps = to is None or curvature.distributed.processes(plan).rank == to
+    keeps = to is None or curvature.processes.rank == to
     whole: dict[Tensor, dict[str, Any]] = {}
-    factors = [
-        (layer.weight_view, factor) for layer in plan.layers.values() for factor in layer.stored
-    ]
-    for view, factor in factors:
-        owners = factor.divided
-        for inverse in (False, True) if owners is not None else ():
-            rows, own = collected([factor], inverse=inverse)[0].rows, factor.keys[inverse]
+    factors = [(layer, factor) for layer in bound.owners for factor in layer.stored]
+    for layer, factor in factors:
+        view = layer.weight_view
+        layout = layout_of(factor.side, layer.kind, view, layer.prefix)
+        for inverse in (False, True) if factor.layout.is_partitioned else ():
+            rows = collected([factor], inverse=inverse)[0].rows
             if not keeps:
                 continue
-            entries = whole.setdefault(view.parameter, dict(states[view.parameter]))
-            entries.pop(own)
-            factor.divided = None  # to find its place in a state that is not divided
-            factor.bind()
-            key, shape = factor.keys[inverse], factor.shapes()[factor.keys[inverse]]
-            factor.divided = owners
-            factor.bind()
-            into = entries.setdefault(key, torch.zeros(shape, dtype=rows.dtype))
-            if factor.of_rows:
+            entries = whole.setdefault(view.parameter, dict(bound.states[view.parameter]))
+            del entries[factor.layout.keys[inverse]]
+            zeros = torch.zeros(layout.shape, dtype=rows.dtype)
+            into = entries.setdefault(layout.keys[inverse], zeros)
+            if layout.by_rows:
                 entries.setdefault(SHARDS, 1)
                 into = view.of(into)
             into[:, : rows.shape[1]].copy_(rows)

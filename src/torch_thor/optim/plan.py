@@ -11,38 +11,34 @@ new ones gather from the next step on.
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Covered
-from torch_thor.capture.hooks import ModuleHook, hooks_of
-from torch_thor.capture.inspection import Inspection
-from torch_thor.capture.layers import Layer, Owner, owners_of
+from torch_thor.capture.coverage import Covered, Rest, covered
+from torch_thor.capture.hooks import ModuleHook
+from torch_thor.capture.inspection import inspect
+from torch_thor.capture.layers import Owner, hooks_of, owners_of
 from torch_thor.capture.patterns import Patterns
-from torch_thor.capture.projections import (
+from torch_thor.capture.reasons import LEFT_OUT
+from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
+from torch_thor.curvature.blocks import has_values
+from torch_thor.curvature.geometry import Geometry
+from torch_thor.curvature.layer import Layer, LayerCurvature
+from torch_thor.curvature.layout import Owners
+from torch_thor.curvature.row_splits import Declared, RowSplit, declared_of, take
+from torch_thor.curvature.view import ParameterView, RowShards
+from torch_thor.optim.matrices import (
     Fused,
     check_are_matrices,
     fused_layers,
     modules_by_weight,
+    plain_matrices,
     row_splits_of,
 )
-from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
-from torch_thor.curvature.blocks import has_values
-from torch_thor.curvature.factor import ParameterView
-from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.matrices import (
-    Declared,
-    PlainMatrix,
-    RowSplit,
-    declared_of,
-    take,
-)
-from torch_thor.curvature.shards import RowShards
-from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.model_argument import Group, States
 
 
 @dataclass(frozen=True)
@@ -65,12 +61,14 @@ class Plan:
         model: nn.Module,
         trained: Sequence[nn.Parameter],
         sides: tuple[str, ...],
+        rest: Rest,
         chosen: Patterns,
         before: "Plan | None" = None,
     ) -> None:
-        self.model = model
-        found = Inspection(model, trained, chosen=chosen, matrices_alone="G" not in sides)
-        self.entries: tuple[Covered, ...] = tuple(found.entries)
+        self.model, self._rest = model, rest
+        found = inspect(model, trained, chosen=chosen, inputs_alone="G" not in sides)
+        matrices = {} if rest.matrix is None else plain_matrices(model, found)
+        self.entries: tuple[Covered, ...] = tuple(covered(model, found, rest, matrices))
         self.left_out: tuple[Layer, ...] = tuple(found.left_out)
         self.names: dict[int, str] = {}
         # parameters that are DTensors, and how their rows are divided, by name
@@ -101,23 +99,19 @@ class Plan:
         self.layers: dict[str, LayerCurvature] = {}
         for name, layer in found.layers.items():
             old = None if before is None else before.layers.get(name)
-            made = LayerCurvature(name, layer.kind, layer.weight, layer.biases, layer.prefix, sides)
-            self.layers[name] = old if old is not None and self._is_same(old, layer) else made
+            is_same = old is not None and self._is_same(old, layer)
+            self.layers[name] = old if old and is_same else LayerCurvature(layer, sides)
         self.hooks: tuple[ModuleHook, ...] = tuple(hooks_of(found.layers, self.layers))
-        plain = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if name in found.matrices
-        }
         # parameters that are matrices without factors, by id
-        self.matrix_of: dict[int, PlainMatrix] = {
-            id(p): found.matrices[name] for name, p in plain.items()
+        self.matrix_of: dict[int, Geometry] = {
+            key: matrices[name] for key, name in self.names.items() if name in matrices
         }
         # the parameters of the layers that are there, by id
-        views = [
-            view for layer in self.layers.values() for view in (layer.weight_view, *layer.biases)
-        ]
-        self.preconditioned = {id(self.places[id(view.module), view.attribute]) for view in views}
+        self.preconditioned = {
+            id(self.places[id(view.module), view.attribute])
+            for layer in self.layers.values()
+            for view in layer.layer.views
+        }
         # What is declared of each module. A later declaration changes nothing between two steps.
         self.declared: dict[nn.Module, Declared | None] = {
             module: before.declared[module]
@@ -146,20 +140,23 @@ class Plan:
         """Take the projections of matrices from fused layers."""
         modules = modules_by_weight(self.model, owners)
         if is_new:
-            entries = {entry.name: entry for entry in self.entries}
-            check_are_matrices(
-                fused, modules, {key: entries[name] for key, name in self.names.items()}
-            )
-        matrices: dict[int, Kind | PlainMatrix] = dict(self.matrix_of)
+            entries = dict(zip(self.names, self.entries, strict=True))
+            plain = {
+                key: entry
+                for key, entry in entries.items()
+                if entry.trained and entry.rest == self._rest.plain and entry.reason != LEFT_OUT
+            }
+            check_are_matrices(fused, modules, plain)
+        matrices: dict[int, Geometry] = dict(self.matrix_of)
         for layer in self.layers.values():
             view = layer.weight_view
             if view.rows is None:
-                matrices[id(self.places[id(view.module), view.attribute])] = layer.kind
+                matrices[id(self.places[id(view.module), view.attribute])] = layer.kind.geometry
         self.row_splits = row_splits_of(fused, modules, matrices)
         self._taken = take(
             {
-                module: self.row_splits.get(key, RowSplit((kind.outputs,)))
-                for key, kind in matrices.items()
+                module: self.row_splits.get(key, RowSplit((matrix.outputs,)))
+                for key, matrix in matrices.items()
                 for module in modules[key]
             }
         )
@@ -171,7 +168,7 @@ class Plan:
         return (
             (view.module, view.attribute, view.rows)
             == (new.weight.module, new.weight.attribute, new.weight.rows)
-            and len(old.biases) == len(new.biases)
+            and len(old.layer.biases) == len(new.biases)
             and view.shards == self.shards_of(new.weight.parameter)
         )
 
@@ -240,37 +237,56 @@ class Bound:
     It is replaced as a whole if one of them differs.
 
     Args:
+        owners: of the blocks of each factor that processes partition, by layer and side.
         complete: whether the state has all entries.
     """
 
     def __init__(
-        self, plan: Plan, groups: list[Group], states: States, *, complete: bool = False
+        self,
+        plan: Plan,
+        groups: list[Group],
+        states: States,
+        owners: Mapping[LayerCurvature, Mapping[str, Owners]],
+        *,
+        complete: bool = False,
     ) -> None:
         self.plan, self.groups, self.states, self.complete = plan, groups, states, complete
+        self.owners = {layer: owners[layer] for layer in plan.layers.values() if layer in owners}
         self.group_of = {id(p): group for group in groups for p in group["params"]}
         # the layers that precondition a parameter, by its id
         self.shares_of: dict[int, list[Share]] = {}
         self._turns: tuple[list[bool], list[Any]] | None = None
         for layer in plan.layers.values():
-            for view in (layer.weight_view, *layer.biases):
+            for view in layer.layer.views:
                 parameter = plan.places[id(view.module), view.attribute]
-                group = self.group_of.get(id(parameter), {})
-                view.bind(states.get(parameter), group, parameter, plan.shards_of(parameter))
-                self.shares_of.setdefault(id(parameter), []).append(
-                    Share(layer, view, view is layer.weight_view)
+                shards = plan.shards_of(parameter)
+                bound = replace(
+                    view,
+                    state=states.get(parameter, {}),
+                    options=self.group_of.get(id(parameter), {}),
+                    shards=shards,
+                    divided=None if shards is None else parameter,
                 )
-            layer.bind()
+                share = Share(layer, bound, view is layer.layer.weight)
+                self.shares_of.setdefault(id(parameter), []).append(share)
         for shares in self.shares_of.values():
-            longest = max(len(share.view.outline()) for share in shares)
-            for share in shares:
-                share.view.longest = longest
+            most = max(len(share.view.outline()) for share in shares)
+            shares[:] = [replace(of, view=replace(of.view, most_rows=most)) for of in shares]
+        weights = [s for shares in self.shares_of.values() for s in shares if s.is_weight]
+        self.factors = {s.layer: s.layer.laid_out(s.view, owners.get(s.layer)) for s in weights}
         moving = {id(p) for p in plan.places.values() if p.requires_grad and id(p) in self.group_of}
-        weights = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
+        layers = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
         more = [len(split.sizes) - 1 for key, split in plan.row_splits.items() if key in moving]
         # the number of matrices that are trained
-        self.depth = sum(weights) + len(moving & plan.matrix_of.keys()) + sum(more)
+        self.depth = sum(layers) + len(moving & plan.matrix_of.keys()) + sum(more)
         self.device_types = {p.device.type for group in groups for p in group["params"]}
         self._fingerprint = fingerprint(plan, groups, states)
+
+    def take_effect(self) -> "Bound":
+        """Let the layers of the plan read this state and these options."""
+        for layer, factors in self.factors.items():
+            layer.bind(factors)
+        return self
 
     def is_current(self, groups: list[Group], states: States, *, modules: bool) -> bool:
         """Return whether this is still true; ``modules``: look for removed modules too."""

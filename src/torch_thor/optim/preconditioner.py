@@ -9,24 +9,27 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from torch_thor.capture.coverage import Rest
 from torch_thor.capture.gathering import Capture, loss_terms_of_step
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.communication import ALONE, Processes
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.lifecycle import when_interval_ends
 from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
 from torch_thor.distributed.agreement import NUMBERS, agree, check_same_gradients, count_rows
-from torch_thor.distributed.data_parallel import Distributed
+from torch_thor.distributed.data_parallel import DataParallel
 from torch_thor.distributed.divided import divide
+from torch_thor.distributed.options import Distributed
 from torch_thor.optim import report
 from torch_thor.optim.check import Check, accelerator_of
-from torch_thor.optim.checkpoint import conform
 from torch_thor.optim.inputs import (
     CheckedOptions,
     Inputs,
@@ -39,9 +42,10 @@ from torch_thor.optim.inputs import (
 )
 from torch_thor.optim.learned import Look
 from torch_thor.optim.missing import silent_layers
+from torch_thor.optim.model_argument import Group, States, parameters_with_gradient
 from torch_thor.optim.options import check
-from torch_thor.optim.parameters import Group, States, parameters_with_gradient
 from torch_thor.optim.plan import Bound, Plan, parameters
+from torch_thor.optim.state_dict import conform
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,18 @@ class Form:
     """What an optimizer needs of the curvature, and how its loss is."""
 
     optimizer: type  # its class, for messages and options
-    options: frozenset[str]  # what every parameter group has
+    options: tuple[str, ...]  # what every parameter group has
     sides: tuple[str, ...]  # the factors that are used: ("A", "G") or ("A",)
+    rest: Rest  # how it trains what has no factors
     relative_damping: bool  # whether the damping is relative to the mean diagonal of a factor
     trace_thresholds: tuple[float, float]  # where a group has none
     loss_reduction: str = "mean"
     fisher: str = "empirical"
+
+    @cached_property
+    def has_g(self) -> bool:
+        """Whether G is used beside A, so that gradients of outputs are needed."""
+        return "G" in self.sides
 
 
 class Preconditioner:
@@ -66,13 +76,18 @@ class Preconditioner:
         self.model, self.form, self.chosen, self.distributed = model, form, chosen, distributed
         self.capture = Capture(sampled=form.fisher == "sampled")
         self.warnings = report.StepWarnings(form.optimizer)
-        self.options = CheckedOptions(form.optimizer)
+        self.options = CheckedOptions(form.optimizer, form.options)
         self.last_refresh: tuple[RefreshEvent, ...] = ()
-        self.plan: Plan | None = None  # as it was found last
-        self._bound: Bound | None = None  # None while the plan is bound to nothing, after an error
+        self.bound: Bound | None = None  # the plan as it was found and bound last
         self._heard: Bound | None = None  # the one for which hooks are registered
 
     # ---- the plan --------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """What is known of the model, as it was found last."""
+        assert self.bound is not None
+        return self.bound.plan
 
     def current(self, groups: list[Group], states: States, *, modules: bool = True) -> Bound:
         """Return the plan as it is bound now: the same object unless something was replaced.
@@ -80,32 +95,47 @@ class Preconditioner:
         Raises:
             ValueError: no layer is left to precondition; weights and state are as before.
         """
-        if self._bound is None or not self._bound.is_current(groups, states, modules=modules):
-            before, self._bound = self.plan, None
-            plan = Plan(self.model, parameters(groups), self.form.sides, self.chosen, before)
-            bound = Bound(plan, groups, states)
-            if before is not None:
-                if not plan.layers and "G" in self.form.sides:
-                    raise ValueError(report.nothing_found(self.form.optimizer, bound))
-                conform(bound)
-                self.warnings.note_changes(before, plan)
-            self.plan, self._bound = plan, bound
-            self.capture.follow(self.model, plan.hooks)
-        return self._bound
-
-    def bind(self, bound: Bound) -> Bound:
-        """Take a plan that is bound anew."""
-        self.plan, self._bound = bound.plan, bound
+        before = self.bound
+        if before is not None and before.is_current(groups, states, modules=modules):
+            return before
+        known, owners = (None, {}) if before is None else (before.plan, before.owners)
+        form = self.form
+        plan = Plan(self.model, parameters(groups), form.sides, form.rest, self.chosen, known)
+        bound = Bound(plan, groups, states, owners)
+        if before is not None:
+            if not plan.layers and self.form.has_g:
+                raise ValueError(report.nothing_found(self.form.optimizer, bound))
+            conform(bound)
+            self.warnings.note_changes(before.plan, plan)
+        self.bound = bound.take_effect()
+        for layer in plan.layers.values():
+            layer.statistics.follow_weight()
+        self.capture.follow(self.model, plan.hooks)
         return bound
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that train together at this time."""
+        group: Any = self.distributed.process_group
+        available = dist.is_available() and dist.is_initialized()
+        if group is False or self.bound is None or not available:
+            return ALONE
+        group = dist.group.WORLD if group is None else group
+        if dist.get_world_size(group) == 1:
+            return ALONE
+        plan = self.bound.plan
+        divided: list[Any] = [p for p, shards in plan.sharded.values() if shards is not None]
+        mesh = divided[0].device_mesh if divided else None
+        return DataParallel(group, plan.device, self.distributed.communication_dtype, mesh)
 
     def listen(self) -> None:
         """Register the hooks that the next step needs."""
-        self._heard = self._bound
+        self._heard = self.bound
         self.capture.listen()
 
     def listen_again(self, *, loaded: bool = False) -> None:
         """Register other hooks between two steps, because groups or the state have changed."""
-        self._heard = self._bound
+        self._heard = self.bound
         self.capture.listen_again(loaded=loaded)
 
     # ---- what a step reads -----------------------------------------------------------------------
@@ -134,18 +164,15 @@ class Preconditioner:
         # Processes agree on refreshes; and on every step if the update sends something, because one
         # that raises or skips leaves the others waiting, or if a step may be skipped, because that
         # process would refresh later.
-        sends, plan = self.distributed.divide_curvature, self.plan
-        if plan is not None and plan.first_shards is not None:
+        assert self.bound is not None
+        sends, plan = self.distributed.divide_curvature, self.bound.plan
+        if plan.first_shards is not None:
             sends = (
                 sends or self.distributed.whole_matrices or any(g.get("kl_clip") for g in groups)
             )
         if not (self.capture.awaited or sends or request.nonfinite == "skip") or request.state_only:
             return ALONE
-        return (
-            self.distributed.processes(plan)
-            if dist.is_available() and dist.is_initialized()
-            else ALONE
-        )
+        return self.processes
 
     def _facts(self, request: Request) -> Iterator[str]:
         """Yield lines of text that must be the same on all processes."""
@@ -167,8 +194,8 @@ class Preconditioner:
         """Return the inputs of this process."""
         # Raise an error for an option, a state or a gradient that cannot be used.
         capture = self.capture
-        self.options.check(groups, self.form.options)
-        self.options.check_values({"nonfinite": request.nonfinite})
+        self.options.check(groups)
+        self.options.check_values({"nonfinite": request.nonfinite}, ("nonfinite",))
         bound = self.current(groups, states, modules=bool(capture.awaited))
         due = self._due(bound)
         known = bound, due, processes, next_refreshes(bound)
@@ -179,11 +206,7 @@ class Preconditioner:
         # then captured gradients are those of single loss terms already
         sampled = capture.sampler is not None
         if scale is not None:
-            if (
-                not sampled
-                and "G" in self.form.sides
-                and any(layer.statistics.rows for layer in due)
-            ):
+            if not sampled and self.form.has_g and any(layer.statistics.rows for layer in due):
                 of_outputs = scale.of_outputs()
             scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
         later = None if processes.count > 1 else self._check_later(bound, request, due)
@@ -236,13 +259,14 @@ class Preconditioner:
         if given is not None:
             check(self.form.optimizer, {"loss_terms": given})
             return int(given)
-        if not (due and "G" in self.form.sides):
+        if not (due and self.form.has_g):
             return 0
         if self.capture.sampler is not None:
             return self.capture.sampler.terms
         terms, uncertain = loss_terms_of_step(self.capture.passes.values())
         if uncertain is not None:
-            self.warnings.note("loss terms", _UNCERTAIN.format(*uncertain))
+            label = self.form.optimizer.__name__
+            self.warnings.note("loss terms", _UNCERTAIN.format(*uncertain, label=label))
         return terms
 
     def _check_mask(self, due: Sequence[LayerCurvature]) -> None:
@@ -304,7 +328,7 @@ class Preconditioner:
                     dict.update(group, last_loss_terms=inputs.terms)  # plain already
             if looked is not None:
                 looked.take()
-            self.bind(bound)
+            self.bound = bound
         # the statistics may be partly scaled, or partly summed over processes
         except BaseException:
             capture.discard()
@@ -334,9 +358,6 @@ class Preconditioner:
         # All entries are created at once, so that a checkpoint has the same keys on every rank and
         # at every time. They are not created with the optimizer, because wrappers may replace the
         # parameters after that.
-        layers = list(bound.plan.layers.values())
-        if self.distributed.divide_curvature and divides:
-            divide(layers, self.distributed.processes(bound.plan))
         for group in bound.groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -344,8 +365,12 @@ class Preconditioner:
                     # torch.distributed.checkpoint reports a parameter without state as missing
                     state.setdefault("preconditioned", int(id(parameter) in bound.shares_of))
                     make_state(bound, parameter, state, group)
-        found = Bound(bound.plan, bound.groups, bound.states, complete=True)
-        for layer in layers:
+        owners = bound.owners
+        if self.distributed.divide_curvature and divides:
+            new = [layer for layer in bound.plan.layers.values() if layer not in owners]
+            owners = owners | divide(new, self.processes)
+        found = Bound(bound.plan, bound.groups, bound.states, owners, complete=True).take_effect()
+        for layer in bound.plan.layers.values():
             layer.make_state()
         return found
 
@@ -360,7 +385,7 @@ class Preconditioner:
             group_terms, without_rows, group_rows = None, [], layer.statistics.group_rows
             if group_rows:
                 without_rows = [not own for own in group_rows] if layer.refreshes else []
-                if "G" in layer.sides:
+                if layer.g is not None:
                     before = layer.state[layer.prefix + "group_rows_per_term"]
                     now = before.new_tensor(group_rows) / terms
                     group_terms = torch.where(now > 0, now, before)
@@ -397,7 +422,7 @@ class Preconditioner:
         # N² times too large a Fisher matrix makes damping void and the natural gradient N times too
         # short
         form = self.form
-        if "G" not in form.sides or form.loss_reduction == "sum" or form.fisher == "sampled":
+        if not form.has_g or form.loss_reduction == "sum" or form.fisher == "sampled":
             return
         # the mean square of the output gradients of each layer
         squares = []
@@ -430,14 +455,14 @@ class Preconditioner:
 
         They are those of the layers that it refreshes, or that were reached again.
         """
-        changed = self._heard is not self._bound or bool(inputs.due)
+        changed = self._heard is not self.bound or bool(inputs.due)
         if not inputs.due and self.capture.gathering:
             changed = self.capture.finish_step() or changed
         for group in inputs.bound.groups:
             if group["step"] >= group["next_refresh"]:
                 for layer in inputs.bound.plan.layers.values():
                     if layer.weight_view.options is group:
-                        layer.record(due=not layer.stopped)
+                        layer.record(**vars(when_interval_ends(layer.life)))
                 changed = True
         if changed:
             self.listen()
@@ -446,7 +471,7 @@ class Preconditioner:
 
 
 _UNCERTAIN = (
-    "THOR takes N = {0} for the number of loss terms of a backward pass, from the leading "
+    "{label} takes N = {0} for the number of loss terms of a backward pass, from the leading "
     "dimension of the layers' inputs, while the last layer's input has {1}. If the loss averages "
     "over another number (predicted tokens, groups of rows), set optimizer.loss_terms; {0} "
     "confirms this one"

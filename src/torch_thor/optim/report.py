@@ -6,14 +6,16 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch_thor.capture.coverage import LEFT_OUT, NOT_TRAINED, Covered, table
+from torch_thor.capture.coverage import Covered, table
 from torch_thor.capture.patterns import some
+from torch_thor.capture.reasons import LEFT_OUT, NOT_TRAINED
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.optim.callers import level_of_user
 from torch_thor.optim.learned import LEARNED, NEW, REST
+from torch_thor.optim.options import COUNTERS
 from torch_thor.optim.plan import Bound, Plan, parameters
 
-# The entries of a parameter group that are not options: its parameters and the counters of step().
-NO_OPTIONS = {"params", "param_names", "step", "next_refresh", "last_loss_terms"}
+NO_OPTIONS = {"params", "param_names", *COUNTERS}  # entries of a parameter group
 LR_JUDGED = (1, 10)  # the steps whose learning rates are compared
 _UNCALLED = "the weight is used without calling the module, so no statistics come"
 
@@ -46,7 +48,7 @@ def sizes(entries: Iterable[Covered]) -> tuple[int, int]:
     return sum(size for size, covered in trained if covered), sum(size for size, _ in trained)
 
 
-def warn_of_little(entries: Iterable[Covered], optimizer: str, stacklevel: int) -> None:
+def warn_of_little(entries: Iterable[Covered], optimizer: str) -> None:
     """Warn if less than half of the trained parameters is preconditioned.
 
     Parameters that ``layers=`` leaves out are not counted.
@@ -64,7 +66,7 @@ def warn_of_little(entries: Iterable[Covered], optimizer: str, stacklevel: int) 
         f"({covered / total:.0%}). The largest of the others: {largest}{more}. print(optimizer) "
         "lists all",
         UserWarning,
-        stacklevel=stacklevel + 1,
+        stacklevel=level_of_user(),
     )
 
 
@@ -130,8 +132,7 @@ class StepWarnings:
         for (message, then), names in pending.items():
             others = f" (likewise {some(names[1:])})" if len(names) > 1 else ""
             text = f"{message}{''.join(names[:1])}{others}{then}"
-            # the caller of step, outside torch's wrappers
-            warnings.warn(text, RuntimeWarning, stacklevel=9)
+            warnings.warn(text, RuntimeWarning, stacklevel=level_of_user())
 
     def note_layer(self, layer: LayerCurvature, what: str) -> None:
         """Warn of a problem of a layer, once for each layer and problem."""

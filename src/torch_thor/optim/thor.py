@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sampling import Predicts
 from torch_thor.curvature.blocks import factor_dtype
-from torch_thor.distributed.data_parallel import Distributed
+from torch_thor.curvature.communication import ALONE
+from torch_thor.distributed.options import Distributed
 from torch_thor.intervals import UpdateInterval
 from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.bounds import within_kl_clip, within_ratio
+from torch_thor.optim.model_argument import Group
 from torch_thor.optim.natural import natural_gradients, turns_of
-from torch_thor.optim.options import OF_GROUPS
-from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.update import subtract_, with_decay, with_momentum
 from torch_thor.optim.works import in_turns
@@ -98,21 +98,18 @@ class THOR(CurvatureOptimizer):
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
-    sides = ("A", "G")
-    usual_lr = None
-    relative_damping = False
-    trace_thresholds = (0.01, 0.0)
     counterparts = foreign.THOR
 
     def _update(self, bound: Bound, unless: Tensor | None) -> None:
         """Take the step of every parameter with a gradient."""
         # On an accelerator, take none where ``unless`` is 1.
+        processes = self._curvature.processes if bound.plan.sharded else ALONE
         # on a CPU parameter by parameter, else all of a group at once
         works = in_turns(bound.turns(turns_of))
         # d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹; ∇W without factors
         directions = natural_gradients(works)
         directions = with_decay(directions)  # d ← d + weight_decay · W
-        directions = within_kl_clip(directions, bound)  # Σ lr² ⟨d, ∇W⟩ ≤ κ
+        directions = within_kl_clip(directions, bound, processes)  # Σ lr² ⟨d, ∇W⟩ ≤ κ
         directions = within_ratio(directions)  # lr ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)
         # v ← μ v + d,  d ← v  (Nesterov: d ← d + μ v)
         directions = with_momentum(directions, unless)
@@ -141,21 +138,7 @@ class THOR(CurvatureOptimizer):
         fisher: str = "empirical",
         distributed: Distributed | None = None,
     ) -> None:
-        if isinstance(distributed, Distributed) and distributed.whole_matrices:
-            raise ValueError(
-                "whole_matrices=True: must be False with THOR, which orthogonalises nothing; leave "
-                "it out"
-            )
-        options = {name: value for name, value in locals().items() if name in OF_GROUPS}
-        super().__init__(
-            params,
-            options,
-            model=model,
-            layers=layers,
-            distributed=distributed,
-            loss_reduction=loss_reduction,
-            fisher=fisher,
-        )
+        super().__init__(params, model, locals())
 
     @staticmethod
     def preset(name: str) -> dict[str, Any]:
@@ -233,7 +216,7 @@ class THOR(CurvatureOptimizer):
         # without a step since the loss of these rows
         if capture.sampler.trained and capture.gradients_dropped():
             capture.discard()
-        rank = self.distributed.processes(self._curvature.plan).rank
+        rank = self._curvature.processes.rank
         key = f"{seed}/{self.param_groups[0]['step']}/{rank}"
         try:
             capture.sampler.sample(output, distribution, dim, mask, key)

@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Coverage
+from torch_thor.capture.coverage import Coverage, Rest
 from torch_thor.capture.patterns import Patterns
-from torch_thor.capture.projections import hints
 from torch_thor.curvature.blocks import factor_dtype
-from torch_thor.distributed.data_parallel import Distributed
+from torch_thor.curvature.communication import ALONE
+from torch_thor.distributed.options import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim import counterparts as foreign
 from torch_thor.optim import learned
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.callers import lr_of_caller
-from torch_thor.optim.options import OF_GROUPS, group_of
+from torch_thor.optim.matrices import hints
+from torch_thor.optim.model_argument import Group
+from torch_thor.optim.options import group_of
 from torch_thor.optim.orthogonal import (
     MuonWork,
     adamw_,
@@ -29,7 +31,6 @@ from torch_thor.optim.orthogonal import (
     subtract_orthogonal_,
     turns_of,
 )
-from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.update import momentum_, shrink_
 from torch_thor.optim.works import in_turns, with_gradients
@@ -92,10 +93,10 @@ class ThorMuon(CurvatureOptimizer):
     """
 
     sides = ("A",)
+    rest = Rest("AdamW", matrix="orthogonalised momentum")
     usual_lr = 0.08
     relative_damping = True
-    # a layer whose trace has changed by 1 % or less keeps its factor
-    trace_thresholds = (0.01, 0.0)
+    orthogonalises = True
     counterparts = foreign.THOR_MUON
 
     def _update(self, bound: Bound, unless: Tensor | None) -> None:
@@ -104,6 +105,7 @@ class ThorMuon(CurvatureOptimizer):
         of_depth = math.sqrt(min(1.0, _USUAL_DEPTH / max(1, bound.depth)))
         whole_matrices = self.distributed.whole_matrices
         shards = bound.plan.first_shards if whole_matrices else None
+        processes = self._curvature.processes if bound.plan.sharded else ALONE
         turns = bound.turns(partial(turns_of, whole_matrices=whole_matrices))
         for work in with_gradients(in_turns(turns)):
             # of the group, and less where the weights were trained already
@@ -117,7 +119,7 @@ class ThorMuon(CurvatureOptimizer):
             wide = preconditioned(work, u)  # u (A + λ tr(A)/d_in · I)⁻¹
             # d = orth(·);  ‖d‖ = √min(d_out, d_in) · √max(1, d_out / d_in), within r · ‖W‖ / lr;
             # W ← W - lr · √min(1, 10 / L) · d
-            subtract_orthogonal_(work, wide, lr * of_depth, shards, unless)
+            subtract_orthogonal_(work, wide, lr * of_depth, shards, processes, unless)
 
     @foreign.names_counterparts
     def __init__(
@@ -137,10 +139,10 @@ class ThorMuon(CurvatureOptimizer):
         layers: Patterns = None,
         distributed: Distributed | None = None,
     ) -> None:
-        options = {name: value for name, value in locals().items() if name in OF_GROUPS}
+        given = locals()
         lr = lr_of_caller(lr, type(self).__name__)
-        options |= {"lr": self.usual_lr if lr is None else lr, "auto_lr": lr is None}
-        super().__init__(params, options, model=model, layers=layers, distributed=distributed)
+        given |= {"lr": self.usual_lr if lr is None else lr, "auto_lr": lr is None}
+        super().__init__(params, model, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, with options of their own.

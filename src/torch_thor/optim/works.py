@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype, has_values
 from torch_thor.curvature.factor import Factor, collected, local
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.model_argument import Group
 from torch_thor.optim.plan import Bound
 
 # A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so
@@ -49,7 +49,7 @@ class Matrix:
 
     index: int  # the place of the parameter in its work
     rows: Any = None  # the index of its rows in the parameter; None for all
-    kind: Any = None  # turns it into a matrix, or one for each group
+    geometry: Any = None  # turns these rows into matrices; None for rows without factors
     left: Factor | None = None  # whose inverse stands on its left
     right: Factor | None = None  # on its right
     scale: float = 1.0  # 1 / T
@@ -185,8 +185,17 @@ def work_of(
 def here(batches: Iterable[Batch]) -> dict[Factor, Blocks]:
     """Return the inverses that this process holds, without those of divided curvature."""
     sides = (of for batch in batches for one in batch.members for of in (one.left, one.right))
-    factors = {of for of in sides if of is not None}
-    return {factor: factor.read(inverse=True) for factor in factors if factor.divided is None}
+    factors = {of for of in sides if of is not None and not of.layout.is_partitioned}
+    return {factor: factor.read(inverse=True) for factor in factors}
+
+
+def batches_of(matrices: Iterable[Any], key: Callable[[Any], Any]) -> list[Batch]:
+    """Return matrices with the same key as batches, with the inverses that are here."""
+    batches = [Batch(alike) for alike in grouped(matrices, key)]
+    inverses = here(batches)
+    for batch in batches:
+        batch.bind(inverses)
+    return batches
 
 
 def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:

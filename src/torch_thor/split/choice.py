@@ -10,13 +10,14 @@ from torch import nn
 
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.curvature.layer import SIDES, LayerCurvature
+from torch_thor.optim.registry import WITH_CURVATURE
 from torch_thor.split.observe import LARGEST, Losses, LossFn, Observer
 from torch_thor.split.timing import device_name, inverse_seconds, orthogonal_seconds
 
 # a factor counts as preserved if it loses less than this share of its spectral norm
 MAX_LOSS = 0.01
 # the factors that an optimizer splits
-FACTORS: Mapping[str, tuple[str, ...]] = {"thor-muon": ("A",), "thor": SIDES}
+FACTORS = {name: kind.sides for name, kind in WITH_CURVATURE.items()}
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _seconds(layers: Collection[LayerCurvature], split_dims: Sequence[int]) -> t
     first = next(iter(layers))
     dtype, device = factor_dtype(first.weight.dtype), first.weight.device
     inverting = inverse_seconds(_sizes(layers), split_dims, dtype=dtype, device=device)
-    if "G" in first.sides:
+    if first.g is not None:
         return inverting
     shapes = [(layer.kind.groups, layer.kind.outputs, layer.kind.inputs) for layer in layers]
     orthogonal = orthogonal_seconds(shapes, split_dims, dtype=dtype, device=device)

@@ -9,17 +9,20 @@ those of one layer exist at a time.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_thor.capture.hooks import ModuleCalls, hooks_of
-from torch_thor.capture.inspection import Inspection
+from torch_thor.capture.hooks import ModuleCalls
+from torch_thor.capture.inspection import inspect
+from torch_thor.capture.layers import hooks_of
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.split.spectral import spectral_losses
+from torch_thor.torch_internals import tree_map
 
 LARGEST = 8192  # the largest block that is tried, which limits a block of a large factor to 256 MB
 LossFn = Callable[..., Tensor]
@@ -35,19 +38,16 @@ class Observer:
         self._model = copy.deepcopy(model).to(device)
         self._device = device
         trained = [p for p in self._model.parameters() if p.requires_grad]
-        found = Inspection(self._model, trained, matrices_alone="G" not in sides).layers
+        found = inspect(self._model, trained, inputs_alone="G" not in sides).layers
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no layer that is preconditioned with Kronecker "
                 "factors and trained, so there is nothing to split; give a model with linear "
                 "layers or convolutions that require gradients"
             )
-        self.layers = {
-            name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix, sides)
-            for name, one in found.items()
-        }
+        self.layers = {name: LayerCurvature(layer, sides) for name, layer in found.items()}
         for layer in self.layers.values():
-            layer.weight_view.bind(None, {"split_dim": LARGEST})
+            layer.bind(layer.laid_out(replace(layer.weight_view, options={"split_dim": LARGEST})))
         self._split_dims: Sequence[int] = ()
         # the number of calls that have no gradient yet
         self._waiting = dict.fromkeys(self.layers, 0)
@@ -63,7 +63,7 @@ class Observer:
         self._waiting[layer.name] += 1
 
         def on_gradient(g: Tensor) -> None:
-            layer.statistics.gather(kind, x, g if "G" in layer.sides else g.shape)
+            layer.statistics.gather(kind, x, g.shape if layer.g is None else g)
             self._waiting[layer.name] -= 1
             if not self._waiting[layer.name]:
                 self._finish(layer)
@@ -105,25 +105,20 @@ class Observer:
             self._losses.setdefault(layer.name, {})[key] = spectral_losses(factor, self._split_dims)
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _to(one, device) for key, one in value.items()}
-    if isinstance(value, tuple | list):
-        return tuple(_to(one, device) for one in value)
-    return value
-
-
 def loss_of(
     model: nn.Module, sample_batch: Any, loss_fn: LossFn | None, device: torch.device
 ) -> Tensor:
     """Run a model on a sample batch, and return its loss."""
     # The batch is as :func:`torch_thor.choose_split_dim` takes it.
     has_targets = isinstance(sample_batch, tuple | list) and len(sample_batch) == 2
-    inputs, targets = _to(sample_batch if has_targets else (sample_batch, None), device)
-    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    output = model(*(args if isinstance(args, tuple) else (args,)), **kwargs)
+    inputs, targets = tree_map(
+        lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf,
+        tuple(sample_batch) if has_targets else (sample_batch, None),
+    )
+    if isinstance(inputs, Mapping):
+        output = model(**inputs)
+    else:
+        output = model(*(inputs if isinstance(inputs, tuple | list) else (inputs,)))
     if loss_fn is not None:
         return loss_fn(output) if targets is None else loss_fn(output, targets)
     scores = getattr(output, "logits", output)

@@ -27,6 +27,7 @@ from torch_thor.curvature.blocks import has_values
 from torch_thor.errors import explaining, first_line, require
 from torch_thor.files import check_place, write_text, writing
 from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.optim.registry import WITH_CURVATURE
 from torch_thor.printing import columns, printer, quantity
 from torch_thor.split.observe import loss_of
 from torch_thor.split.timing import device_name, inverse_seconds
@@ -42,7 +43,7 @@ from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.recipes import is_file_name, load_recipe, recipe_names
 
 FILE, ROUNDS = "plan.json", 5
-KINDS, FORMS = ("thor-muon", "thor"), ("ddp", "divided", "fsdp", "hsdp")
+KINDS, FORMS = tuple(WITH_CURVATURE), ("ddp", "divided", "fsdp", "hsdp")
 PIXELS, LENGTH, VOCABULARY = 224, 128, 30522  # of ImageNet and of BERT, where no recipe says others
 OF_DATA = {"digits": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}  # classes
 # minutes by devices (Ascend 910) for about 40 epochs of ResNet-50 on ImageNet (Chen et al. 2021)
@@ -54,6 +55,12 @@ COLUMNS = (
     "in all: weights, gradients, moments, factors and inverses (and sums, on refreshes alone) of "
     "the device that keeps most; sent: by it in a step, and in addition on a refresh; work: how "
     "much longer than the mean it inverts"
+)
+OF_COPIES = (
+    "hsdp: of the devices that hold the same rows, the first inverts their blocks and sends them "
+    "to the others, so the inversion takes as long as on --shards devices, whatever the number of "
+    "copies. Dealt out over the copies as well, the blocks would be sent as often, and a refresh "
+    "would be shorter by {:.1%} of the inversion of all blocks on one device{}"
 )
 SIZES = ("", "devices", "in all", "factors", "sums", "sent, step", "+ refresh", "work")
 TIMES = ("", "devices", "batch", "step, ms", "network", "refresh", "all, min", "paper, min")
@@ -92,6 +99,11 @@ class Row:
         # what other devices invert
         others = measured.inverting * (1 - self.most_work / self.devices)
         return measured.ordinary + network, network, measured.refresh - others + network + more
+
+    @property
+    def waiting(self) -> float:
+        """The share of all inversions that a refresh takes longer than if all had the same work."""
+        return (self.most_work - 1) / self.devices
 
 
 def plan(
@@ -161,6 +173,8 @@ def plan(
         )
         if paper:
             say(PAPER_WORDS)
+    for line in _about_copies(rows, measured):
+        say(line)
     if out is not None:
         content = {
             "model": subject,
@@ -175,6 +189,13 @@ def plan(
             write_text(out / FILE, json.dumps(content, indent=1) + "\n")
         say(f"Numbers are in {out}")
     return rows
+
+
+def _about_copies(rows: Sequence[Row], measured: Measured | None) -> list[str]:
+    """Return why a device of HSDP has more work than the mean, if one has."""
+    longest = max((row.waiting for row in rows if row.form == "hsdp"), default=0.0)
+    saved = f" ({1000 * longest * measured.inverting:.2g} ms)" if measured else ""
+    return [OF_COPIES.format(longest, saved)] if longest else []
 
 
 def _chosen(
@@ -221,14 +242,14 @@ def rows_of(optimizer: CurvatureOptimizer, form: str, devices: int, shards: int)
         return []
     parts = {"fsdp": devices, "hsdp": shards}.get(form, 1)
     model = optimizer.model
-    with traffic.laid_out(
+    layers = traffic.laid_out(
         optimizer.curvature.values(), devices, shards=parts, divided=form == FORMS[1]
-    ) as layers:
-        step = traffic.collectives_of_training(model, devices, parts)
-        step += traffic.collectives_of_inverses(model.parameters(), layers)
-        more = traffic.collectives_of_refresh(layers, devices)
-        memory = traffic.memory_of(optimizer, layers, devices, parts)
-        work = traffic.most_work(layers, devices)
+    )
+    step = traffic.collectives_of_training(model, devices, parts)
+    step += traffic.collectives_of_inverses(model.parameters(), layers)
+    more = traffic.collectives_of_refresh(layers, devices)
+    memory = traffic.memory_of(optimizer, layers, devices, parts)
+    work = traffic.most_work(layers, devices)
     sent, sent_more = (sum(one.sent for one in part) for part in (step, more))
     rounds, rounds_more = (sum(one.rounds for one in part) for part in (step, more))
     return [Row(form, devices, memory, sent, sent_more, rounds, rounds_more, work)]

@@ -8,21 +8,21 @@ block, as `torch-thor train` divides a network.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import factor_dtype
+from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.shards import RowShards, shard_bounds, why_not_by_rows
+from torch_thor.curvature.layout import why_not_by_rows
+from torch_thor.curvature.view import RowShards, shard_bounds
 from torch_thor.distributed.agreement import HEADER, NUMBERS
-from torch_thor.distributed.divided import owners_of, turns_of
-from torch_thor.distributed.ownership import (
+from torch_thor.distributed.assignment import (
     Shape,
     deal_out,
     imbalance,
@@ -30,8 +30,9 @@ from torch_thor.distributed.ownership import (
     packed_sizes,
     pads,
 )
+from torch_thor.distributed.divided import owners_of, turns_of
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.checkpoint import MOMENTS
+from torch_thor.optim.state_dict import MOMENTS
 from torch_thor.training.parallel import blocks
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -60,36 +61,38 @@ class Collective:
         return (self.processes - 1) * (2 if self.name == "all_reduce" else 1)
 
 
-@contextmanager
 def laid_out(
     layers: Iterable[LayerCurvature], processes: int, *, shards: int = 1, divided: bool = False
-) -> Iterator[list[LayerCurvature]]:
-    """Let layers be those of the first process, which has the most rows."""
-    # Yields those that have curvature there.
-    found, owners = list(layers), {}
-    if shards > 1:
-        found = [one for one in found if why_not_by_rows(one.kind, tuple(one.weight.shape)) is None]
-    try:
-        for layer in found if shards > 1 else ():
-            rows, view = layer.weight.shape[0], layer.weight_view
-            starts, copies = shard_bounds(rows, shards), "copies" if processes > shards else None
+) -> list[LayerCurvature]:
+    """Return layers as the first process has them, which has the most rows; those given stay.
+
+    Layers that have no curvature there are left out.
+    """
+    found = []
+    for layer in layers:
+        view = layer.weight_view
+        if shards > 1 and why_not_by_rows(layer.kind, view.shape) is not None:
+            continue
+        planned = LayerCurvature(layer.layer, layer.sides)
+        if shards > 1:
+            rows, starts = view.shape[0], shard_bounds(view.shape[0], shards)
             bounds = (*starts, *[rows] * (processes - shards))
-            own = RowShards(
-                shards, bounds, slice(0, starts[1]), 0, _unused, _unused, _unused, copies
-            )
-            view.bind(view.state, view.options, layer.weight, own)
-            layer.bind()
-        owners = owners_of(found, processes, 0) if divided and processes > 1 else {}
-        for factor, of_factor in owners.items():
-            factor.divided = of_factor
-            factor.bind()
-        yield found
-    finally:
-        for factor in owners:
-            factor.divided = None
-        for layer in found:
-            layer.weight_view.bind(layer.weight_view.state, layer.weight_view.options)
-            layer.bind()
+            has_replicas = processes > shards
+            by_rows = RowShards(shards, bounds, slice(0, starts[1]), 0, _unused, has_replicas)
+            view = replace(view, shards=by_rows, divided=layer.weight)
+        planned.bind(planned.laid_out(view))
+        found.append(planned)
+    owners = owners_of(found, _Planned(processes)) if divided and processes > 1 else {}
+    for layer, of_factors in owners.items():
+        layer.bind(layer.laid_out(layer.weight_view, of_factors))
+    return found
+
+
+class _Planned(Processes):
+    """Processes of which this one is the first."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
 
 
 def _unused(*_: Any) -> Any:
@@ -114,18 +117,15 @@ def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
 
 
 def _blocks(layer: LayerCurvature, factor: Factor) -> list[Blocks]:
-    dtype, shards, owners = (
-        factor_dtype(layer.weight.dtype),
-        layer.weight_view.shards,
-        factor.owners,
-    )
+    dtype, shards = factor_dtype(layer.weight.dtype), layer.weight_view.shards
+    cut, owners = factor.layout.cut, factor.layout.owners
     if owners is None:
-        return [Blocks(dtype, shape, None) for shape in factor.cut.blocks]
+        return [Blocks(dtype, shape, None) for shape in cut.blocks]
     found = []
-    for run, (shape, bounds) in enumerate(zip(factor.cut.blocks, owners.bounds, strict=True)):
+    for run, (shape, bounds) in enumerate(zip(cut.blocks, owners.bounds, strict=True)):
         held, among = (
             owners.held(run),
-            (len(bounds) - 1) // shards.count if shards and owners.replicas else 1,
+            (len(bounds) - 1) // shards.count if shards and owners.has_replicas else 1,
         )
         found.append(Blocks(dtype, shape, bounds, (held.stop - held.start) * (among > 1), among))
     return found
@@ -181,6 +181,8 @@ def _of_owners(
     """Return what sends the triangles of blocks to or from their owners."""
     packed = packed_sizes([one.shape for one, _ in blocks], [bounds for _, bounds in blocks])
     piece, every = itemsize * max(packed), itemsize * max(packed) * len(packed)
+    if name == GATHER and sum(size > 0 for size in packed) == 1:  # those of one owner
+        return Collective("broadcast", len(packed), piece, piece)
     if not pads(packed):
         return Collective("all_reduce", len(packed), itemsize * sum(packed), itemsize * sum(packed))
     return Collective(name, len(packed), *((every, piece) if name == SCATTER else (piece, every)))
@@ -197,7 +199,7 @@ def collectives_of_inverses(
     blocks: dict[Factor, list[Blocks]] = {}
     for layer in layers:
         for factor in layer.stored:
-            if factor.divided is not None:
+            if factor.layout.is_partitioned:
                 needs[id(layer.weight)].append(factor)
                 blocks[factor] = _blocks(layer, factor)
     found = []
@@ -255,15 +257,18 @@ class Memory:
 def memory_of(
     optimizer: CurvatureOptimizer, layers: Iterable[LayerCurvature], processes: int, shards: int = 1
 ) -> Memory:
-    """Compute what a process keeps, with the layers that `laid_out` yields."""
+    """Compute what a process keeps, with the layers that `laid_out` returns."""
     # The parameters may be on `meta`.
     layers, held = list(layers), list(optimizer.model.parameters())
+    names = {layer.name for layer in layers}
     missing = [
         layer
         for layer in optimizer.curvature.values()
-        if layer not in layers and "G" not in optimizer.sides
+        if layer.name not in names and "G" not in optimizer.sides
     ]
-    plain = {id(view.parameter) for layer in missing for view in (layer.weight_view, *layer.biases)}
+    plain = {
+        id(view.parameter) for layer in missing for view in (layer.weight_view, *layer.layer.biases)
+    }
     for group in optimizer.param_groups:
         for parameter in (p for p in group["params"] if p.requires_grad):
             state: dict[str, Any] = {}
@@ -276,8 +281,11 @@ def memory_of(
     whole = sum(own_bytes(one, shards) for one in held) + sum(
         one.nbytes for one in optimizer.model.buffers()
     )
-    sums = sum(factor_dtype(layer.weight.dtype).itemsize * factor.cut.rows * factor.cut.width
-               for layer in layers for factor in layer.stored)  # fmt: skip
+    sums = sum(
+        factor_dtype(layer.weight.dtype).itemsize * factor.layout.cut.rows * factor.layout.cut.width
+        for layer in layers
+        for factor in layer.stored
+    )
     return Memory(whole + curvature, curvature, sums)
 
 
@@ -288,17 +296,18 @@ def kept_bytes(layers: Iterable[LayerCurvature], processes: int) -> int:
         itemsize = factor_dtype(layer.weight.dtype).itemsize
         of_all += itemsize * layer.kind.groups * layer.kind.routed  # the rows of each group
         for factor in layer.stored:
-            row = 2 * itemsize * factor.width  # of the factor and of its inverse
-            if factor.by_rows:
+            layout = factor.layout
+            row = 2 * itemsize * layout.shape[1]  # of the factor and of its inverse
+            if layout.by_rows:
                 shards = layer.weight_view.shards
                 rows = layer.weight.shape[0] if shards is None else shards.own.stop
                 # layers of one weight share it
                 of_all += row * rows * ((id(layer.weight), factor.side) not in seen)
                 seen.add((id(layer.weight), factor.side))
-            elif factor.owners is None:
-                of_all += row * factor.cut.rows
+            elif layout.owners is None:
+                of_all += row * layout.cut.rows
             else:
-                for (_, size), bounds in zip(factor.cut.blocks, factor.owners.bounds, strict=True):
+                for (_, size), bounds in zip(layout.cut.blocks, layout.owners.bounds, strict=True):
                     for rank in range(processes):
                         of_ranks[rank] += row * size * (bounds[rank + 1] - bounds[rank])
     return of_all + max(of_ranks)

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainingArguments
 
 from torch_thor.optim.callers import USUAL, about_usual
-from torch_thor.optim.groups import held
 from torch_thor.trainers.labels import follow_labels
+from torch_thor.trainers.wrapped import held
 
 
 class CurvatureCallback(TrainerCallback):

@@ -1,19 +1,22 @@
 """The optimizers a recipe can name: keys are arguments of their classes, with equal defaults."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
-from pydantic import Field, PlainValidator, create_model
+from pydantic import AfterValidator, Field, PlainValidator, create_model
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import selected
-from torch_thor.distributed.data_parallel import Distributed
+from torch_thor.distributed.options import Distributed
 from torch_thor.errors import explaining, first_line, require
 from torch_thor.intervals import as_interval
-from torch_thor.optim import AGCSGD, LAMB, THOR, ThorMuon
+from torch_thor.optim import registry
+from torch_thor.optim.base import EagerStep
 from torch_thor.optim.options import OPTIONS
+from torch_thor.optim.registry import WITH_CURVATURE
 from torch_thor.optim.thor import PRESETS
 from torch_thor.split.choice import choose_split_dim
 from torch_thor.training.muon import MuonAdamW
@@ -25,82 +28,40 @@ _THRESHOLDS = {
 }
 
 
-def _option(key: str, or_else: str, words: Collection[str] = ()) -> PlainValidator:
-    """Check a value by the rule of the optimizer's option, or that it is one of some words."""
+# words that stand for a value of an option
+_WORDS = {"trace_thresholds": tuple(_THRESHOLDS), "split_dim": (AUTO,)}
+_NUMBERS = {float: Number, float | None: Number | None}
+
+
+def _key(name: str) -> tuple[Any, str]:
+    """Return the type of an option, which takes what its rule takes, and its meaning."""
+    option, words = OPTIONS[name], _WORDS.get(name, ())
 
     def check(value: Any) -> Any:
-        require(
-            value in words if isinstance(value, str) else bool(OPTIONS[key].test(value)),
-            f"must be {OPTIONS[key].rule}{or_else}{', '.join(words)}",
-        )
-        return tuple(map(float, value)) if isinstance(value, list | tuple) else value
+        is_word = bool(words) and isinstance(value, str)
+        is_code = callable(value) and not isinstance(value, Mapping)
+        if is_code or not (value in words if is_word else option.test(value)):
+            raise ValueError("; or one of ".join([f"must be {option.rule}", *words[:1]]))
+        return tuple(value) if isinstance(value, list) else value
 
-    return PlainValidator(check)
-
-
-def _checked_patterns(value: Any) -> Any:
-    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
-        return tuple(value)
-    require(
-        value is None or isinstance(value, str),
-        "must be a name, a pattern, or a list of them, such as ['*.weight', -head]",
-    )
-    return value
+    # a lr is the highest of its schedule
+    hint = Positive if name == "lr" else _NUMBERS.get(option.type, option.type)
+    hint = hint | Literal[words] if words else hint
+    is_union = get_origin(hint) in (Union, UnionType) and len({*get_args(hint)} - {NoneType}) > 1
+    # pydantic would say for each member why it is not that
+    return Annotated[hint, (PlainValidator if is_union else AfterValidator)(check)], option.meaning
 
 
-_Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_checked_patterns)]
+# type and meaning; the documentation of the classes says more
 _AVERAGE = "weight of the old value in a running average of "
-KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of the classes says more
-    "lr": (Positive, "learning rate; null: thor-muon finds it from the weights"),
-    "weight_decay": (NotNegative, "coefficient of the weight decay, in the optimizer's own form"),
-    "damping": (Positive, "λ, added to the diagonal of the factors; see damping_schedule"),
-    "momentum": (Share, "μ; 0 switches momentum off"),
-    "nesterov": (bool, "Nesterov's momentum"),
-    "update_interval": (
-        Annotated[
-            int | dict[str, Any],
-            _option("update_interval", ", such as {kind: constant, interval: 5}"),
-        ],
-        "steps between refreshes, or {kind: constant, piecewise or geometric, ...} of "
-        "torch_thor.intervals",
-    ),
-    "trace_thresholds": (
-        Annotated[
-            tuple[Number, Number] | str, _option("trace_thresholds", "; or one of ", _THRESHOLDS)
-        ],
-        "(ω1, ω2) of the trace rule, or thor, thor_stop, thor_nt",
-    ),
-    "split_dim": (
-        Annotated[int | Literal["auto"] | None, _option("split_dim", "; or one of ", [AUTO])],
-        "block size of the factors; null: whole ones; auto measures it at the start",
-    ),
-    "factor_decay": (Share, _AVERAGE + "the factors; 0: the latest only"),
-    "max_update_ratio": (
-        Positive | None,
-        "largest step of a parameter relative to its norm; null: no bound",
-    ),
-    "kl_clip": (
-        Positive | None,
-        "bound κ on the squared step in the Fisher norm, in the place of max_update_ratio",
-    ),
-    "layers": (
-        _Patterns,
-        "layers whose curvature is used, by name or pattern; a leading minus leaves out",
-    ),
-    "fisher": (
-        Literal["empirical", "sampled"],
-        "labels of the statistics: those of the loss, or drawn ones",
-    ),
-    "dampening": (Share, "τ in v ← μ v + (1 − τ) d"),
-    "dampen_first": (bool, "dampen the first step too"),
-    "clip_factor": (Positive, "largest ratio of gradient to weight of a unit"),
+_OF_TORCH: dict[str, tuple[Any, str]] = {
     "lr_decay": (NotNegative, "step t uses lr / (1 + t · lr_decay)"),
     "initial_accumulator_value": (NotNegative, "start of the sum of squared gradients"),
     "alpha": (Share, _AVERAGE + "squared gradients"),
     "rho": (Share, _AVERAGE + "squared gradients"),
     "beta1": (Share, _AVERAGE + "the gradient"),
     "beta2": (Share, _AVERAGE + "the squared gradient"),
-    "eps": (NotNegative, "term that keeps a denominator away from 0"),
+    "eps": (NotNegative, OPTIONS["eps"].meaning),
     "centered": (bool, "normalise by the variance of the gradient"),
     "amsgrad": (bool, "the AMSGrad variant"),
     "adjust_lr_fn": (
@@ -109,29 +70,39 @@ KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of t
     ),
     "adamw_lr": (Positive | None, "learning rate of what is no matrix; null: lr"),
     "adamw_embeddings": (bool, "train embeddings with AdamW"),
-    "exclude": (_Patterns, "parameters that are treated as biases are; null: biases and norms"),
-    "decay_filter": (_Patterns, "parameters with weight decay, by name or pattern; null: all"),
+    "decay_filter": (
+        _key("exclude")[0],
+        "parameters with weight decay, by name or pattern; null: all",
+    ),
     "divide_curvature": (bool, "each process keeps only the blocks that it inverts"),
+}
+_DECLARED = {
+    name: _key(name)
+    for name, option in OPTIONS.items()
+    if option.type is not None and option.scope in ("group", "optimizer")
 }
 
 
 _SGD = {"lr": 0.1, "momentum": 0.9}  # torch's lr=0.001 without momentum trains no image classifier
-# the class, and where a recipe has other defaults
-OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Mapping[str, Any]]] = {
-    "thor-muon": (ThorMuon, {}),
-    "thor": (THOR, {}),
-    "sgd": (torch.optim.SGD, _SGD),
-    "momentum": (torch.optim.SGD, _SGD),
-    "nesterov": (torch.optim.SGD, {**_SGD, "nesterov": True}),
-    "adagrad": (torch.optim.Adagrad, {}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-    "adadelta": (torch.optim.Adadelta, {}),
-    "adam": (torch.optim.Adam, {}),
-    "adamw": (torch.optim.AdamW, {}),
-    "muon": (MuonAdamW, {"weight_decay": 0.01}),
-    "lamb": (LAMB, {"lr": 0.01}),
-    "agc-sgd": (AGCSGD, _SGD),
+_OTHERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": torch.optim.SGD,
+    "nesterov": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "adadelta": torch.optim.Adadelta,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "muon": MuonAdamW,
 }
+# where a recipe has other defaults than the class
+_DEFAULTS: dict[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("sgd", "momentum", "agc-sgd"), _SGD),
+    "nesterov": {**_SGD, "nesterov": True},
+    "muon": {"weight_decay": 0.01},
+    "lamb": {"lr": 0.01},
+}
+OPTIMIZERS = {**WITH_CURVATURE, **_OTHERS, **registry.OPTIMIZERS}
 
 
 class OptimizerKeys(Keys):
@@ -155,8 +126,9 @@ class OptimizerKeys(Keys):
         )
 
 
-def _keys_of(name: str) -> type[OptimizerKeys]:
-    kind, own = OPTIMIZERS[name]
+def keys_of(name: str) -> type[OptimizerKeys]:
+    """Return the keys of an optimizer: the options of its class, and two that a recipe adds."""
+    kind, own = OPTIMIZERS[name], _DEFAULTS.get(name, {})
     given = {
         key: argument.default for key, argument in inspect.signature(kind).parameters.items()
     } | dict(own)
@@ -167,15 +139,16 @@ def _keys_of(name: str) -> type[OptimizerKeys]:
         given["divide_curvature"] = False
     if "update_interval" in given:
         given["update_interval"] = as_interval(given["update_interval"])
+    keys = _DECLARED | _OF_TORCH | (_DECLARED if issubclass(kind, EagerStep) else {})
     known: Any = {
         key: (hint if given[key] is not None else hint | None, Field(given[key], description=about))
-        for key, (hint, about) in KEYS.items()
+        for key, (hint, about) in keys.items()
         if key in given
     }
     return create_model(name, __base__=OptimizerKeys, **known)
 
 
-KEYS_OF = {name: _keys_of(name) for name in OPTIMIZERS}
+KEYS_OF = {name: keys_of(name) for name in OPTIMIZERS}
 _all: dict[str, Any] = {
     name: (own, Field(own(), description=f"settings of {name}")) for name, own in KEYS_OF.items()
 }
@@ -202,7 +175,7 @@ def build_optimizer(
         name in OPTIMIZERS,
         f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}",
     )
-    kind, options = OPTIMIZERS[name][0], {**settings_of(name), **given}
+    kind, options = OPTIMIZERS[name], {**settings_of(name), **given}
     if "beta1" in options:
         options["betas"] = (options.pop("beta1"), options.pop("beta2"))
     if isinstance(preset := options.get("trace_thresholds"), str):

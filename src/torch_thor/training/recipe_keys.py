@@ -82,7 +82,7 @@ def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
         elif fault["type"] == "missing":
             found.append(f"{key} is missing: give it{about}")
         elif fault["type"] == "value_error":
-            found.append(f"{key}={shown}: {fault['ctx']['error']}")
+            found.append(f"{key}={shown}: {fault['ctx']['error']}{about}")
         else:
             rule = (
                 fault["msg"]
@@ -133,7 +133,8 @@ def _type(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(map(str, inner))
     if origin in (Union, types.UnionType):
-        return " or ".join(map(_type, inner))
+        words = " or ".join(map(_type, inner)).split(" or ")
+        return " or ".join(dict.fromkeys(words))
     if origin is tuple:
         return f"list ({_type(inner[0])})"
     return _WORDS.get(origin or hint, "mapping")

@@ -15,8 +15,8 @@ from torch_thor.capture.composites.declarations import (
     register_composite,
 )
 from torch_thor.capture.composites.fused_experts import ExpertsHook, expert_layers, expert_weights
-from torch_thor.capture.composites.hook import CompositeHook, Report
 from torch_thor.capture.composites.recurrence import RecurrentHook, gate_layers
+from torch_thor.capture.hooks import CompositeHook, Report
 
 __all__ = ["CompositeHook", "InnerLayer", "Report", "composite_of", "register_composite"]
 

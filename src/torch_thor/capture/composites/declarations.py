@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_thor.capture.composites.hook import CompositeHook
-from torch_thor.curvature.factor import ParameterView
+from torch_thor.capture.hooks import CompositeHook
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.kinds.registry import KINDS, Registration, Registry, check_fits
+from torch_thor.curvature.view import ParameterView
 
 
 @dataclass(frozen=True)

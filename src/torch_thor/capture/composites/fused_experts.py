@@ -9,6 +9,7 @@ experts. Recognised are ``F.linear``, ``@``, ``torch.mm``, ``bmm`` and ``matmul`
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,15 +18,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.declarations import InnerLayer
-from torch_thor.capture.composites.hook import CompositeHook, Report
+from torch_thor.capture.hooks import CompositeHook, FunctionCalls, Report
 from torch_thor.curvature.blocks import has_values
-from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds.experts import ExpertsKind
-from torch_thor.torch_internals import shares_storage
+from torch_thor.curvature.view import ParameterView
+from torch_thor.torch_internals import functorch, storage_of
 
 _MATRIX_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
 _GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 _FUNCTIONS = ("__getitem__", "linear", *_MATRIX_PRODUCTS, *_GROUPED)
+_INTEGERS = (torch.int64, torch.int32)  # those of lists of experts
 # the names of the first two arguments of all of them
 _OPERANDS = ("input", "weight", "mat_a", "mat_b", "mat2", "other")
 
@@ -44,10 +46,9 @@ def expert_layers(module: nn.Module) -> Iterator[InnerLayer]:
         )
     for name, weight in weights.items():
         kind = ExpertsKind(weight, inputs_first=inputs_first)
-        bias = module._parameters.get(f"{name}_bias")
-        has_biases = bias is not None and bias.shape == (kind.groups, kind.outputs)
-        biases = [ParameterView(module, f"{name}_bias")] if has_biases else []
-        yield InnerLayer(name, kind, ParameterView(module, name), biases)
+        bias = ParameterView(module, f"{name}_bias")
+        fits = bias.present is not None and bias.shape == (kind.groups, kind.outputs)
+        yield InnerLayer(name, kind, ParameterView(module, name), [bias] if fits else [])
 
 
 def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -70,127 +71,94 @@ class ExpertsHook(CompositeHook):
 
     def mode(self, report: Report) -> TorchFunctionMode:
         """Return the mode that recognises the products."""
-        # looked up at each call: a wrapper may have replaced the parameters, and pruning removed
-        # one
-        there = [
-            (name, layer)
-            for name, layer in self.by_name.items()
-            if layer.weight_view.present is not None
-        ]
-        return ExpertsMode({name: (layer.weight, layer.kind) for name, layer in there}, report)
+        operands: Operands = {}
+        with torch.no_grad():
+            for name, layer in self.by_name.items():
+                # looked up at each call: a wrapper may have replaced the parameters, and pruning
+                # removed one
+                weight, is_turned = layer.weight_view.present, layer.kind.transposed
+                parts = [] if weight is None else [(None, weight), *enumerate(weight)]
+                for which, part in parts:
+                    for tensor, outputs_first in ((part.mT, is_turned), (part, not is_turned)):
+                        operands[_place(tensor)] = _Operand(
+                            name, layer.kind, which, outputs_first, tensor
+                        )
+        return FunctionCalls(partial(_call, report, operands))
 
 
 class _Operand(NamedTuple):
     """Which matrices of an experts' weight a tensor holds."""
 
     name: str  # the weight's name in its module
-    kind: ExpertsKind  # the kind of the weight
+    kind: Any  # the kind of the weight
     which: int | Tensor | None  # one expert, or that of each matrix; None for the whole weight
     outputs_first: bool  # whether the matrices in the tensor are `(out, in)`
+    tensor: Tensor  # kept alive, so that no other tensor takes its place in memory
 
 
-class ExpertsMode(TorchFunctionMode):
-    """While it is active, products with the experts' weights are reported."""
+# by the place of a tensor in memory
+Operands = dict[Any, _Operand]
 
-    def __init__(self, weights: Mapping[str, tuple[Tensor, Any]], report: Report) -> None:
-        super().__init__()
-        self._weights = weights
-        self._report = report
-        self._gathered: list[tuple[Tensor, _Operand]] = []
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call a function, and report it if it is a product with the experts' weights."""
-        given = kwargs or {}
-        result = func(*args, **given)
-        name = getattr(func, "__name__", "")
-        if name not in _FUNCTIONS:
-            return result
-        left, right = (*args, *(given[key] for key in _OPERANDS if key in given))[:2]
-        if name == "__getitem__":
-            is_list = (
-                isinstance(right, Tensor) and right.dim() == 1 and not right.is_floating_point()
-            )
-            operand = self._operand(left) if is_list and right.dtype != torch.bool else None
-            if operand is not None and operand.which is None:
-                self._gathered.append((result, operand._replace(which=right.long())))
-            return result
-        left, right = (right, left) if name == "__rmatmul__" else (left, right)
-        # the rows, the experts, and whether their matrices are `(out, in)`
-        uses = [(left, right, name == "linear")]
-        if name in _MATRIX_PRODUCTS:
-            uses.append((right, left, True))
-        for x, experts, outputs_first in uses:
-            operand = self._operand(experts)
-            if (
-                operand is not None
-                and operand.outputs_first is outputs_first
-                and isinstance(x, Tensor)
-            ):
-                offsets = (
-                    given.get("offs", args[2] if len(args) > 2 else None)
-                    if name in _GROUPED
-                    else None
-                )
-                self._report_product(operand, x, result, offsets, columns=experts is left)
+def _place(tensor: Any) -> tuple[Any, ...]:
+    """Return what equal views of the same memory have in common, and other objects have not."""
+    # sparse tensors and those of a transform have no storage
+    is_dense = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+    if not is_dense or functorch() is not None:
+        return (id(tensor),)
+    offset = tensor.storage_offset()
+    return storage_of(tensor), tensor.dtype, offset, tensor.shape, tensor.stride()
+
+
+def _call(
+    report: Report,
+    operands: Operands,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call a function, and report it if it is a product with the experts' weights."""
+    result = func(*args, **kwargs)
+    name = getattr(func, "__name__", "")
+    if name not in _FUNCTIONS:
         return result
+    left, right = (*args, *(kwargs[key] for key in _OPERANDS if key in kwargs))[:2]
+    left, right = (right, left) if name == "__rmatmul__" else (left, right)
+    if name == "__getitem__":
+        operand = operands.get(_place(left))
+        is_list = isinstance(right, Tensor) and right.dim() == 1 and right.dtype in _INTEGERS
+        if operand is not None and operand.which is None and is_list:
+            operands[_place(result)] = operand._replace(which=right.long(), tensor=result)
+        return result
+    # the rows, the experts, and whether their matrices are `(out, in)`
+    uses = [(left, right, name == "linear")]
+    if name in _MATRIX_PRODUCTS:
+        uses.append((right, left, True))
+    offsets = kwargs.get("offs", args[2] if len(args) > 2 else None) if name in _GROUPED else None
+    for x, experts, outputs_first in uses:
+        operand = operands.get(_place(experts))
+        if operand is not None and operand.outputs_first is outputs_first and torch.is_tensor(x):
+            _report_product(report, operand, x, result, offsets, columns=experts is left)
+    return result
 
-    def _report_product(
-        self, operand: _Operand, x: Tensor, y: Tensor, offsets: Tensor | None, *, columns: bool
-    ) -> None:
-        which: int | Tensor | list[int] | None = operand.which
-        if offsets is not None:  # a grouped product
-            if which is not None or x.dim() != 2:
-                return
-            # a host–device synchronisation, once per call on a refresh step
-            ends = offsets.tolist() if has_values(offsets) else [0] * operand.kind.groups
-            which = [end - start for start, end in pairwise([0, *ends])]
-        # several matrices, broadcast over leading dimensions
-        elif not isinstance(which, int) and y.dim() != 3:
+
+def _report_product(
+    report: Report,
+    operand: _Operand,
+    x: Tensor,
+    y: Tensor,
+    offsets: Tensor | None,
+    *,
+    columns: bool,
+) -> None:
+    which: int | Tensor | list[int] | None = operand.which
+    if offsets is not None:  # a grouped product
+        if which is not None or x.dim() != 2:
             return
-        self._report(operand.name, x, y, operand.kind.of_call(which, columns=columns))
-
-    def _operand(self, tensor: Any) -> _Operand | None:
-        if not isinstance(tensor, Tensor) or tensor.dim() not in (2, 3):
-            return None
-        for gathered, operand in self._gathered:
-            if gathered is tensor:
-                return operand
-        for name, (weight, kind) in self._weights.items():
-            place = _place(tensor, weight)
-            if place is not None:
-                return _Operand(name, kind, place[0], outputs_first=place[1] is kind.transposed)
-        return None
-
-
-def _share_memory(tensor: Tensor, weight: Tensor) -> bool:
-    if not has_values(weight):  # without memory
-        return shares_storage(tensor, weight)
-    return tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-
-
-def _place(tensor: Tensor, weight: Tensor) -> tuple[int | None, bool] | None:
-    """Return which matrix of a weight a tensor is (None: all), and whether it is transposed."""
-    # The result is None if it is none of them.
-    if tensor.dtype != weight.dtype or not _share_memory(tensor, weight):
-        return None
-    own, wanted = ([*zip(t.shape, t.stride(), strict=True)][-2:] for t in (tensor, weight))
-    if own not in (wanted, wanted[::-1]):
-        return None
-    is_transposed = own != wanted
-    expert, rest = divmod(
-        int(tensor.storage_offset() - weight.storage_offset()), int(weight.stride(0))
-    )
-    if tensor.dim() == 3:
-        whole = (
-            len(tensor) == len(weight)
-            and tensor.stride(0) == weight.stride(0)
-            and expert == rest == 0
-        )
-        return (None, is_transposed) if whole else None
-    return (expert, is_transposed) if rest == 0 and 0 <= expert < len(weight) else None
+        # a host–device synchronisation, once per call on a refresh step
+        ends = offsets.tolist() if has_values(offsets) else [0] * operand.kind.groups
+        which = [end - start for start, end in pairwise([0, *ends])]
+    # several matrices, broadcast over leading dimensions
+    elif not isinstance(which, int) and y.dim() != 3:
+        return
+    report(operand.name, x, y, operand.kind.of_call(which, columns=columns))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks
+from torch_thor.curvature.geometry import Geometry
 
 
 class Kind(Protocol):
@@ -51,6 +52,11 @@ class Kind(Protocol):
     Where layers see different numbers of samples, those that are certain decide. A registered kind
     may leave the attribute out, which means False.
     """
+
+    @property
+    def geometry(self) -> Geometry:
+        """These matrices as a value; a registered kind is given that of its ``to_matrix``."""
+        ...
 
     def loss_terms(self, x: Tensor) -> int:
         """Return the number of samples in an input.

@@ -7,13 +7,15 @@ often as the kernel has taps.
 """
 
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_thor.curvature.blocks import Blocks, has_values, wide_device, wide_dtype
+from torch_thor.curvature.blocks import Blocks, wide_device, wide_dtype
+from torch_thor.curvature.geometry import Geometry
 
 # Patches are written once and read once; where a piece stays in the last-level cache, reading it
 # costs next to nothing (3x3 layers of ResNet-50 at 56x56, batch 8: 20 ms as a whole, 3 ms in pieces
@@ -42,24 +44,23 @@ class MatrixWeight:
     batch_first = False
     taps = 0  # of a transposed convolution, whose weight is (in, out, taps)
 
+    @cached_property
+    def geometry(self) -> Geometry:
+        """The matrices of the weight."""
+        return self._plain
+
+    @property
+    def _plain(self) -> Geometry:
+        """The same, also of a subclass that has another ``to_matrix``."""
+        return Geometry(self.groups, self.outputs, self.inputs, self.transposed, self.taps)
+
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the weight's shape as matrices."""
-        if self.taps:
-            by_group = tensor.reshape(self.groups, -1, self.outputs, self.taps)
-            return by_group.transpose(1, 2).reshape(self.groups, self.outputs, self.inputs)
-        if self.transposed:
-            return tensor.reshape(self.groups, self.inputs, self.outputs)
-        return tensor.reshape(self.groups, self.outputs, self.inputs)
+        return self._plain.to_matrix(tensor)
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy changed matrices back into their tensor, unless they are a view of it.
-
-        The tensor is the one that they were made of.
-        """
-        if has_values(tensor) and matrix.data_ptr() != tensor.data_ptr():
-            if self.taps:
-                matrix = matrix.reshape(self.groups, self.outputs, -1, self.taps).transpose(1, 2)
-            tensor.copy_(matrix.reshape(tensor.shape))
+        """Copy changed matrices back into their tensor, unless they are a view of it."""
+        self._plain.from_matrix_(matrix, tensor)
 
 
 class LinearKind(MatrixWeight):

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.kinds.base import Kind
 
 _METHODS = ("loss_terms", "row_shape", "add_inputs_", "add_outputs_", "to_matrix", "from_matrix_")
@@ -214,7 +215,7 @@ def class_of(module: nn.Module) -> type:
 
 
 def check_fits(kind: Kind, weight: Tensor, biases: Sequence[Tensor], who: str) -> None:
-    """Raise an error for a kind whose matrices are not those of its weight."""
+    """Take the geometry of a registered kind; raise an error if it is not that of its weight."""
     _check_complete(kind, who, ValueError, _METHODS + _ATTRIBUTES)
     groups, outputs, inputs = sizes = kind.groups, kind.outputs, kind.inputs
     rule = f"groups={groups}, outputs={outputs}, inputs={inputs}"
@@ -228,11 +229,11 @@ def check_fits(kind: Kind, weight: Tensor, biases: Sequence[Tensor], who: str) -
         )
     order = "(groups, inputs, outputs)" if kind.transposed else "(groups, outputs, inputs)"
     wanted = (groups, inputs, outputs) if kind.transposed else sizes
-    # a tensor without memory
-    found = tuple(kind.to_matrix(torch.empty(weight.shape, device="meta")).shape)
-    if found != wanted:
+    tensor = torch.empty(weight.shape, device="meta")  # without memory
+    matrix = kind.to_matrix(tensor)
+    if tuple(matrix.shape) != wanted:
         raise ValueError(
-            f"to_matrix of {who} makes {found} of the weight: with {rule} and "
+            f"to_matrix of {who} makes {tuple(matrix.shape)} of the weight: with {rule} and "
             f"transposed={kind.transposed} it must be {order} = {wanted}; correct the kind"
         )
     for bias in biases if kind.solves_biases else ():
@@ -242,6 +243,9 @@ def check_fits(kind: Kind, weight: Tensor, biases: Sequence[Tensor], who: str) -
                 f"a bias has a number for each of the {groups * outputs} outputs; set "
                 "solves_biases=False if it has not"
             )
+    is_view = (matrix is tensor or matrix._is_view()) and matrix.is_contiguous()
+    converter, taps = None if is_view else kind, getattr(kind, "taps", 0)
+    vars(kind)["geometry"] = Geometry(*sizes, kind.transposed, taps, converter)
 
 
 def _check_complete(owner: Any, who: str, error: type[Exception], names: Sequence[str]) -> None:

@@ -85,10 +85,11 @@ def build(
         ),
     ):
         values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        own = transformers.AutoConfig.for_model(
+        of_file = transformers.AutoConfig.for_model(
             **values | {"vocab_size": vocab_size, "pad_token_id": pad}
         )
-        model: nn.Module = transformers.AutoModelForMaskedLM.from_config(own)  # type: ignore[no-untyped-call]
+        make: Any = transformers.AutoModelForMaskedLM.from_config
+        model: nn.Module = make(of_file)
     with (
         explaining(
             (IndexError, RuntimeError),

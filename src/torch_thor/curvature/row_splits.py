@@ -1,12 +1,9 @@
-"""Matrices without factors, and matrices that are only some rows of a weight.
+"""Weights that compute several projections at once, as ``split_rows`` declares them.
 
-Weights of layers without a kind and free parameters of modules have no factors. The scale-free step
-orthogonalises them like every other matrix, but without preconditioning. Of a weight that computes
-several projections at once (``split_rows``), it orthogonalises the rows of each by themselves.
+The scale-free step orthogonalises the rows of each projection by themselves.
 """
 
 import gc
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,61 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from torch_thor.curvature.kinds import Kind, class_name_of, kind_of, parameter_names_of
-from torch_thor.curvature.kinds.matrix import MatrixWeight
-from torch_thor.curvature.shards import why_not_by_rows
-
-
-class PlainMatrix(MatrixWeight):
-    """A parameter as ``groups`` matrices of ``outputs`` rows and ``inputs`` columns."""
-
-    def __init__(
-        self, groups: int, outputs: int, inputs: int, taps: int = 0, *, transposed: bool = False
-    ) -> None:
-        self.groups, self.outputs, self.inputs, self.taps, self.transposed = (
-            groups,
-            outputs,
-            inputs,
-            taps,
-            transposed,
-        )
-
-    def of_rows(self, shape: tuple[int, ...], rows: int) -> "PlainMatrix | None":
-        """Return the matrices of some rows of the parameter, which one process holds."""
-        if rows == shape[0]:
-            return self
-        if self.groups == shape[0]:
-            return PlainMatrix(rows, self.outputs, self.inputs)
-        if self.groups > 1:
-            return None
-        if self.taps:
-            return PlainMatrix(1, self.outputs, rows * self.taps, self.taps)
-        return PlainMatrix(1, rows, self.inputs)
-
-
-def matrix_of(module: nn.Module, attribute: str, parameter: Tensor) -> PlainMatrix | None:
-    """Return a parameter as matrices."""
-    shape = tuple(parameter.shape)
-    if (
-        len(shape) < 2
-        or isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        or not parameter.is_floating_point()
-    ):
-        return None
-    if attribute == "weight" and isinstance(module, nn.modules.conv._ConvNd):
-        groups, taps = module.groups, math.prod(shape[2:])
-        if module.transposed:
-            found = PlainMatrix(groups, shape[1], shape[0] // groups * taps, taps)
-        else:
-            found = PlainMatrix(groups, shape[0] // groups, shape[1] * taps)
-    elif len(shape) == 3:
-        found = PlainMatrix(*shape)
-    else:
-        found = PlainMatrix(1, shape[0], math.prod(shape[1:]))
-    return found if min(found.outputs, found.inputs) > 1 else None
-
-
-# ---- rows that are matrices of their own ---------------------------------------------------------
+from torch_thor.curvature.geometry import Geometry, matrix_of
+from torch_thor.curvature.kinds import class_name_of, kind_of, parameter_names_of
 
 # The entry of a module with the argument ``sizes`` of ``split_rows``. It belongs to the module, so
 # it is copied, pickled and sharded with it.
@@ -151,7 +95,7 @@ def sizes_of(declared: Declared, outputs: int) -> tuple[int, ...] | None:
     return None if outputs % declared else (outputs // declared,) * declared
 
 
-def geometry_of(module: nn.Module) -> Kind | PlainMatrix | None:
+def geometry_of(module: nn.Module) -> Geometry | None:
     """Return the weight of a module as one matrix.
 
     None if it is none, or its outputs are no rows or columns of the weight.
@@ -160,14 +104,17 @@ def geometry_of(module: nn.Module) -> Kind | PlainMatrix | None:
     # a module around a layer may show the weight of that
     if not isinstance(weight, Tensor) or not _has_parameter_like(module, weight):
         return None
-    found: Any = kind_of(module)
-    if found is None:
-        found = matrix_of(module, parameter_names_of(module)[0], weight)
-    if found is None or found.groups > 1 or found.diagonal_input:
+    kind = kind_of(module)
+    if kind is not None and kind.diagonal_input:
         return None
-    by_rows = why_not_by_rows(found, tuple(weight.shape)) is None
-    by_columns = bool(getattr(found, "taps", 0)) or (found.transposed and weight.dim() == 2)
-    return found if by_columns or (by_rows and not found.transposed) else None
+    found = (
+        matrix_of(module, parameter_names_of(module)[0], weight) if kind is None else kind.geometry
+    )
+    if found is None or found.groups > 1:
+        return None
+    is_by_columns = found.taps > 0 or (found.transposed and weight.dim() == 2)
+    is_by_rows = found.is_by_rows(tuple(weight.shape)) and not found.transposed
+    return found if is_by_columns or is_by_rows else None
 
 
 def _weight_of(module: nn.Module) -> Any:

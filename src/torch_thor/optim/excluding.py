@@ -8,19 +8,12 @@ from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns, selected, some
 from torch_thor.curvature.blocks import has_values
-from torch_thor.optim import checkpoint
+from torch_thor.curvature.factor import local
+from torch_thor.optim import state_dict as state_dicts
 from torch_thor.optim.base import EagerStep
-from torch_thor.optim.options import OPTIONS, Option, OptionGroup, check, check_complete, flag
-from torch_thor.optim.parameters import Group, parameters_of
-
-COMMON = {
-    "lr": OPTIONS["lr"],
-    "weight_decay": OPTIONS["weight_decay"],
-    "maximize": Option(flag, "True or False", "leave it out for {default}"),
-    "foreach": Option(
-        lambda v: v is None or flag(v), "None, True or False", "leave it out for {default}"
-    ),
-}
+from torch_thor.optim.inputs import creates_state_only
+from torch_thor.optim.model_argument import Group, parameters_of
+from torch_thor.optim.options import check_complete, options_in, options_of
 
 
 class Slot(NamedTuple):
@@ -66,9 +59,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class ExcludingOptimizer(EagerStep):
-    """An optimizer with a table of options and the option ``exclude``."""
+    """An optimizer with the option ``exclude``."""
 
-    options: ClassVar[Mapping[str, Option]]
     relative: ClassVar[str]  # torch's optimizer with the same state
     _excluded_by_default: Callable[[list[Tensor]], set[Tensor]]
     _make_state: Callable[[Tensor, Group], None]  # of one parameter, if it has none
@@ -89,24 +81,15 @@ class ExcludingOptimizer(EagerStep):
         # by position, because wrappers such as FSDP2 and Accelerate replace the objects in the
         # groups
         self._slots: list[list[Slot]] = []
-        super().__init__(params, OptionGroup({name: given[name] for name in self.options}))
+        super().__init__(params, options_in(given))
 
     @property
     def excluded(self) -> tuple[str, ...]:
         """The names of the excluded parameters, in the order of the groups."""
         return tuple(slot.name for slots in self._slots for slot in slots if slot.excluded)
 
-    def _check_group(self, group: Group) -> None:
-        check(type(self), group, self.options)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own, as to any optimizer of torch."""
-        super().add_param_group(param_group)
-        try:
-            self._slots.append(self._slots_of(self.param_groups[-1]))
-        except Exception:
-            self.param_groups.pop()
-            raise
+    def _take(self, group: Group) -> None:
+        self._slots.append(self._slots_of(group))
 
     def _slots_of(self, group: Group) -> list[Slot]:
         params = group["params"]
@@ -138,7 +121,7 @@ class ExcludingOptimizer(EagerStep):
         self._own_groups()
         found: list[list[Found]] = []
         for i, (group, slots) in enumerate(zip(self.param_groups, self._slots, strict=True)):
-            check_complete(type(self), i, group, self.options)
+            check_complete(type(self), i, group, options_of(self))
             self._check_group(group)
             if len(group["params"]) != len(slots):
                 raise RuntimeError(
@@ -157,17 +140,7 @@ class ExcludingOptimizer(EagerStep):
                 check_dense(repr(slot.name), gradient)
         if self._placeholder:
             self.state.clear()
-        # torch.distributed.checkpoint creates the state by a step in which lr and all gradients are
-        # 0
-        self._placeholder = (
-            not self.state
-            and all(float(group["lr"]) == 0 for group in self.param_groups)
-            and not any(
-                not has_values(gradient) or bool(gradient.any())
-                for own in found
-                for _, _, gradient in own
-            )
-        )
+        self._placeholder = not self.state and creates_state_only(self.param_groups)
         if self._placeholder:
             self._make_states()
         else:
@@ -185,7 +158,7 @@ class ExcludingOptimizer(EagerStep):
 
         It is loaded as a whole or, on an error, not at all.
         """
-        checkpoint.load(
+        state_dicts.load(
             self,
             super().load_state_dict,
             state_dict,
@@ -194,7 +167,6 @@ class ExcludingOptimizer(EagerStep):
             name=self._names().__getitem__,
             relative=self.relative,
         )
-        self._placeholder = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and options, as any optimizer of torch does.
@@ -220,15 +192,20 @@ class ExcludingOptimizer(EagerStep):
     def _complete(self) -> None:
         """Fit the state that was loaded to the parameters."""
         self._check_state()
+        buffers = [s["momentum_buffer"] for s in self.state.values() if "momentum_buffer" in s]
+        self._placeholder = bool(buffers) and all(
+            has_values(buffer) and bool((local(buffer).signbit() & (local(buffer) == 0)).all())
+            for buffer in buffers
+        )
 
     def _check_state(self) -> None:
         """Raise ValueError for a state that does not fit the parameters, or is not finite."""
         names = self._names()
-        checkpoint.check_loaded(self.state, names, names.__getitem__)
+        state_dicts.check_loaded(self.state, names, names.__getitem__)
 
     def _adopt(self, group: Group, own: Group) -> None:
         """Complete a saved group by the options that the optimizer has."""
-        checkpoint.take_missing(self, group, own)
+        state_dicts.take_missing(self, group, own)
         self._check_group(group)
 
     def __getstate__(self) -> dict[str, Any]:

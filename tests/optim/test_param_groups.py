@@ -1,16 +1,9 @@
-"""Parameter groups by name and by depth, and the coverage of an optimizer that a trainer has
-wrapped.
-"""
-
-from types import SimpleNamespace
+"""Parameter groups by name and by depth."""
 
 import pytest
-import torch
 from torch import nn
 
-import torch_thor
-from tiny import mlp
-from torch_thor import ThorMuon, param_groups
+from torch_thor import param_groups
 
 
 def names(groups, model, key="weight_decay"):
@@ -79,21 +72,3 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             param_groups(Model(), **options)
-
-
-def test_coverage_of_what_a_trainer_has_wrapped():
-    optimizer = ThorMuon(mlp())
-    wrapped = SimpleNamespace(optimizer=SimpleNamespace(_optimizer=optimizer))
-    assert torch_thor.coverage(wrapped) == torch_thor.coverage(optimizer) == optimizer.coverage()
-    itself = SimpleNamespace()
-    itself.optimizer = itself
-    for other in (
-        torch.optim.SGD(mlp().parameters()),
-        SimpleNamespace(optimizer=None),
-        itself,
-        None,
-    ):
-        with pytest.raises(
-            TypeError, match=rf"coverage\({type(other).__name__}\): must be THOR or ThorMuon"
-        ):
-            torch_thor.coverage(other)

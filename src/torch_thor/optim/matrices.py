@@ -1,7 +1,8 @@
-"""Which weights compute several projections at once: those declared, and those of known classes.
+"""Matrices that are orthogonalised: those without factors, and those that are parts of a weight.
 
-``torch_thor.split_rows`` declares them. Modules are known by their class and never by a name,
-because in some classes heads take turns in the rows. A name makes no more than a hint.
+Some weights compute several projections at once: those that ``torch_thor.split_rows`` declares, and
+those of known classes. Modules are known by their class and never by a name, because in some
+classes heads take turns in the rows. A name makes no more than a hint.
 """
 
 import math
@@ -14,18 +15,39 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from torch_thor.capture.coverage import LEFT_OUT, Covered
+from torch_thor.capture import reasons
+from torch_thor.capture.coverage import Covered
+from torch_thor.capture.inspection import Inspection
 from torch_thor.capture.layers import Owner
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.kinds import Kind, LinearKind, owner_of_forward
+from torch_thor.capture.sharding import is_sharded
+from torch_thor.curvature.geometry import Geometry, matrix_of
+from torch_thor.curvature.kinds import LinearKind, owner_of_forward
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.matrices import (
-    Declared,
-    PlainMatrix,
-    RowSplit,
-    geometry_of,
-    sizes_of,
-)
+from torch_thor.curvature.row_splits import Declared, RowSplit, geometry_of, sizes_of
+
+# The reasons of parameters that are no matrices, or are not trained as such.
+_NO_MATRICES = (reasons.LEFT_OUT, reasons.NOT_TRAINED, reasons.NORM, reasons.NO_MATRIX)
+
+
+def plain_matrices(model: nn.Module, inspection: Inspection) -> dict[str, Geometry]:
+    """Return the trained parameters that are matrices without factors, by name."""
+    matrices = {}
+    weights = {id(layer.weight.parameter) for layer in inspection.layers.values()}
+    for name, parameter in model.named_parameters():
+        key = id(parameter)
+        if key in weights or inspection.reasons[key] in _NO_MATRICES:
+            continue
+        shapes = [matrix_of(o.module, o.attribute, parameter) for o in inspection.owners[key]]
+        first = shapes[0]
+        if first is None or None in shapes:
+            continue
+        if not is_sharded(parameter) or first.of_rows(len(parameter), 1) is not None:
+            matrices[name] = first
+    return matrices
+
+
+# ---- weights that are several projections --------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -72,7 +94,6 @@ class Fused:
 
     name: str
     split: RowSplit
-    shape: tuple[int, int]  # of its matrix
     is_declared: bool
 
 
@@ -81,7 +102,7 @@ def fused_layers(
 ) -> tuple[dict[nn.Module, Fused], list[str]]:
     """Return the fused layers of a model, and why declarations of others do not hold.
 
-    ``declared``: what ``split_rows`` has declared of each module.
+    ``declared``: what ``split_rows`` has declared of each module, which counts more than its class.
     """
     found, unfit = {}, []
     known = dict(_known_layers(model))
@@ -93,13 +114,12 @@ def fused_layers(
         if geometry is None:
             unfit.append(f"split_rows of layer {name!r}: its weight must be one matrix; {_UNDO}")
             continue
-        split = _split(geometry.outputs, sizes, known.get(module))
+        rows = None if sizes is None else sizes_of(sizes, geometry.outputs)
+        split = known.get(module) if sizes is None else None if rows is None else RowSplit(rows)
         if split is not None:
-            shape = geometry.outputs, geometry.inputs
-            found[module] = Fused(name, split, shape, is_declared=sizes is not None)
-        elif sizes is not None:
-            rule = "add up to" if isinstance(sizes, tuple) else "divide"
-            remedy = "correct the sizes" if isinstance(sizes, tuple) else "give the size of each"
+            found[module] = Fused(name, split, is_declared=sizes is not None)
+        else:
+            rule, remedy = _OF_SIZES if isinstance(sizes, tuple) else _OF_A_NUMBER
             unfit.append(
                 f"split_rows of layer {name!r}: {sizes} must {rule} its {geometry.outputs} "
                 f"outputs; {remedy}"
@@ -108,33 +128,31 @@ def fused_layers(
 
 
 _UNDO = "undo it with split_rows(layer, 1)"
+# the rule of a declaration, and what to do
+_OF_SIZES = "add up to", "correct the sizes"
+_OF_A_NUMBER = "divide", "give the size of each"
 
 
-def _known_layers(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
-    """Yield the fused layers of modules of known classes: how many projections, and turns."""
-    classes: dict[Any, Known] = {}
-    for of_python, by_name in _CLASSES.items():
-        # whoever has such a module has imported its class
-        imported = sys.modules.get(of_python)
-        classes |= {getattr(imported, name, None): known for name, known in by_name.items()}
+def _known_layers(model: nn.Module) -> Iterator[tuple[nn.Module, RowSplit]]:
+    """Yield the fused layers of modules of known classes, and their projections."""
+    # whoever has such a module has imported its class
+    classes: dict[Any, Known] = {
+        getattr(sys.modules.get(of_python), name, None): known
+        for of_python, by_name in _CLASSES.items()
+        for name, known in by_name.items()
+    }
     for module in model.modules():
         known = classes.get(owner_of_forward(module))
         layer = None if known is None else getattr(module, known.layer, None)
         layer = getattr(layer, "base_layer", layer)  # inside an adapter
-        if known is not None and isinstance(layer, nn.Module) and geometry_of(layer) is not None:
-            yield layer, (known.projections(module), known.turns(module))
-
-
-def _split(
-    outputs: int, declared: Declared | None, known: tuple[int, int] | None
-) -> RowSplit | None:
-    """Return the projections of these outputs; a declaration counts more than a class."""
-    if declared is None and known is not None:
-        projections, turns = known
-        sizes = sizes_of(projections, outputs)
-        return None if sizes is None or sizes[0] % turns else RowSplit(sizes, turns)
-    sizes = None if declared is None else sizes_of(declared, outputs)
-    return None if sizes is None else RowSplit(sizes)
+        if known is None or not isinstance(layer, nn.Module):
+            continue
+        geometry = geometry_of(layer)
+        if geometry is None:
+            continue
+        sizes, turns = sizes_of(known.projections(module), geometry.outputs), known.turns(module)
+        if sizes is not None and sizes[0] % turns == 0:
+            yield layer, RowSplit(sizes, turns)
 
 
 def modules_by_weight(
@@ -156,7 +174,7 @@ def modules_by_weight(
 def row_splits_of(
     fused: Mapping[nn.Module, Fused],
     modules: Mapping[int, Sequence[nn.Module]],
-    matrices: Mapping[int, Kind | PlainMatrix],
+    matrices: Mapping[int, Geometry],
 ) -> dict[int, RowSplit]:
     """Return the projections of matrices, by the ids of the parameters.
 
@@ -170,19 +188,18 @@ def row_splits_of(
     """
     found = {}
     for key, kind in matrices.items():
-        alike = [fused[module] for module in modules[key] if module in fused]
-        alike = [one for one in alike if one.shape == (kind.outputs, kind.inputs)]
-        declared = [one for one in alike if one.is_declared]
-        for one in declared:
-            if one.split != declared[0].split:
+        sharing = [fused[module] for module in modules[key] if module in fused]
+        layers = [layer for layer in sharing if sum(layer.split.sizes) == kind.outputs]
+        layers.sort(key=lambda layer: not layer.is_declared)
+        for layer in layers:
+            if layer.is_declared and layer.split != layers[0].split:
                 raise ValueError(
-                    f"split_rows of layer {one.name!r}: {one.split.sizes} must be those of layer "
-                    f"{declared[0].name!r}, {declared[0].split.sizes}, which shares its weight; "
+                    f"split_rows of layer {layer.name!r}: {layer.split.sizes} must be those of "
+                    f"layer {layers[0].name!r}, {layers[0].split.sizes}, which shares its weight; "
                     "declare the same of both"
                 )
-        for one in (declared or alike)[:1]:
-            if len(one.split.sizes) > 1:
-                found[key] = one.split
+        if layers and len(layers[0].split.sizes) > 1:
+            found[key] = layers[0].split
     return found
 
 
@@ -191,19 +208,16 @@ def check_are_matrices(
     modules: Mapping[int, Sequence[nn.Module]],
     entries: Mapping[int, Covered],
 ) -> None:
-    """Raise an error for declared projections of a weight that is trained as no matrix."""
+    """Check that no weight with declared projections is trained as no matrix."""
+    # ``entries`` are those of the parameters that are trained as no matrices, by their ids.
     for key, entry in entries.items():
-        if not entry.trained or entry.rest != "AdamW" or entry.reason == LEFT_OUT:
-            continue
-        for one in (fused[module] for module in modules[key] if module in fused):
-            if (
-                one.is_declared
-                and len(one.split.sizes) > 1
-                and math.prod(entry.shape) == math.prod(one.shape)
-            ):
+        for layer in (fused[module] for module in modules[key] if module in fused):
+            # a bias, or a length of weight_norm, has one number for each output
+            is_weight = math.prod(entry.shape) > sum(layer.split.sizes)
+            if layer.is_declared and len(layer.split.sizes) > 1 and is_weight:
                 raise ValueError(
-                    f"split_rows of layer {one.name!r}: its weight {entry.name!r} must be trained "
-                    f"as a matrix, and AdamW trains it: {entry.reason}; {_UNDO}"
+                    f"split_rows of layer {layer.name!r}: its weight {entry.name!r} must be "
+                    f"trained as a matrix, and {entry.rest} trains it: {entry.reason}; {_UNDO}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Which process inverts which block: blocks are dealt out by their cost, the most expensive first.
+"""Which process inverts which block, or orthogonalises which matrix: the most expensive first.
 
 Longest processing time first (Graham 1969): each block goes to the process with the least work so
 far. Only the number of blocks that a process gets of each tensor matters, because blocks of one
@@ -26,7 +26,10 @@ def cost(size: int) -> int:
 
 @lru_cache(maxsize=64)
 def deal_out(
-    parts: tuple[Shape, ...], processes: int, fixed: tuple[tuple[int, ...] | None, ...] = ()
+    parts: tuple[Shape, ...],
+    processes: int,
+    fixed: tuple[tuple[int, ...] | None, ...] = (),
+    cost: Callable[[int], int] = cost,
 ) -> Bounds:
     """Deal out blocks to processes; ``fixed`` are the bounds of blocks that have owners already."""
     bounds: list[Sequence[int]] = [
@@ -52,6 +55,16 @@ def deal_out(
             heapq.heapreplace(work, (load + cost(size), rank))
         bounds[i] = tuple(itertools.accumulate(of_ranks, initial=0))
     return tuple(bounds)
+
+
+@lru_cache(maxsize=64)
+def deal_out_matrices(costs: tuple[int, ...], processes: int) -> tuple[tuple[int, ...], ...]:
+    """Return the matrices of each process, dealt out by their cost."""
+    bounds = deal_out(tuple((1, cost) for cost in costs), processes, cost=int)
+    return tuple(
+        tuple(i for i, of_part in enumerate(bounds) if of_part[rank] < of_part[rank + 1])
+        for rank in range(processes)
+    )
 
 
 def imbalance(
@@ -89,5 +102,6 @@ def pads(sizes: Sequence[int]) -> bool:
     """
     # With few large blocks (factors that are not split, or many processes) the padding would be
     # larger than the blocks. Then an all-reduce of all pieces, which sends everything twice, sends
-    # less.
-    return len(sizes) * max(sizes) <= 2 * sum(sizes)
+    # less. The pieces of a single owner need no padding.
+    has_owners = sum(size > 0 for size in sizes) > 1
+    return has_owners and len(sizes) * max(sizes) <= 2 * sum(sizes)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.blocks import factor_dtype, has_values
-from torch_thor.curvature.factor import local
+from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.layer import NUMBERS as LAYER_NUMBERS
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
-from torch_thor.optim.options import OF_GROUPS, OptionGroup, number
-from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.callers import level_of_user
+from torch_thor.optim.model_argument import Group, States
+from torch_thor.optim.options import OptionGroup, number, options_of, scoped
 from torch_thor.optim.plan import Bound, parameters
 from torch_thor.plain import plain
 
@@ -39,7 +40,9 @@ _SIGNS = (
     ("an optimizer of Adam's kind", {"betas"}),
 )
 # Options that an optimizer either has, or did not save.
-_TELLING = set(OF_GROUPS).union(*(keys for _, keys in _SIGNS), {"alpha", "rho", "lambd", "etas"})
+_TELLING = {*scoped("group"), "amsgrad", "alpha", "rho", "lambd", "etas"} - {
+    *("eps", "foreach", "maximize")  # which trainers leave in groups of all optimizers
+}
 _OF_RELATIVES = {"torch.optim.AdamW": {"amsgrad"}}
 
 
@@ -138,11 +141,6 @@ def _entry(key: str, value: Any, parameter: str) -> Any:
     return value
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of its options."""
-    return [name for name in optimizer.defaults if name != "differentiable"]  # torch adds that one
-
-
 def take_missing(optimizer: torch.optim.Optimizer, group: Group, own: Group) -> None:
     """Give a saved group the options that it lacks, and say so."""
     missing = {name: own[name] for name in options_of(optimizer) if name not in group}
@@ -153,7 +151,7 @@ def take_missing(optimizer: torch.optim.Optimizer, group: Group, own: Group) -> 
             + ": it was saved by another version, or changed since; what is taken is the "
             "optimizer's, which you can set in its parameter groups",
             UserWarning,
-            stacklevel=2,
+            stacklevel=level_of_user(),
         )
     group.update(missing)
 
@@ -209,16 +207,15 @@ def _misfits(
     states: States,
     trained: Iterable[Tensor],
     name: Callable[[Tensor], str],
-    layers: Iterable[LayerCurvature],
+    factors: Iterable[tuple[LayerCurvature, tuple[Factor, ...]]],
 ) -> Iterator[str]:
     """Yield the tensors of a state whose shape is not the one that model and options need."""
     expected: list[tuple[str, Any, tuple[int, ...]]] = []
-    for layer in layers:
-        for key, shape in layer.shapes().items():
-            what = (
-                f"split_dim={layer.weight_view.options['split_dim']}: {key} of layer {layer.name!r}"
-            )
-            expected.append((what, layer.state.get(key), shape))
+    for layer, of_layer in factors:
+        for layout, state in ((factor.layout, factor.view.state) for factor in of_layer):
+            for key in layout.keys:
+                what = f"split_dim={layout.split_dim}: {key} of layer {layer.name!r}"
+                expected.append((what, state.get(key), layout.shape))
     for p in trained:
         expected += [
             (f"{k} of parameter {name(p)!r}", states.get(p, {}).get(k), tuple(p.shape))
@@ -234,11 +231,11 @@ def check_loaded(
     states: States,
     trained: Iterable[Tensor],
     name: Callable[[Tensor], str],
-    layers: Iterable[LayerCurvature] = (),
+    factors: Iterable[tuple[LayerCurvature, tuple[Factor, ...]]] = (),
 ) -> None:
     """Check that loaded tensors have the shapes that model and options need, and are finite."""
     trained = list(trained)
-    for misfit in _misfits(states, trained, name, layers):
+    for misfit in _misfits(states, trained, name, factors):
         raise ValueError(
             f"{misfit}: the state dict belongs to another model or option, or its parameters stand "
             "in another order; load it into the model, and with the options, that it was saved "
@@ -263,7 +260,7 @@ def conform(bound: Bound) -> None:
     """Check that state fits parameters, then move and convert it to their devices and dtypes."""
     # between two steps a model may be moved or converted (model.double(), model.to(device))
     plan, states, trained = bound.plan, bound.states, parameters(bound.groups)
-    for misfit in _misfits(states, trained, plan.name, plan.layers.values()):
+    for misfit in _misfits(states, trained, plan.name, bound.factors.items()):
         raise RuntimeError(
             f"{misfit}: a weight or an option was changed, and the state cannot follow; put it "
             "back, or make the optimizer again. Weights and optimizer state are as before this "
@@ -279,5 +276,3 @@ def conform(bound: Bound) -> None:
                 and (value.dtype, value.device) != (dtype, parameter.device)
             ):
                 state[key] = _as_made(key, value, parameter, dtype)
-    for layer in plan.layers.values():
-        layer.statistics.follow_weight()

@@ -6,19 +6,18 @@ sends about as many elements in each of them as it holds itself. Matrices are de
 cost, the most expensive first, each to the process with the least work so far.
 """
 
-import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.matrices import PlainMatrix
+from torch_thor.curvature.communication import Processes
+from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.polar import unit_polars
-from torch_thor.curvature.shards import RowShards
+from torch_thor.curvature.view import RowShards
+from torch_thor.distributed.assignment import deal_out_matrices
 
 
 @dataclass
@@ -29,20 +28,19 @@ class DividedMatrix:
     # result
     own: Tensor
     bounds: tuple[int, ...]  # process r holds the rows from index r to index r + 1 of this list
-    geometry: Kind | PlainMatrix  # converts the whole into matrices
+    geometry: Geometry  # converts the whole into matrices
 
     def cost(self, rows: int | None) -> int:
         """Return the cost of the polar factors of blocks of some rows."""
-        kind = self.geometry
-        small, large = sorted((kind.outputs, kind.inputs))
-        return kind.groups * small * large * min(rows or small, small)
+        small, large = sorted((self.geometry.outputs, self.geometry.inputs))
+        return self.geometry.groups * small * large * min(rows or small, small)
 
 
 def orthogonalise_whole_(
-    matrices: Sequence[DividedMatrix], shards: RowShards, rows: int | None
+    matrices: Sequence[DividedMatrix], shards: RowShards, rows: int | None, processes: Processes
 ) -> None:
     """Replace matrices by their polar factors, or those of their blocks, each scaled to norm 1."""
-    owned = deal_out(tuple(one.cost(rows) for one in matrices), shards.count)
+    owned = deal_out_matrices(tuple(one.cost(rows) for one in matrices), shards.count)
     by_owner = [matrices[i] for of_owner in owned for i in of_owner]
     mine = [matrices[i] for i in owned[shards.source]]
     to_owners = [sum(matrices[i].own.numel() for i in of_owner) for of_owner in owned]
@@ -54,7 +52,8 @@ def orthogonalise_whole_(
     ]
     from_processes = [sum(of_process) for of_process in sizes] or [0] * shards.count
     sent = torch.cat([one.own.flatten() for one in by_owner])
-    parts = shards.exchange(sent, to_owners, from_processes).split(list(itertools.chain(*sizes)))
+    received = processes.all_to_all(sent, to_owners, from_processes, "shards")
+    parts = received.split(list(itertools.chain(*sizes)))
     whole = [
         torch.cat(parts[i :: len(mine)]).view(-1, *one.own.shape[1:]) for i, one in enumerate(mine)
     ]
@@ -65,22 +64,10 @@ def orthogonalise_whole_(
         mine[i].geometry.from_matrix_(as_matrices[i], whole[i])
     by_process = zip(*[one.split(of) for one, of in zip(whole, held, strict=True)], strict=True)
     results = [part.flatten() for of_process in by_process for part in of_process]
-    returned = shards.exchange(
-        torch.cat(results) if results else sent[:0], from_processes, to_owners
+    returned = processes.all_to_all(
+        torch.cat(results) if results else sent[:0], from_processes, to_owners, "shards"
     )
     for one, result in zip(
         by_owner, returned.split([one.own.numel() for one in by_owner]), strict=True
     ):
         one.own.copy_(result.view_as(one.own))
-
-
-@lru_cache(maxsize=64)
-def deal_out(costs: tuple[int, ...], processes: int) -> tuple[tuple[int, ...], ...]:
-    """Deal out matrices to processes by their cost, longest processing time first."""
-    loads = [(0, process) for process in range(processes)]
-    found: list[list[int]] = [[] for _ in range(processes)]
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load, process = loads[0]
-        found[process].append(i)
-        heapq.heapreplace(loads, (load + costs[i], process))
-    return tuple(tuple(sorted(of_process)) for of_process in found)

@@ -1,15 +1,11 @@
-"""Parameter groups by name, and the coverage of an optimizer that a trainer has wrapped."""
+"""Parameter groups of a model, by the names and the depth of its parameters."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import selected
-
-if TYPE_CHECKING:
-    from torch_thor.optim.base import CurvatureOptimizer
 
 
 def param_groups(
@@ -75,52 +71,3 @@ def _block(name: str) -> str:
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]
-
-
-def coverage(optimizer: Any) -> Coverage:
-    """List how each parameter of a model is trained, also if a trainer has wrapped the optimizer.
-
-    Args:
-        optimizer: THOR or ThorMuon; or what holds it: a wrapper or a trainer of Accelerate,
-            Lightning, Hugging Face, fastai, Stable-Baselines3, DeepSpeed or torchtitan, a
-            scheduler.
-
-    Returns:
-        One entry per parameter, in the model's order: its kind and factor sizes, or the reason why
-        it has none. It prints as a table.
-
-    Raises:
-        TypeError: it neither is nor holds such an optimizer.
-    """
-    found = held(optimizer)
-    if found is None:
-        raise TypeError(
-            f"coverage({type(optimizer).__name__}): must be THOR or ThorMuon, or what holds one as "
-            f"its attribute optimizer; give the optimizer itself"
-        )
-    return found.coverage()
-
-
-# attributes of wrappers
-_HOLD = ("optimizer", "_optimizer", "base_optimizer", "opt", "optimizers", "policy")
-
-
-def held(holder: Any) -> "CurvatureOptimizer | None":
-    """Return THOR or ThorMuon from what holds it; None if there is none."""
-    from torch_thor.optim.base import CurvatureOptimizer
-
-    todo, seen = [holder], set[int]()
-    while todo:
-        one = todo.pop(0)
-        if isinstance(one, CurvatureOptimizer):
-            return one
-        # a wrapper may answer every name with a new object
-        if id(one) not in seen and len(seen) < 50:
-            seen.add(id(one))
-            inner = (getattr(one, name, None) for name in _HOLD)
-            todo += (
-                one
-                if isinstance(one, list | tuple)
-                else [part for part in inner if part is not None]
-            )
-    return None

@@ -8,7 +8,7 @@ from torchvision.models import resnet50
 from transformers import BertConfig, BertForPreTraining
 
 from torch_thor import THOR
-from torch_thor.distributed.ownership import cost, deal_out, imbalance
+from torch_thor.distributed.assignment import cost, deal_out, deal_out_matrices, imbalance
 
 SHAPES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 300)), max_size=12)
 
@@ -28,6 +28,14 @@ def test_every_block_has_one_owner_and_work_differs_by_one_block_at_most(parts, 
     assert max(load - its for load, its in zip(loads, last, strict=True)) <= min(loads)
 
 
+@given(costs=st.lists(st.integers(1, 99), max_size=9), processes=st.integers(1, 5))
+def test_every_matrix_has_one_owner_and_the_largest_come_first(costs, processes):
+    found = deal_out_matrices(tuple(costs), processes)
+    assert sorted(i for of_process in found for i in of_process) == list(range(len(costs)))
+    # one process takes the first, the other the two next, and the last goes to the first
+    assert deal_out_matrices((900, 500, 400, 100), 2) == ((0, 3), (1, 2))
+
+
 @pytest.mark.parametrize("processes", [8, 16, 32, 64, 128, 256])
 def test_large_models_are_divided_evenly(processes):
     with torch.device("meta"):
@@ -40,7 +48,5 @@ def test_large_models_are_divided_evenly(processes):
             models[1.01] = resnet50()
     for most, model in models.items():
         factors = [factor for layer in THOR(model).curvature.values() for factor in layer.stored]
-        assert (
-            imbalance([block for factor in factors for block in factor.cut.blocks], processes)
-            <= most
-        )
+        blocks = [block for factor in factors for block in factor.layout.cut.blocks]
+        assert imbalance(blocks, processes) <= most

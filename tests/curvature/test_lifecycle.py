@@ -1,0 +1,55 @@
+"""When a layer takes part in a refresh: every case of the pure functions that decide it."""
+
+from itertools import product
+
+import pytest
+
+from torch_thor.curvature import Decision
+from torch_thor.curvature.lifecycle import Life, after_refresh, after_step, when_interval_ends
+
+BOTH = (False, True)
+LIVES = [Life(*bits) for bits in product(BOTH, repeat=4)]
+
+
+def refreshed(life=None, decision=Decision.UPDATE, **facts):
+    """The life after a refresh of a layer as it is most often, but for these facts."""
+    usual = {"reached": True, "silent": False, "has_gradient": True, "has_factors": True}
+    return after_refresh(life or Life(), decision=decision, **{**usual, **facts})
+
+
+@pytest.mark.parametrize("decision", [*Decision, None])
+def test_only_what_could_not_be_decided_stays_due(decision):
+    for has_factors in BOTH:
+        life = refreshed(decision=decision, has_factors=has_factors)
+        waits = decision is None or (decision is Decision.FAILED and not has_factors)
+        assert life == Life(due=waits, stopped=decision is Decision.STOP)
+
+
+def test_a_stopped_layer_is_never_due_again():
+    life = refreshed(decision=Decision.STOP)
+    assert when_interval_ends(life) == life == Life(due=False, stopped=True)
+    assert when_interval_ends(refreshed()) == Life()
+
+
+def test_a_layer_that_the_loss_did_not_reach_is_idle_until_it_has_a_gradient():
+    life = refreshed(decision=None, reached=False, has_gradient=False)
+    assert life == Life(due=True, idle=True)
+    assert after_step(life, has_gradient=False) == life
+    assert after_step(life, has_gradient=True) == Life()
+
+
+def test_a_weight_that_is_used_without_its_module_is_not_waited_for():
+    life = refreshed(decision=None, reached=False, silent=True)
+    assert life == Life(due=False, uncalled=True)
+    later = when_interval_ends(life)
+    assert later == Life(due=True, uncalled=True)
+    # it stays so while nothing tells otherwise, and is an ordinary layer once it is reached
+    assert refreshed(later, None, reached=False) == life
+    assert refreshed(later) == Life(due=False)
+
+
+def test_nothing_else_changes():
+    for life in LIVES:
+        assert after_step(life, has_gradient=False) == life
+        assert when_interval_ends(life).stopped == life.stopped
+        assert refreshed(life) == Life(due=False, stopped=life.stopped)
