@@ -41,7 +41,7 @@ def main(study: ModuleType) -> None:
     options, name = _options(study), study.__name__
     store = Lines(RESULTS / f"{_short(name)}.jsonl")
     if options.verify:
-        raise SystemExit(verify(name, store, options.workers))
+        raise SystemExit(verify(name, store, options.workers, options.only))
     if not options.table:
         complete(name, study.jobs, store, workers=options.workers, only=options.only)
     print(study.table(store.rows))
@@ -100,12 +100,16 @@ def complete(
         measure(name, store, together or todo, workers if together else 1, say)
 
 
-def verify(name: str, store: Lines, workers: int) -> int:
+def verify(name: str, store: Lines, workers: int, only: str = "") -> int:
     """Run the headlines again, and print each value beside the recorded one."""
     # The new results are kept in a store of their own.
     study = importlib.import_module(name)
     require(hasattr(study, "headlines"), f"{_short(name)}: README shows none of its numbers")
-    again, jobs = Lines(store.path.with_suffix(".verify")), study.headlines(store.rows)
+    every = study.headlines(store.rows)
+    jobs = [job for job in every if only in key_of(job)]
+    known = "\n".join(map(key_of, every))
+    require(bool(jobs), f"--only {only}: no row that README shows has this; they are\n{known}")
+    again = Lines(store.path.with_suffix(".verify"))
     missing = [key_of(job) for job in jobs if key_of(job) not in store.rows]
     require(
         not missing,
@@ -119,9 +123,10 @@ def verify(name: str, store: Lines, workers: int) -> int:
     for job in jobs:
         key = key_of(job)
         old, new = store.rows[key]["value"], again.rows[key]["value"]
-        near = abs(old - new) <= study.tolerance(store.rows, job)
+        near = new is not None and abs(old - new) <= study.tolerance(store.rows, job)
         far += not near
-        print(f"{key}: recorded {old:.6g}, now {new:.6g}: {'agrees' if near else 'DIFFERS'}")
+        now = "diverged" if new is None else f"{new:.6g}"
+        print(f"{key}: recorded {old:.6g}, now {now}: {'agrees' if near else 'DIFFERS'}")
     return int(far > 0)
 
 

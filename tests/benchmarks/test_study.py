@@ -33,6 +33,8 @@ def run(job):
         os._exit(3)
     with open("ran", "a") as file:
         file.write(f"{job}\\n")
+    if told == "diverge":
+        return {"value": None}
     return {"value": (job["lr"] - 2) ** 2 + 0.1 * job.get("seed", 0) + (told == "drift")}
 
 def optimizers(job):
@@ -45,7 +47,7 @@ def draw(rows):
     Path("drawn").write_text(table(rows))
 
 def headlines(rows):
-    return [{"lr": 2, "seed": 1}]
+    return [{"lr": 2, "seed": 1}, {"lr": 2, "seed": 0}]
 
 def tolerance(rows, job):
     return 0.5
@@ -131,12 +133,21 @@ def test_verify_compares_headlines_with_what_is_recorded(call, capfd):
         assert stopped.value.code == code
         assert said in capfd.readouterr().out
         assert [path.name for path in Path("results").iterdir()] == ["toy.jsonl"]
+    for told, now in (("drift", "1"), ("diverge", "diverged")):
+        Path("told").write_text(told)
+        with pytest.raises(SystemExit, match="1"):
+            call("--verify", "--only", "seed 0")
+        lines = [line for line in capfd.readouterr().out.splitlines() if "recorded" in line]
+        assert lines == [f"lr 2, seed 0: recorded 0, now {now}: DIFFERS"]
 
 
 def test_what_cannot_be_verified_is_said(call, monkeypatch):
-    said = r"1 rows to compare with are missing.*`python -m benchmarks toy` runs:\nlr 2, seed 1"
+    said = r"2 rows to compare with are missing.*`python -m benchmarks toy` runs:\nlr 2, seed 1"
     with pytest.raises(UserError, match=said):
         call("--verify")
+    said = "--only lr 3: no row that README shows has this; they are\nlr 2, seed 1\nlr 2, seed 0"
+    with pytest.raises(UserError, match=said):
+        call("--verify", "--only", "lr 3")
     monkeypatch.delattr(importlib.import_module("toy"), "headlines")
     with pytest.raises(UserError, match="toy: README shows none of its numbers"):
         call("--verify")
