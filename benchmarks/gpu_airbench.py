@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -37,6 +37,7 @@ from torch import nn
 
 from benchmarks.gpu_cifar10 import Split, load
 from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.markdown import with_error
 from torch_thor import ThorMuon
 
 OWN, THOR_MUON, FILTERS = "Muon + SGD", "ThorMuon", "ThorMuon + SGD"
@@ -257,7 +258,7 @@ def append(file: Path, row: dict[str, Any]) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a line for each optimizer and number of epochs: means over seeds."""
+    """Return a line for each optimizer and number of epochs: means over seeds, standard errors."""
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for row in rows:
         if "failure" not in row:
@@ -267,14 +268,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     for (epochs, name), own in sorted(groups.items(), key=lambda item: (-item[0][0], item[0][1])):
         curve = [mean(accuracies) for accuracies in zip(*(r["val_acc"] for r in own), strict=True)]
         finals = [row["tta_val_acc"] for row in own]
-        spread = f" ± {stdev(finals):.4f}" if len(own) > 1 else ""
         lines.append(
             [
                 str(epochs),
                 name,
                 str(len(own)),
                 ", ".join(f"{value:.3f}".lstrip("0") for value in curve),
-                f"{mean(finals):.4f}{spread}",
+                with_error(finals) if len(finals) > 1 else f"{finals[0]:.4f}",
                 f"{mean(row['train_seconds'] for row in own):.2f}",
             ]
         )

@@ -53,7 +53,7 @@ def test_an_airbench_table_has_means_over_seeds():
     ]
     rows.append({"job": {"optimizer": "ThorMuon", "epochs": 2, "seed": 2}, "failure": "x"})
     line = gpu_airbench.table(rows).splitlines()[2]
-    assert line == "| 2 | ThorMuon | 2 | .500, .750 | 0.8500 ± 0.0707 | 1.50 |"
+    assert line == "| 2 | ThorMuon | 2 | .500, .750 | 0.850 ± 0.050 | 1.50 |"
 
 
 def test_the_rate_warms_up_and_falls_as_in_train_py():

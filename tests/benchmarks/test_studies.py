@@ -3,6 +3,7 @@ it.
 """
 
 import importlib
+import json
 import math
 from pathlib import Path
 
@@ -112,6 +113,8 @@ def test_the_docs_show_the_raw_data():
         parts = tables.split("\n\n")
         assert parts[0].count("\n") > 1, name
         assert [part for part in parts if part not in text] == [], name
+    lines = (results / "gpu-h200-airbench.jsonl").read_text().splitlines()
+    assert study("gpu_airbench").table(list(map(json.loads, lines))) in text
 
 
 # ---- fine-tuning ---------------------------------------------------------------------------------
