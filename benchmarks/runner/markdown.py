@@ -49,12 +49,17 @@ def with_error(values: Sequence[float]) -> str:
     """Format the mean of several seeds and its standard error, to two digits of the error."""
     mean = statistics.fmean(values)
     error = statistics.stdev(values) / len(values) ** 0.5
-    digits = max(0, 1 - math.floor(math.log10(error))) if error else 4
-    if mean < 1e-3:
-        exponent = math.floor(math.log10(mean))
-        mean, error, digits = mean / 10**exponent, error / 10**exponent, digits + exponent
-        return f"({mean:.{digits}f} ± {error:.{digits}f})e{exponent}"
+    digits = max(0, 1 - _exponent(error)) if error else 4
+    if 0 < mean < 1e-3:
+        power = math.floor(math.log10(mean))
+        digits += power
+        return f"({mean / 10**power:.{digits}f} ± {error / 10**power:.{digits}f})e{power}"
     return f"{mean:.{digits}f} ± {error:.{digits}f}"
+
+
+def _exponent(value: float) -> int:
+    """Return the power of ten of a number that is rounded to two digits."""
+    return int(f"{value:.1e}".partition("e")[2])
 
 
 def reached(values: Sequence[float | None], form: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from benchmarks.runner.drawing import draw_band, save
-from benchmarks.runner.markdown import each, middle, number, reached, summary, table
+from benchmarks.runner.markdown import each, middle, number, reached, summary, table, with_error
 from benchmarks.runner.numbers import running_mean, steps_to
 
 RISING = [(10, 0.5), (20, 0.7), (30, 0.6), (40, 0.9)]
@@ -33,6 +33,20 @@ def test_cells_of_several_seeds_and_of_what_was_not_reached():
     assert summary([1.0, 2.0, 3.0], ".1f") == "2.0 ± 1.0 (1.0, 2.0, 3.0)"
     assert reached([1.0, None], ".1f") == "1.0, never"
     assert reached([1.0, 3.0], ".1f") == f"2.0 ± {math.sqrt(2):.1f} (1.0, 3.0)"
+
+
+@pytest.mark.parametrize(
+    ("error", "mean", "cell"),
+    [
+        (0.0123, 1.5, "1.500 ± 0.012"), (0.0996, 1.5, "1.50 ± 0.10"), (0.0, 1.5, "1.5000 ± 0.0000"),
+        (12.3, 150.0, "150 ± 12"), (123.0, 1500.0, "1500 ± 123"), (0.0123, -1.5, "-1.500 ± 0.012"),
+        (1.9e-7, 2.4e-6, "(2.40 ± 0.19)e-6"), (2.5e-4, 2.6e-4, "(2.6 ± 2.5)e-4"),
+        (2e-5, 9.99e-4, "(9.99 ± 0.20)e-4"),
+    ],
+)  # fmt: skip
+def test_a_standard_error_has_two_digits(error, mean, cell):
+    far = error * math.sqrt(3)  # the standard error of (-far, 0, far) is the error
+    assert with_error([mean - far, mean, mean + far]) == cell
 
 
 @pytest.mark.parametrize(
