@@ -25,7 +25,7 @@ def view_of(module, rows=None, split_dim=None, shards=None, most_rows=0):
 
 def shards_of(bounds, process):
     own = slice(bounds[process], bounds[process + 1])
-    return RowShards(len(bounds) - 1, bounds, own, process, None, None, None)
+    return RowShards(len(bounds) - 1, bounds, own, process, None)
 
 
 LAYER = nn.Linear(6, 10)

@@ -50,14 +50,12 @@ class Factor:
 
         Other processes keep them with ``divide_curvature``.
         """
-        own, cut, owners = self.read(inverse=inverse), self.layout.cut, self.layout.owners
+        local, cut, owners = self.read(inverse=inverse), self.layout.cut, self.layout.owners
         assert owners is not None
-        whole, parts = Blocks(cut, own.rows.new_zeros(cut.rows, cut.width)), iter(own.parts)
-        for i, part in enumerate(whole.parts):
-            held = owners.held(i)
-            if held.start < held.stop:
-                part[held] = next(parts)
-        return whole
+        full = Blocks(cut, local.rows.new_zeros(cut.rows, cut.width))
+        for into, part in zip(owners.local_parts(full.parts), local.parts, strict=True):
+            into.copy_(part)
+        return full
 
     def dense(self, *, inverse: bool) -> list[Tensor]:
         """Return the matrix of each group, with zeros outside of the blocks.

@@ -50,11 +50,11 @@ def owners_of(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersO
 
 def divide(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
     """Divide the curvature of layers among the processes, and return the owners of its blocks."""
-    # of factors that are in the state, the own blocks stay
-    found = owners_of(layers, processes) if processes.count > 1 else {}
+    # of factors that are in the state, each process keeps its blocks
+    owners_of_blocks = owners_of(layers, processes) if processes.count > 1 else {}
     present = [
         (layer, factor, inverse, factor.read(inverse=inverse))
-        for layer, owners in found.items()
+        for layer, owners in owners_of_blocks.items()
         for factor in layer.stored
         if factor.side in owners and factor.layout.keys[0] in layer.state
         for inverse in (False, True)
@@ -62,15 +62,14 @@ def divide(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
     # several layers may be rows of one entry, which all have been read now
     for layer, factor, inverse, _ in present:
         layer.state.pop(factor.layout.keys[inverse], None)
-    for layer, factor, inverse, whole in present:
-        own = found[layer][factor.side]
-        layout = layout_of(factor.side, layer.kind, layer.weight_view, layer.prefix, own)
-        blocks = Blocks(layout.local, whole.rows.new_zeros(layout.shape))
-        held = [part[own.held(i)] for i, part in enumerate(whole.parts)]
-        for into, part in zip(blocks.parts, [part for part in held if len(part)], strict=True):
+    for layer, factor, inverse, full in present:
+        owners = owners_of_blocks[layer][factor.side]
+        layout = layout_of(factor.side, layer.kind, layer.weight_view, layer.prefix, owners)
+        local = Blocks(layout.local, full.rows.new_zeros(layout.shape))
+        for into, part in zip(local.parts, owners.local_parts(full.parts), strict=True):
             into.copy_(part)
-        layer.state[layout.keys[inverse]] = blocks.rows
-    return found
+        layer.state[layout.keys[inverse]] = local.rows
+    return owners_of_blocks
 
 
 def turns_of_parameters(

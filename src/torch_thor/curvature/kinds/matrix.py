@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_thor.curvature.blocks import Blocks, wide_device, wide_dtype
+from torch_thor.curvature.blocks import Blocks, widened
 from torch_thor.curvature.geometry import Geometry
 
 # Patches are written once and read once; where a piece stays in the last-level cache, reading it
@@ -267,8 +267,7 @@ class ConvKind(MatrixWeight):
             rows, size = evenly_spread(len(x), math.prod(sizes), step, x.device), math.prod(sizes)
             # patches of an image of pixel numbers tell which pixels patches consist of; padding is
             # pixel -1
-            device = wide_device(x.device)
-            numbers = torch.arange(1, x[0, 0].numel() + 1, device=device).to(wide_dtype(device))
+            numbers = widened(torch.arange(1, x[0, 0].numel() + 1, device=x.device))
             numbers = self._windows(numbers.view(1, 1, *x.shape[2:]), sizes).reshape(-1, size)
             pixel = numbers.long().to(x.device)[:, rows % size].T - 1
             outside = (pixel < 0)[..., None]
