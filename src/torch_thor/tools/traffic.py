@@ -73,7 +73,7 @@ def laid_out(
         view = layer.weight_view
         if shards > 1 and why_not_by_rows(layer.kind, view.shape) is not None:
             continue
-        planned = LayerCurvature(layer.layer, layer.sides)
+        planned = LayerCurvature(layer.layer, layer.factor_names)
         if shards > 1:
             rows, starts = view.shape[0], shard_bounds(view.shape[0], shards)
             bounds = (*starts, *[rows] * (processes - shards))
@@ -168,7 +168,7 @@ def collectives_of_refresh(
         for numbers in (
             HEADER + NUMBERS,
             sum(3 + len(layer.statistics.group_rows) for layer in layers),
-            sum(2 * len(layer.sides) * layer.kind.groups for layer in layers),
+            sum(2 * len(layer.factor_names) * layer.kind.groups for layer in layers),
             sum(len(layer.stored) for layer in layers),
         )
     )
