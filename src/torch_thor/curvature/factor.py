@@ -81,4 +81,4 @@ def collected(factors: Sequence[Factor], *, inverse: bool) -> list[Blocks]:
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds."""
     to_local = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()  # type: ignore[no-any-return]
+    return tensor if to_local is None else to_local()

@@ -39,13 +39,13 @@ def owners_of(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersO
     for layout in (factor.layout for _, factor in factors):
         fixed += [None] * len(layout.cut.blocks) if layout.owners is None else layout.owners.bounds
     dealt = iter(deal_out(shapes, processes.count, tuple(fixed)))
-    found: OwnersOf = {}
+    owners: OwnersOf = {}
     for layer, factor in factors:
         bounds = tuple(tuple(next(dealt)) for _ in factor.layout.cut.blocks)
         if factor.layout.owners is None and factor.layout.cut.groups == 1:
-            owners = Owners(bounds, processes.rank, processes=processes)
-            found.setdefault(layer, {})[factor.side] = owners
-    return found
+            of_factor = Owners(bounds, processes.rank, processes=processes)
+            owners.setdefault(layer, {})[factor.side] = of_factor
+    return owners
 
 
 def divide(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
@@ -76,20 +76,21 @@ def turns_of_parameters(
     parameters: Iterable[nn.Parameter], bound: Any
 ) -> list[tuple[frozenset[int], list[Factor]]]:
     """Return in which turns inverses are collected, for some of the parameters (by id) each."""
-    needs: list[tuple[int, list[Factor]]] = []
-    for parameter in parameters:
-        shares = [share for share in bound.shares(parameter) if share.layer.refreshes]
-        if shares:
-            of_shares = [
-                (share, factor)
-                for share in shares
-                for factor in share.layer.stored
-                if factor.layout.is_partitioned
-            ]
-            needs.append(
-                (id(parameter), [f for share, f in of_shares if share.is_weight or f.side == "G"])
-            )
-    return list(turns_of(needs))
+    shares_of = {
+        id(parameter): [share for share in bound.shares(parameter) if share.layer.refreshes]
+        for parameter in parameters
+    }
+    needs = {
+        key: [
+            factor
+            for share in shares
+            for factor in share.layer.stored
+            if factor.layout.is_partitioned and (share.is_weight or factor.side == "G")
+        ]
+        for key, shares in shares_of.items()
+        if shares
+    }
+    return list(turns_of(needs.items()))
 
 
 def turns_of(

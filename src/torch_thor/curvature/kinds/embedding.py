@@ -75,10 +75,7 @@ def why_not_counted(module: nn.Embedding) -> str | None:
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Return whether a module is an embedding that scales by ``embed_scale`` and no more.
-
-    Such an embedding multiplies by that number, and does nothing else.
-    """
+    """Return whether a module is an embedding that multiplies by ``embed_scale`` and no more."""
     scale: Any = getattr(module, "embed_scale", None)
     is_number = isinstance(scale, float | int) or (isinstance(scale, Tensor) and scale.numel() == 1)
     alone = [name for name, _ in module.named_parameters(recurse=False)] == ["weight"]

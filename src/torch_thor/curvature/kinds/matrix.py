@@ -229,7 +229,8 @@ class ConvKind(MatrixWeight):
         if self.taps:
             sizes_apart = ((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True))
             apart = x.new_zeros(*x.shape[:2], *sizes_apart)
-            apart[(..., *(slice(None, None, s) for s in stride))] = x
+            places: Any = (..., *(slice(None, None, s) for s in stride))
+            apart[places] = x
             x, stride = apart, (1,) * len(stride)
         # (before, after) of the last dimension first, as F.pad takes them; negative ones crop
         margins: list[int] = []
