@@ -71,7 +71,7 @@ def covered(
 
     Args:
         model: the model.
-        inspection: what it was inspection to hold.
+        inspection: what it was found to hold.
         rest: how the parameters that are not preconditioned are trained.
         matrices: the names of those of them that are trained as matrices.
 

@@ -262,7 +262,7 @@ class Preconditioner:
         if not (due and self.form.has_g):
             return 0
         if self.capture.sampler is not None:
-            return self.capture.sampler.terms
+            return self.capture.sampler.loss_terms
         terms, uncertain = loss_terms_of_step(self.capture.passes.values())
         if uncertain is not None:
             label = self.form.optimizer.__name__

@@ -127,7 +127,9 @@ def candidates(layers: Collection[LayerCurvature]) -> tuple[int, ...]:
 
 def _sizes(layers: Collection[LayerCurvature]) -> list[tuple[int, int]]:
     """Return (groups, rows) of every factor that is not diagonal, as A of an embedding is."""
-    factors = [(layer.kind, side) for side in SIDES for layer in layers if side in layer.sides]
+    factors = [
+        (layer.kind, side) for side in SIDES for layer in layers if side in layer.factor_names
+    ]
     return [
         (kind.groups, kind.inputs if side == "A" else kind.outputs)
         for kind, side in factors

@@ -94,7 +94,9 @@ class Observer:
         return {name: self._losses[name] for name in self.layers if name in self._losses}
 
     def _finish(self, layer: LayerCurvature) -> None:
-        for key, factor in zip(layer.sides, layer.statistics.take(terms=1) or (), strict=False):
+        for key, factor in zip(
+            layer.factor_names, layer.statistics.take(loss_terms=1) or (), strict=False
+        ):
             if key == "A" and layer.kind.diagonal_input:
                 continue
             if not bool(factor.rows.isfinite().all()):
