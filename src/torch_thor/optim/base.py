@@ -38,8 +38,8 @@ from torch_thor.optim.options import (
     options_in,
     scoped,
 )
-from torch_thor.optim.plan import Bound
-from torch_thor.optim.preconditioner import Form, Preconditioner
+from torch_thor.optim.plan import Bound, Form
+from torch_thor.optim.preconditioner import Preconditioner
 from torch_thor.optim.state_dict import VERSION
 from torch_thor.torch_internals import (
     compiler_in_use,

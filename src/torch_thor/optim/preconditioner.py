@@ -8,15 +8,13 @@ set, and returns values: a :class:`torch_thor.optim.plan.Bound`, which the updat
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from torch_thor.capture.coverage import Rest
 from torch_thor.capture.gathering import Capture, loss_terms_of_step
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import has_values
@@ -44,27 +42,8 @@ from torch_thor.optim.learned import Look
 from torch_thor.optim.missing import silent_layers
 from torch_thor.optim.model_argument import Group, States, parameters_with_gradient
 from torch_thor.optim.options import check
-from torch_thor.optim.plan import Bound, Plan, parameters
+from torch_thor.optim.plan import Bound, Form, Plan, parameters
 from torch_thor.optim.state_dict import conform
-
-
-@dataclass(frozen=True)
-class Form:
-    """What an optimizer needs of the curvature, and how its loss is."""
-
-    optimizer: type  # its class, for messages and options
-    options: tuple[str, ...]  # what every parameter group has
-    sides: tuple[str, ...]  # the factors that are used: ("A", "G") or ("A",)
-    rest: Rest  # how it trains what has no factors
-    relative_damping: bool  # whether the damping is relative to the mean diagonal of a factor
-    trace_thresholds: tuple[float, float]  # where a group has none
-    loss_reduction: str = "mean"
-    fisher: str = "empirical"
-
-    @cached_property
-    def has_g(self) -> bool:
-        """Whether G is used beside A, so that gradients of outputs are needed."""
-        return "G" in self.sides
 
 
 class Preconditioner:
@@ -99,8 +78,7 @@ class Preconditioner:
         if before is not None and before.is_current(groups, states, modules=modules):
             return before
         known, owners = (None, {}) if before is None else (before.plan, before.owners)
-        form = self.form
-        plan = Plan(self.model, parameters(groups), form.sides, form.rest, self.chosen, known)
+        plan = Plan(self.model, parameters(groups), self.form, self.chosen, known)
         bound = Bound(plan, groups, states, owners)
         if before is not None:
             if not plan.layers and self.form.has_g:
