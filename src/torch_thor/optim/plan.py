@@ -44,21 +44,23 @@ from torch_thor.optim.model_argument import Group, States
 
 @dataclass(frozen=True)
 class Form:
-    """What an optimizer needs of the curvature, and how its loss is."""
+    """What a class of optimizers needs of the curvature, and what one of them was made with."""
 
-    optimizer: type  # its class, for messages and options
-    options: tuple[str, ...]  # what every parameter group has
-    sides: tuple[str, ...]  # the factors that are used: ("A", "G") or ("A",)
-    rest: Rest  # how it trains what has no factors
-    relative_damping: bool  # whether the damping is relative to the mean diagonal of a factor
-    trace_thresholds: tuple[float, float]  # where a group has none
+    rest: Rest  # how it trains what has no factors, in words
+    factor_names: tuple[str, ...] = ("A", "G")  # the factors that are used: these or ("A",)
+    # whether the damping is relative to the mean diagonal of a factor
+    relative_damping: bool = False
+    orthogonalises: bool = False  # whether whole matrices can be asked for
+    # of one optimizer: its class, for messages and options, and what every parameter group has
+    optimizer: type = torch.optim.Optimizer
+    options: tuple[str, ...] = ()
     loss_reduction: str = "mean"
     fisher: str = "empirical"
 
     @cached_property
     def has_g(self) -> bool:
         """Whether G is used beside A, so that gradients of outputs are needed."""
-        return "G" in self.sides
+        return "G" in self.factor_names
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class Plan:
             has_biases = len(before.layer.biases) == len(layer.biases)
             if is_same and has_biases and old.shards == self.shards_of(new.parameter):
                 return before
-        return LayerCurvature(layer, self._form.sides)
+        return LayerCurvature(layer, self._form.factor_names)
 
     def _check_present(self, trained: Sequence[nn.Parameter], before: "Plan | None") -> None:
         """Raise an error if the groups hold nothing of the model, or weights were newly tied."""
@@ -342,14 +344,18 @@ def fingerprint(plan: Plan, groups: Iterable[Group], states: States) -> list[Any
     if not plan.sharded:
         facts += [id(o.module._parameters.get(o.attribute)) for _, o in plan.attributes]
     for group in groups:
-        # how works are formed
-        works = (
-            bool(group["momentum"]),
-            group.get("nesterov"),
-            group.get("kl_clip") is None,
-            group.get("auto_lr"),
+        facts.append(
+            (
+                id(group),
+                len(group["params"]),
+                group["split_dim"],
+                # how works are formed
+                bool(group["momentum"]),
+                group.get("nesterov"),
+                group.get("kl_clip") is None,
+                group.get("auto_lr"),
+            )
         )
-        facts.append((id(group), group["split_dim"], len(group["params"]), *works))
         for p in group["params"]:
             shape = None if isinstance(p, nn.UninitializedParameter) else p.shape
             facts.append((id(p), p.requires_grad, shape, p.dtype, p.device, id(states.get(p))))
