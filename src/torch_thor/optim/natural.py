@@ -88,15 +88,13 @@ def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
     if len(sources) == 1:
         _solve_one(first, left, right, sources[0], first.of(into[first.index]))
         return
-    dtype = left.rows.dtype
     if right is None:  # a bias has the constant input 1, so its A is 1
         groups = left.cut.groups // len(sources)
-        columns = torch.cat([source.to(dtype).reshape(groups, -1, 1) for source in sources])
-        solved = left.left_multiply(columns)
+        columns = torch.cat([source.reshape(groups, -1, 1) for source in sources])
+        solved = left.left_multiply(columns.to(left.rows.dtype))
     else:
-        before = left.left_multiply(
-            torch.cat([first.geometry.to_matrix(source).to(dtype) for source in sources])
-        )
+        stacked = torch.cat([first.geometry.to_matrix(source) for source in sources])
+        before = left.left_multiply(stacked.to(left.rows.dtype))
         solved = torch.empty_like(before)
         right.write_right_product_(before, 1.0, solved)
     _put(batch, solved, into)

@@ -397,7 +397,6 @@ def _projections(part: Part, split: RowSplit, shards: RowShards | None) -> Itera
 
 def adamw_(work: Work, gradients: Sequence[Tensor], lr: float, unless: Tensor | None) -> None:
     """Take a step of AdamW without weight decay."""
-    first, second = work.moments
     alike = all(
         weight.dtype == gradient.dtype
         for weight, gradient in zip(work.weights, gradients, strict=True)
@@ -411,8 +410,8 @@ def adamw_(work: Work, gradients: Sequence[Tensor], lr: float, unless: Tensor | 
     adamw(
         params=work.weights,
         grads=list(gradients),
-        exp_avgs=first,
-        exp_avg_sqs=second,
+        exp_avgs=work.moments[0],
+        exp_avg_sqs=work.moments[1],
         max_exp_avg_sqs=[],
         state_steps=[state["step"] for state in work.states],
         # torch's batched kernels require parameters and state of one dtype; for bfloat16 parameters

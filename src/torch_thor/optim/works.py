@@ -139,12 +139,9 @@ def in_turns(turns: Iterable[Turn]) -> Iterator[Any]:
 def with_gradients(works: Iterable[Any]) -> Iterator[Any]:
     """Give works the gradients of this step."""
     for work in works:
-        gradients = (p.grad for p in work.parameters)
         work.gradients = [
-            gradient if weight is parameter else local(gradient)
-            for gradient, weight, parameter in zip(
-                gradients, work.weights, work.parameters, strict=True
-            )
+            parameter.grad if weight is parameter else local(parameter.grad)
+            for weight, parameter in zip(work.weights, work.parameters, strict=True)
         ]
         yield work
 
