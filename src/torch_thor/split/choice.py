@@ -17,7 +17,7 @@ from torch_thor.split.timing import device_name, inverse_seconds, orthogonal_sec
 # a factor counts as preserved if it loses less than this share of its spectral norm
 MAX_LOSS = 0.01
 # the factors that an optimizer splits
-FACTORS = {name: kind.sides for name, kind in WITH_CURVATURE.items()}
+FACTORS = {name: kind.form.factor_names for name, kind in WITH_CURVATURE.items()}
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ def memory_of(
     missing = [
         layer
         for layer in optimizer.curvature.values()
-        if layer.name not in names and "G" not in optimizer.sides
+        if layer.name not in names and not optimizer.form.has_g
     ]
     plain = {
         id(view.parameter) for layer in missing for view in (layer.weight_view, *layer.layer.biases)
