@@ -128,7 +128,7 @@ def draw(of_nanogpt: Rows, of_finetuning: Rows) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    times = of_nanogpt.get(key_of(nanogpt.ALONE))
+    times = of_nanogpt.get(key_of(nanogpt.SINGLE_PROCESS))
     if times is None:
         return
     with rc_context({"font.size": FONT}):

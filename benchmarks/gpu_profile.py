@@ -37,7 +37,7 @@ from torch_thor import THOR, ThorMuon
 from torch_thor.training.muon import MuonAdamW
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
-ALONE = "the optimizer alone"  # its step in the profile
+SINGLE_PROCESS = "the optimizer alone"  # its step in the profile
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 READING = "aten::_local_scalar_dense"
 # steps that nothing is measured of: the first refreshes, and allocates the state
@@ -156,7 +156,7 @@ class Contender:
             activities.append(ProfilerActivity.CUDA)
         self.loss().backward()
         synchronise(self.device)
-        with profile(activities=activities) as seen, record_function(ALONE):
+        with profile(activities=activities) as seen, record_function(SINGLE_PROCESS):
             self.optimizer.step()
         self.optimizer.zero_grad()
         events = getattr(self.optimizer, "last_refresh", ())
@@ -248,7 +248,7 @@ def counted(events: Sequence[FunctionEvent], device: torch.device) -> dict[str, 
 def calls_within(events: Iterable[FunctionEvent]) -> list[str]:
     """Return the names of what the host called in the step; the profiler waits after it."""
     calls = [event for event in events if event.device_type == DeviceType.CPU]
-    step = next(event.time_range for event in calls if event.name == ALONE)
+    step = next(event.time_range for event in calls if event.name == SINGLE_PROCESS)
     return [event.name for event in calls if step.start <= event.time_range.start < step.end]
 
 

@@ -66,7 +66,7 @@ TUNING_SEED, SEEDS = 10, (0, 1, 2)
 TRIALS = 5
 THEIRS = {"optimizer": "adamw", "lr": 1e-3}
 OURS = {"optimizer": "thor-muon"}
-ALONE: dict[str, Any] = {"alone": True}
+SINGLE_PROCESS: dict[str, Any] = {"alone": True}
 TUNED = {"adamw": "AdamW", "muon": "Muon", "soap": "SOAP"}
 SPAN, SPANS = 10, 12  # rounds
 RATE = 1e-6  # where steps are timed: the weights hardly change, so that none diverges
@@ -199,7 +199,7 @@ def jobs(rows: Rows) -> list[Job]:
     found += [job for name in TUNED for job in tuning(rows, name)]
     for setting in chosen(rows).values():
         found += [job for job in confirm(setting) if job not in found]
-    return [*found, ALONE]
+    return [*found, SINGLE_PROCESS]
 
 
 def confirm(setting: Job) -> list[Job]:
@@ -320,7 +320,7 @@ def ends(rows: Rows) -> list[list[str]]:
 
 def reached(rows: Rows, other: Job, goal: float) -> list[str]:
     """Return the shares of another's steps and seconds after which ThorMuon is at a loss."""
-    ours, times = mean_curve(rows, OURS), rows.get(key_of(ALONE))
+    ours, times = mean_curve(rows, OURS), rows.get(key_of(SINGLE_PROCESS))
     steps = [step for step, _ in ours]
     there = steps_to(ours, goal, higher=False)
     if there is None:
@@ -334,7 +334,7 @@ def reached(rows: Rows, other: Job, goal: float) -> list[str]:
 
 def costs(rows: Rows, setting: Job) -> list[str]:
     """Return the time of a step over AdamW's, and bytes of state a parameter."""
-    times = rows.get(key_of(ALONE))
+    times = rows.get(key_of(SINGLE_PROCESS))
     if times is None:
         return ["", ""]
     relative = seconds(rows, times, setting)[-1] / seconds(rows, times, THEIRS)[-1]
@@ -358,7 +358,7 @@ def draw(rows: Rows) -> None:
 
     from torch_thor.training.curves import legend_below
 
-    times = rows.get(key_of(ALONE))
+    times = rows.get(key_of(SINGLE_PROCESS))
     if times is None:
         return
     figure = Figure(figsize=(9, 4), layout="constrained")

@@ -154,7 +154,7 @@ MUTATIONS = {
         Node("call", "sqrt"), "1.0", MUON,
     ),
     "ThorMuon's depth without matrices that have no factors": Mutation(
-        "optim/plan.py", "Bound.__init__",
+        "optim/plan.py", "Binding.__init__",
         Node("call", "len", number=3), "0", MUON,
     ),
     "ThorMuon's norm of a tall matrix": Mutation(

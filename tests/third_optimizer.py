@@ -5,9 +5,9 @@ It is all that an optimizer needs: a class with its options and its step, and a 
 """
 
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.natural import natural_gradients, turns_of
+from torch_thor.optim.natural import buckets_of, natural_gradients
 from torch_thor.optim.update import subtract_
-from torch_thor.optim.works import in_turns
+from torch_thor.optim.works import in_buckets
 
 
 class NaturalSGD(CurvatureOptimizer):
@@ -27,6 +27,6 @@ class NaturalSGD(CurvatureOptimizer):
     ):
         super().__init__(params, model, locals())
 
-    def _update(self, bound, unless):
-        for work, d in natural_gradients(in_turns(bound.turns(turns_of))):
-            subtract_(work.weights, d, float(work.group["lr"]), unless)
+    def _update(self, binding, found_inf):
+        for work, d in natural_gradients(in_buckets(binding.buckets(buckets_of))):
+            subtract_(work.weights, d, float(work.group["lr"]), found_inf)

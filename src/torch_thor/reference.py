@@ -53,9 +53,9 @@ class Reference:
 
     def bounded(self, d: Tensor, lr: float, weight: Tensor) -> Tensor:
         """Shorten d so that ``lr ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)``."""
-        longest = max(float(weight.norm()), 0.03 * math.sqrt(len(weight)))
-        longest *= self.max_update_ratio or math.inf
-        return d * torch.clamp(longest / (lr * d.norm()), max=1.0)
+        longest_step = max(float(weight.norm()), 0.03 * math.sqrt(len(weight)))
+        longest_step *= self.max_update_ratio or math.inf
+        return d * torch.clamp(longest_step / (lr * d.norm()), max=1.0)
 
 
 @dataclass

@@ -37,7 +37,7 @@ def test_shares_of_adamws_steps_and_seconds_by_hand():
     rows[key_of(job)] = {"job": job, "milliseconds": {"adamw": 2.0, "thor-muon": 3.0}}
     contest = suite_report.Contest("autoencoder", rows, settings, {})
     steps = (100 + 100 * (16 - 12.1) / 8) / 400
-    assert front.shares(contest) == (f"{steps:.2f}", f"{1.5 * steps:.2f}")
+    assert front.layer_parameters(contest) == (f"{steps:.2f}", f"{1.5 * steps:.2f}")
 
 
 def test_the_picture_needs_times_and_is_drawn_with_them(tmp_path, monkeypatch):
@@ -45,11 +45,11 @@ def test_the_picture_needs_times_and_is_drawn_with_them(tmp_path, monkeypatch):
 
     monkeypatch.setattr(front, "PICTURE", tmp_path / "front.png")
     rows = told({"adamw": 0.004, "muon": 0.02, "soap": 0.004})
-    times = rows.pop(key_of(front.nanogpt.ALONE))
+    times = rows.pop(key_of(front.nanogpt.SINGLE_PROCESS))
     tuned = front.rows_of("finetuning")
     front.draw(rows, tuned)
     assert not front.PICTURE.exists()
-    front.draw(rows | {key_of(front.nanogpt.ALONE): times}, tuned)
+    front.draw(rows | {key_of(front.nanogpt.SINGLE_PROCESS): times}, tuned)
     assert front.PICTURE.exists()
     own, theirs = front.of_nanogpt(rows)
     assert own[1:3] == ["2.0100 ± 0.0058", "1.5100 ± 0.0058"]

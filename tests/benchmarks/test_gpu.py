@@ -121,8 +121,8 @@ def work_of_gpu(name, **words):
 def counts(study):
     """What is counted in a profile of a step from 1 to 10 that has these events."""
     step = [
-        call_of_host(study.ALONE, 1.0, 10.0),
-        work_of_gpu(study.ALONE, is_user_annotation=True),
+        call_of_host(study.SINGLE_PROCESS, 1.0, 10.0),
+        work_of_gpu(study.SINGLE_PROCESS, is_user_annotation=True),
     ]
     return lambda *events, device="cuda": study.counted([*step, *events], torch.device(device))
 

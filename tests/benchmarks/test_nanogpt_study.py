@@ -123,7 +123,7 @@ def test_shares_of_steps_and_seconds_by_hand():
     A step of AdamW takes 3 ms, one of ThorMuon 2 × 3 ms and a refresh 10 × 3 ms.
     """
     rows = told({"adamw": 0.004, "muon": 0.02, "soap": 0.004})
-    times = rows[key_of(nanogpt.ALONE)]
+    times = rows[key_of(nanogpt.SINGLE_PROCESS)]
     assert nanogpt.seconds(rows, times, nanogpt.OURS) == pytest.approx(
         [0.0, (991 * 6 + 9 * 30) / 1000, (1990 * 6 + 10 * 30) / 1000]
     )
@@ -190,13 +190,13 @@ def test_rates_are_those_of_the_schedule(small, monkeypatch):
 
 def test_steps_of_all_are_timed(small, monkeypatch):
     monkeypatch.delitem(nanogpt.TUNED, "soap")  # which is not installed everywhere
-    row = nanogpt.run(nanogpt.ALONE)
+    row = nanogpt.run(nanogpt.SINGLE_PROCESS)
     names = {"adamw", "muon", "thor-muon"}
     assert row["milliseconds"].keys() == {*names, "thor-muon refresh"}
     assert all(len(own) == 2 and min(own) > 0 for own in row["milliseconds"].values())
     assert row["state_bytes"].keys() == names
     assert row["state_bytes"]["adamw"] == pytest.approx(8.0, abs=0.2)
-    assert nanogpt.optimizers(nanogpt.ALONE) == ["ThorMuon"]
+    assert nanogpt.optimizers(nanogpt.SINGLE_PROCESS) == ["ThorMuon"]
 
 
 def test_what_is_missing_is_named_with_where_it_comes_from(small):

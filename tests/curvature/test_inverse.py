@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from torch_thor.curvature import Blocks, Cut
+from torch_thor.curvature import Blocks, BlockSizes
 from torch_thor.curvature.inverse import (
     NOT_POSITIVE,
     NewFactor,
@@ -25,8 +25,8 @@ def matrix_of(*groups, dtype=torch.float64):
     """A block-diagonal matrix; each group is a list of blocks, which may be of unlike sizes."""
     blocks = [block for group in groups for block in group]
     runs = tuple((len(list(same)), size) for size, same in groupby(map(len, blocks)))
-    cut = Cut(runs, len(groups))
-    made = Blocks(cut, torch.zeros(cut.rows, cut.width, dtype=dtype))
+    block_sizes = BlockSizes(runs, len(groups))
+    made = Blocks(block_sizes, torch.zeros(block_sizes.rows, block_sizes.width, dtype=dtype))
     for into, block in zip([block for part in made.parts for block in part], blocks, strict=True):
         into.copy_(block)
     return made
@@ -36,7 +36,7 @@ def inverted(new):
     """The inverse of a factor, and whether one of its blocks needed more damping or could not be
     inverted.
     """
-    found = Blocks(new.sums.cut, torch.zeros_like(new.sums.rows))
+    found = Blocks(new.sums.block_sizes, torch.zeros_like(new.sums.rows))
     for into, inverse in zip(found.parts, new.inverses, strict=True):
         into.copy_(inverse)
     return SimpleNamespace(
@@ -48,14 +48,14 @@ def damped_inverses(factors):
     """The inverses of pairs of a factor and its damping, one for all groups or one each."""
     new = []
     for factor, damping in factors:
-        of_groups = damping if isinstance(damping, list) else [damping] * factor.cut.groups
-        new.append(NewFactor(WHOLE, Blocks(factor.cut, factor.rows.clone()), of_groups))
+        of_groups = damping if isinstance(damping, list) else [damping] * factor.block_sizes.groups
+        new.append(NewFactor(WHOLE, Blocks(factor.block_sizes, factor.rows.clone()), of_groups))
     invert_(new)
     return [inverted(one) for one in new]
 
 
 def relative(factor, damping):
-    size = factor.cut.rows // factor.cut.groups
+    size = factor.block_sizes.rows // factor.block_sizes.groups
     return [
         relative_damping(trace, size, damping, factor.rows.dtype)
         for trace in factor.traces().tolist()
@@ -148,7 +148,9 @@ def test_averages_kept_groups_and_groups_without_an_inverse():
     """
     new, old = (matrix_of(*([positive(2), positive(1)] for _ in range(4))) for _ in range(2))
     keeps, plain = [False, True, False, False], [False, False, True, False]
-    one = NewFactor(WHOLE, Blocks(new.cut, new.rows.clone()), [0.1] * 4, old, 0.25, keeps, plain)
+    one = NewFactor(
+        WHOLE, Blocks(new.block_sizes, new.rows.clone()), [0.1] * 4, old, 0.25, keeps, plain
+    )
     invert_([one])
     now, before = torch.stack(new.dense()), torch.stack(old.dense())
     expected = now + 0.25 * (before - now)

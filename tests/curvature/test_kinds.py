@@ -26,7 +26,7 @@ from comparing import DAMPING, assert_matches_reference, having
 from reference import Layer, gradients, rows_of
 from reference.rows import is_standardised
 from torch_thor import THOR
-from torch_thor.curvature import Blocks, Cut
+from torch_thor.curvature import Blocks, BlockSizes
 from torch_thor.curvature.kinds import kind_of
 from torch_thor.curvature.kinds import matrix as matrix_kinds
 from torch_thor.curvature.kinds.experts import ExpertsKind
@@ -173,7 +173,7 @@ def chosen_patches(images, pixels, most):
 
 
 def summed(kind, x, output, *, keep=None, most=None):
-    cut = Cut.of(kind.inputs, 1 if kind.diagonal_input else None, kind.groups)
+    cut = BlockSizes.of(kind.inputs, 1 if kind.diagonal_input else None, kind.groups)
     a = Blocks(cut, torch.zeros(cut.rows, cut.width, dtype=torch.float64))
     before = x.clone()
     rows = kind.add_inputs_(a, x, torch.Size(output), keep, most)

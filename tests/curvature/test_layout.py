@@ -7,7 +7,7 @@ from torch import nn
 
 from torch_thor.curvature import ParameterView
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.layout import Owners, cut_of, layout_of
+from torch_thor.curvature.layout import Owners, block_sizes_of, layout_of
 from torch_thor.curvature.view import RowShards
 
 
@@ -34,12 +34,24 @@ KIND = kind_of(LAYER)
 
 def test_one_process_keeps_all_blocks():
     a, g = (layout_of(side, KIND, view_of(LAYER, split_dim=4), "q_") for side in "AG")
-    assert (a.cut.blocks, a.keys, a.shape) == (((1, 4), (1, 2)), ("q_A", "q_A_inverse"), (6, 4))
+    assert (a.block_sizes.blocks, a.keys, a.shape) == (
+        ((1, 4), (1, 2)),
+        ("q_A", "q_A_inverse"),
+        (6, 4),
+    )
     # the rows of the weight are those of G, which other layers of the weight share
-    assert (g.cut.blocks, g.keys, g.shape) == (((2, 4), (1, 2)), ("G", "G_inverse"), (10, 4))
+    assert (g.block_sizes.blocks, g.keys, g.shape) == (
+        ((2, 4), (1, 2)),
+        ("G", "G_inverse"),
+        (10, 4),
+    )
     assert (a.by_rows, g.by_rows) == (False, True)
     for layout in (a, g):
-        assert (layout.local, layout.owners, layout.is_partitioned) == (layout.cut, None, False)
+        assert (layout.local, layout.owners, layout.is_partitioned) == (
+            layout.block_sizes,
+            None,
+            False,
+        )
     assert layout_of("A", KIND, view_of(LAYER, split_dim=4), "q_") == a
 
 
@@ -48,12 +60,12 @@ def test_rows_are_cut_at_shards_and_kept_by_who_has_them():
     for process in (0, 1):
         view = view_of(LAYER, split_dim=3, shards=shards_of(bounds, process))
         a, g = (layout_of(side, KIND, view) for side in "AG")
-        assert g.cut.blocks == ((1, 3), (1, 2), (1, 3), (1, 2))
+        assert g.block_sizes.blocks == ((1, 3), (1, 2), (1, 3), (1, 2))
         assert g.local.blocks == ((1, 3), (1, 2))
         assert g.shape == (10, 3)  # those of all processes
         assert g.owners is not None
         assert not g.is_partitioned
-        assert (a.cut, a.local, a.owners) == (a.local, a.cut, None)
+        assert (a.block_sizes, a.local, a.owners) == (a.local, a.block_sizes, None)
     # some rows of the weight: only the second process has any
     first, second = (
         layout_of(
@@ -63,7 +75,11 @@ def test_rows_are_cut_at_shards_and_kept_by_who_has_them():
         )
         for process in (0, 1)
     )
-    assert (first.local.rows, second.local.rows, second.cut.blocks) == (0, 4, ((1, 3), (1, 1)))
+    assert (first.local.rows, second.local.rows, second.block_sizes.blocks) == (
+        0,
+        4,
+        ((1, 3), (1, 1)),
+    )
 
 
 def test_partitioned_blocks_are_no_rows_of_the_weight():
@@ -78,17 +94,17 @@ def test_partitioned_blocks_are_no_rows_of_the_weight():
 def test_an_embedding_has_numbers_in_the_place_of_blocks():
     tokens = nn.Embedding(7, 3)
     a, g = (layout_of(side, kind_of(tokens), view_of(tokens, split_dim=2)) for side in "AG")
-    assert (a.cut.blocks, a.shape, a.by_rows) == (((7, 1),), (7, 1), True)
-    assert (g.cut.blocks, g.shape, g.by_rows) == (((1, 2), (1, 1)), (3, 2), False)
+    assert (a.block_sizes.blocks, a.shape, a.by_rows) == (((7, 1),), (7, 1), True)
+    assert (g.block_sizes.blocks, g.shape, g.by_rows) == (((1, 2), (1, 1)), (3, 2), False)
 
 
 def test_the_present_split_dim_counts_and_a_bad_one_is_left_to_the_step():
     options = {"split_dim": 3}
     view = replace(view_of(LAYER), options=options)
-    assert cut_of("A", KIND, view).blocks == ((2, 3),)
+    assert block_sizes_of("A", KIND, view).blocks == ((2, 3),)
     for bad in (0, "3", 2.0, None):
         options["split_dim"] = bad
-        assert cut_of("A", KIND, view).blocks == ((1, 6),)
+        assert block_sizes_of("A", KIND, view).blocks == ((1, 6),)
 
 
 def test_a_view_that_is_bound_is_another_value():

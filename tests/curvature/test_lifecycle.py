@@ -39,7 +39,7 @@ def test_a_layer_that_the_loss_did_not_reach_is_idle_until_it_has_a_gradient():
 
 
 def test_a_weight_that_is_used_without_its_module_is_not_waited_for():
-    life = refreshed(decision=None, reached=False, silent=True)
+    life = refreshed(decision=None, reached=False, without_statistics=True)
     assert life == Life(due=False, uncalled=True)
     later = when_interval_ends(life)
     assert later == Life(due=True, uncalled=True)

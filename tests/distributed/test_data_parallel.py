@@ -24,7 +24,7 @@ def parts_of(rank):
 def exchange(rank, world):
     processes, parts = DataParallel(dist.group.WORLD, torch.device("cpu")), parts_of(rank)
     wanted = [sum(of_ranks) for of_ranks in zip(*[parts_of(r) for r in range(world)], strict=True)]
-    bounds = processes.deal_out(parts, [None] * len(parts))
+    bounds = processes.assign(parts, [None] * len(parts))
     processes.sum_to_owners_(parts, bounds)
     for part, sums, of_ranks in zip(parts, wanted, bounds, strict=True):
         own = slice(of_ranks[rank], of_ranks[rank + 1])

@@ -53,11 +53,11 @@ def test_a_group_of_one_needs_nobody(tmp_path):
     dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
     try:
         trained, states = [], []
-        for group, divide in product((dist.group.WORLD, None, False), (False, True)):
+        for group, partition in product((dist.group.WORLD, None, False), (False, True)):
             torch.manual_seed(0)
             model = mlp()
             optimizer = THOR(
-                model, distributed=Distributed(process_group=group, divide_curvature=divide)
+                model, distributed=Distributed(process_group=group, divide_curvature=partition)
             )
             train(model, optimizer, batches(3))
             trained.append(weights(model))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_thor.curvature import Blocks, Cut
+from torch_thor.curvature import Blocks, BlockSizes
 from torch_thor.split.spectral import largest_eigenvalues, spectral_losses
 
 
@@ -50,7 +50,7 @@ def test_equals_the_dense_eigenvalue_and_draws_no_random_number_of_the_callers()
 
 def factor(samples):
     groups, size, rows = samples.shape
-    matrix = Blocks(Cut.of(size, None, groups), samples.new_zeros(groups * size, size))
+    matrix = Blocks(BlockSizes.of(size, None, groups), samples.new_zeros(groups * size, size))
     matrix.add_second_moment_(samples / rows**0.5)
     return matrix
 

@@ -145,7 +145,7 @@ def test_what_the_first_process_keeps_and_sends_is_that_of_fully_shard(fake, mes
     moments = 0
     for parameter in (p for p in real.model.parameters() if p.requires_grad):
         state = {}
-        real._make_parameter_state(real._bound(), parameter, state, real.param_groups[0])
+        real._make_parameter_state(real._binding(), parameter, state, real.param_groups[0])
         state.pop("step", None)
         moments += local(state.values())
     gradients = local(p for p in real.model.parameters() if p.requires_grad)

@@ -181,12 +181,12 @@ class Capture:
             backward_id(),
             x.size(0) if x.is_nested else 0,
         )
-        cut = layer.a.layout.cut
-        call.enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * cut.width)
+        block_sizes = layer.a.layout.block_sizes
+        call.enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * block_sizes.width)
         if layer.g is not None:
             call.x, call.version = inputs, inputs._version  # shares storage and version counter
             call.mark = None if self.sampler is None else self.sampler.mark(output)
-        elif inputs.numel() <= max(_SMALL, cut.rows * cut.width):
+        elif inputs.numel() <= max(_SMALL, block_sizes.rows * block_sizes.width):
             call.x = inputs.clone()
         else:
             call.rows = Statistics(layer.kind, layer.stored)
@@ -286,7 +286,7 @@ class Capture:
         self,
         due: Iterable[LayerCurvature],
         events: Iterable[RefreshEvent],
-        silent: Collection[LayerCurvature],
+        without_statistics: Collection[LayerCurvature],
     ) -> None:
         """Record what a refresh has decided on each layer, and drop the statistics.
 
@@ -300,7 +300,7 @@ class Capture:
                 layer.life,
                 decision=decisions.get(layer.name),
                 reached=reached,
-                silent=layer in silent,
+                without_statistics=layer in without_statistics,
                 has_gradient=reached or layer.weight_view.has_gradient(),
                 has_factors=layer.refreshes > 0,
             )

@@ -259,7 +259,7 @@ def _why_not(layer: Layer, kept: Collection[str], inputs_alone: bool) -> str | N
 def _why_no_bias(layer: Layer, inputs_alone: bool) -> str | None:
     """Return why the biases of a layer are not preconditioned with it."""
     if inputs_alone:
-        return reasons.NO_INPUTS if layer.kind.routed else reasons.NO_MATRIX
+        return reasons.NO_INPUTS if layer.kind.has_own_rows else reasons.NO_MATRIX
     if not layer.kind.solves_biases:
         return reasons.G_DIFFERS.format(layer.kind.label)
     # its G is that of all outputs, and the bias is divided among processes

@@ -6,7 +6,7 @@ This package does not depend on optimizers or on torch.distributed: state is pas
 mapping, and it returns tensors and decisions.
 """
 
-from torch_thor.curvature.blocks import Blocks, Cut
+from torch_thor.curvature.blocks import Blocks, BlockSizes
 from torch_thor.curvature.kinds import Kind, LinearKind, MatrixWeight, ProjectionKind, register_kind
 from torch_thor.curvature.layer import Layer, LayerCurvature
 from torch_thor.curvature.lifecycle import Decision
@@ -14,8 +14,8 @@ from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.curvature.view import ParameterView
 
 __all__ = [
+    "BlockSizes",
     "Blocks",
-    "Cut",
     "Decision",
     "Kind",
     "Layer",

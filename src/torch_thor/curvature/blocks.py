@@ -40,7 +40,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BlockSizes:
     """Where the rows of a factor are cut into blocks."""
 
     # (count, size) of the blocks of each run, in the order of rows
@@ -51,7 +51,7 @@ class Cut:
     @cache  # what is computed of a cut is then computed once
     def of(
         cls, rows: int, split_dim: int | None, groups: int = 1, edges: tuple[int, ...] = ()
-    ) -> "Cut":
+    ) -> "BlockSizes":
         """Return the cut of ``groups`` matrices of some rows.
 
         Blocks end at the rows ``edges``, too.
@@ -67,7 +67,7 @@ class Cut:
         return cls.of_sizes(sizes, groups)
 
     @classmethod
-    def of_sizes(cls, sizes: Iterable[int], groups: int = 1) -> "Cut":
+    def of_sizes(cls, sizes: Iterable[int], groups: int = 1) -> "BlockSizes":
         """Return the cut into blocks of these sizes, in the order of rows."""
         return cls(
             tuple((len(list(same)), size) for size, same in itertools.groupby(sizes)), groups
@@ -103,22 +103,24 @@ class Cut:
         return self.width == 1
 
     @cached_property
-    def one_group(self) -> "Cut":
+    def one_group(self) -> "BlockSizes":
         """The cut of one group; all have the same."""
         sizes = self.sizes
-        return Cut.of_sizes(sizes[: len(sizes) // self.groups])
+        return BlockSizes.of_sizes(sizes[: len(sizes) // self.groups])
 
-    def times(self, count: int) -> "Cut":
+    def times(self, count: int) -> "BlockSizes":
         """Return the cut of several matrices with this cut, as groups of one."""
-        return Cut.of_sizes(self.sizes * count, self.groups * count)
+        return BlockSizes.of_sizes(self.sizes * count, self.groups * count)
 
-    def local(self, bounds: Sequence[Sequence[int]], process: int) -> "Cut":
+    def local(self, bounds: Sequence[Sequence[int]], process: int) -> "BlockSizes":
         """Return the cut of the blocks that a process keeps.
 
         Of run i these are the ones from ``bounds[i][process]`` on.
         """
         counts = (of_run[process + 1] - of_run[process] for of_run in bounds)
-        return Cut(tuple((n, size) for n, (_, size) in zip(counts, self.blocks, strict=True) if n))
+        return BlockSizes(
+            tuple((n, size) for n, (_, size) in zip(counts, self.blocks, strict=True) if n)
+        )
 
 
 @dataclass(eq=False)
@@ -128,19 +130,22 @@ class Blocks:
     It consists of rows ``(n, at least width)``, and of where they are cut.
     """
 
-    cut: Cut
+    block_sizes: BlockSizes
     rows: Tensor
 
     @cached_property
     def parts(self) -> list[Tensor]:
         """The blocks of each run, ``(count, size, size)``, as views of the rows."""
-        return [run.of(self.rows[:, : run.size], 0) for run in self.cut.runs]
+        return [run.of(self.rows[:, : run.size], 0) for run in self.block_sizes.runs]
 
     @cached_property
     def of_groups(self) -> list[Tensor]:
         """The blocks of each run of one group, for all groups, ``(groups · count, size, size)``."""
-        rows = self.rows.unflatten(0, (self.cut.groups, -1))
-        return [run.of(rows[..., : run.size], 1).flatten(0, 1) for run in self.cut.one_group.runs]
+        rows = self.rows.unflatten(0, (self.block_sizes.groups, -1))
+        return [
+            run.of(rows[..., : run.size], 1).flatten(0, 1)
+            for run in self.block_sizes.one_group.runs
+        ]
 
     def add_second_moment_(self, samples: Tensor) -> None:
         """Add ``Σ x xᵀ``, block by block, over the columns of ``samples``.
@@ -148,26 +153,28 @@ class Blocks:
         The shape of ``samples`` is ``(groups, n, samples)``.
         """
         samples = samples.flatten(0, 1)
-        if self.cut.is_diagonal:
+        if self.block_sizes.is_diagonal:
             self.rows[:, 0].add_(samples.square().sum(-1))
             return
-        for run, part in zip(self.cut.runs, self.parts, strict=True):
+        for run, part in zip(self.block_sizes.runs, self.parts, strict=True):
             of_run = run.of(samples, 0)
             add_product_(part, of_run, of_run.mT)
 
     def group(self, index: int) -> "Blocks":
         """Return the matrix of one group, a view."""
-        return Blocks(self.cut.one_group, self.rows.unflatten(0, (self.cut.groups, -1))[index])
+        return Blocks(
+            self.block_sizes.one_group, self.rows.unflatten(0, (self.block_sizes.groups, -1))[index]
+        )
 
     def scale_groups_(self, scales: Tensor) -> None:
         """Multiply the matrix of each group by a number."""
-        self.rows.unflatten(0, (self.cut.groups, -1)).mul_(scales[:, None, None])
+        self.rows.unflatten(0, (self.block_sizes.groups, -1)).mul_(scales[:, None, None])
 
     def traces(self) -> Tensor:
         """Return the trace of each group's matrix, ``(groups,)``."""
-        groups, width = self.cut.groups, self.cut.width
-        size = self.cut.rows // groups
-        if self.cut != Cut.of(size, width, groups):  # one matrix, cut at shards
+        groups, width = self.block_sizes.groups, self.block_sizes.width
+        size = self.block_sizes.rows // groups
+        if self.block_sizes != BlockSizes.of(size, width, groups):  # one matrix, cut at shards
             sums = [part.diagonal(dim1=-2, dim2=-1).sum() for part in self.parts]
             return torch.stack(sums).sum()[None] if sums else self.rows.new_zeros(1)
         rows, full = self.rows.unflatten(0, (groups, size)), size // width * width
@@ -180,20 +187,24 @@ class Blocks:
     def left_multiply(self, matrix: Tensor) -> Tensor:
         """Return ``self @ matrix`` for a matrix ``(groups, n, columns)``."""
         flat = matrix.flatten(0, 1)
-        if self.cut.is_diagonal:
+        if self.block_sizes.is_diagonal:
             # rows may be wider: other processes' blocks are larger
             return (self.rows[:, :1] * flat).view_as(matrix)
-        if self.cut.groups > 1 and len(self.cut.runs) > 1 and self.rows.device.type != "cpu":
+        if (
+            self.block_sizes.groups > 1
+            and len(self.block_sizes.runs) > 1
+            and self.rows.device.type != "cpu"
+        ):
             # few large kernels, for which parts of matrices are copied
             result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
-            for run, part in zip(self.cut.one_group.runs, self.of_groups, strict=True):
+            for run, part in zip(self.block_sizes.one_group.runs, self.of_groups, strict=True):
                 into = run.of(result, 1)
                 into.copy_(product(part, run.of(matrix, 1).flatten(0, 1)).view_as(into))
             return result
         # here and below not Run.of, which would cost an ordinary step a few percent
         solved = [
             product(part, flat[run.first : run.last].view(run.count, run.size, -1)).flatten(0, 1)
-            for run, part in zip(self.cut.runs, self.parts, strict=True)
+            for run, part in zip(self.block_sizes.runs, self.parts, strict=True)
         ]
         return (solved[0] if len(solved) == 1 else torch.cat(solved)).view(matrix.shape)
 
@@ -202,15 +213,15 @@ class Blocks:
 
         The tensors have the shape ``(groups, m, n)``. Even NaN is overwritten.
         """
-        groups, size = self.cut.groups, matrix.shape[-1]
-        if self.cut.is_diagonal:
+        groups, size = self.block_sizes.groups, matrix.shape[-1]
+        if self.block_sizes.is_diagonal:
             # rows may be wider, as in left_multiply
             diagonal = self.rows[:, 0].view(groups, 1, size)
             into.zero_().addcmul_(matrix, diagonal, value=scale)
-        elif self.cut.width == size:  # one block for each group
+        elif self.block_sizes.width == size:  # one block for each group
             add_product_(into, matrix, self.parts[0], 0.0, scale)
         elif groups > 1 and self.rows.device.type != "cpu":  # few large kernels
-            for run, part in zip(self.cut.one_group.runs, self.of_groups, strict=True):
+            for run, part in zip(self.block_sizes.one_group.runs, self.of_groups, strict=True):
                 target = run.of(into, -1).transpose(1, 2)
                 columns = run.of(matrix, -1).transpose(1, 2).flatten(0, 1)
                 solved = product(columns, part).view(target.shape)
@@ -218,7 +229,7 @@ class Blocks:
         else:  # one batched product per run, because the strides do not allow one for all groups
             for index in range(groups):
                 group = self if groups == 1 else self.group(index)
-                for run, part in zip(group.cut.runs, group.parts, strict=True):
+                for run, part in zip(group.block_sizes.runs, group.parts, strict=True):
                     rows, shape = slice(run.first, run.last), (run.count, run.size)
                     columns = matrix[index, :, rows].unflatten(-1, shape).transpose(0, 1)
                     target = into[index, :, rows].unflatten(-1, shape).transpose(0, 1)
@@ -226,24 +237,24 @@ class Blocks:
 
     def dense(self) -> list[Tensor]:
         """Return the full matrix of each group, with zeros outside of the blocks."""
-        groups = map(self.group, range(self.cut.groups))
+        groups = map(self.group, range(self.block_sizes.groups))
         return [torch.block_diag(*itertools.chain.from_iterable(group.parts)) for group in groups]
 
 
-def block_of_rows(cut: Cut) -> Tensor:
+def block_of_rows(block_sizes: BlockSizes) -> Tensor:
     """Return the first row of the block of each row, and the row after its last, ``(rows, 2)``."""
     bounds = [
         (first, first + run.size)
-        for run in cut.runs
+        for run in block_sizes.runs
         for first in range(run.first, run.last, run.size)
         for _ in range(run.size)
     ]
     return torch.tensor(bounds, dtype=torch.long).view(-1, 2)
 
 
-def cut_again(rows: Tensor, before: Cut, after: Cut) -> Tensor:
+def reblock(rows: Tensor, before: BlockSizes, after: BlockSizes) -> Tensor:
     """Return rows for other blocks. What is between the old blocks is zero."""
-    blocks = [block_of_rows(cut).to(rows.device) for cut in (before, after)]
+    blocks = [block_of_rows(block_sizes).to(rows.device) for block_sizes in (before, after)]
     starts, ends = ([of[:, i : i + 1] for of in blocks] for i in (0, 1))
     column = starts[1] + torch.arange(rows.shape[1], device=rows.device)  # of the full matrix
     kept = (column >= starts[0]) & (column < ends[0]) & (column < ends[1])

@@ -36,7 +36,7 @@ class Processes:
         """
         return [list(numbers)]
 
-    def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
+    def assign(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
         """Return which process owns which blocks.
 
         Only shapes are read, so the result is the same on all processes.
@@ -63,4 +63,4 @@ class Processes:
         return tensor
 
 
-ALONE = Processes()
+SINGLE_PROCESS = Processes()

@@ -45,11 +45,15 @@ class Factor:
             rows = rows[self.view.local_rows]
         return Blocks(self.layout.local, rows)
 
-    def spread(self, *, inverse: bool) -> Blocks:
+    def with_zeros(self, *, inverse: bool) -> Blocks:
         """Return the blocks of all rows, with zeros for those that other processes keep alone."""
-        kept, cut, owners = self.read(inverse=inverse), self.layout.cut, self.layout.owners
+        kept, block_sizes, owners = (
+            self.read(inverse=inverse),
+            self.layout.block_sizes,
+            self.layout.owners,
+        )
         assert owners is not None
-        full = Blocks(cut, kept.rows.new_zeros(cut.rows, cut.width))
+        full = Blocks(block_sizes, kept.rows.new_zeros(block_sizes.rows, block_sizes.width))
         for into, part in zip(owners.local_parts(full.parts), kept.parts, strict=True):
             into.copy_(part)
         return full
@@ -64,12 +68,12 @@ class Factor:
         if self.layout.owners is None:
             return self.read(inverse=inverse).dense()
         stored: Any = self.view.state[self.layout.keys[inverse]]
-        return Blocks(self.layout.cut, self.view.of(stored.full_tensor())).dense()
+        return Blocks(self.layout.block_sizes, self.view.of(stored.full_tensor())).dense()
 
 
 def collected(factors: Sequence[Factor], *, inverse: bool) -> list[Blocks]:
     """Collect divided factors, or their inverses, from all processes, which must all call it."""
-    gathered = [factor.spread(inverse=inverse) for factor in factors]
+    gathered = [factor.with_zeros(inverse=inverse) for factor in factors]
     parts = [part for blocks in gathered for part in blocks.parts]
     owners = [factor.layout.owners for factor in factors if factor.layout.owners is not None]
     if owners:

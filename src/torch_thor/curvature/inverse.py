@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, has_values, ieee_float32, to_device
-from torch_thor.curvature.communication import ALONE, Bounds, Processes
+from torch_thor.curvature.communication import SINGLE_PROCESS, Bounds, Processes
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layout import Owners
 
@@ -59,7 +59,7 @@ class _Run:
     inverses: Tensor = field(init=False)
 
 
-def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
+def invert_(new: Sequence[NewFactor], processes: Processes = SINGLE_PROCESS) -> None:
     """Sum, average and invert factors; each has its blocks and inverses then, on all processes."""
     runs = [
         _Run(factor, i, factor.factor.layout.owners, part)
@@ -70,7 +70,7 @@ def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
     bounds: Bounds = [(0, len(part)) for part in parts]
     if processes.count > 1:
         fixed = [None if run.owners is None else run.owners.bounds[run.index] for run in runs]
-        bounds = processes.deal_out(parts, fixed)
+        bounds = processes.assign(parts, fixed)
         processes.sum_to_owners_(parts, bounds)
     for run, of_ranks in zip(runs, bounds, strict=True):
         run.inverted = slice(of_ranks[processes.rank], of_ranks[processes.rank + 1])
@@ -97,8 +97,8 @@ def _of_blocks(runs: Sequence[_Run], numbers: Sequence[Sequence[float]]) -> list
     """Return, from the numbers of each run's groups, those of the blocks that are inverted here."""
     alike: defaultdict[tuple[torch.device, torch.dtype], list[list[float]]] = defaultdict(list)
     for run, of_groups in zip(runs, numbers, strict=True):
-        cut = run.new.sums.cut
-        rows, neighbours = cut.rows // cut.groups, cut.runs[run.index]
+        block_sizes = run.new.sums.block_sizes
+        rows, neighbours = block_sizes.rows // block_sizes.groups, block_sizes.runs[run.index]
         firsts = range(neighbours.first, neighbours.last, neighbours.size)[run.inverted]
         of_blocks = [of_groups[first // rows] for first in firsts]
         alike[run.sums.device, run.sums.dtype].append(of_blocks)
@@ -200,7 +200,7 @@ def inverse_of(blocks: Blocks, damping: float) -> Blocks | None:
     inverses, levels = invert_own(blocks.parts, numbers)
     if NOT_POSITIVE in levels:
         return None
-    result = Blocks(blocks.cut, torch.zeros_like(blocks.rows))
+    result = Blocks(blocks.block_sizes, torch.zeros_like(blocks.rows))
     for into, inverse in zip(result.parts, inverses, strict=True):
         into.copy_(inverse)
     return result

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_thor.curvature.blocks import Blocks, factor_dtype, has_values, ieee_float32
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.layout import Owners, cut_of, layout_of
+from torch_thor.curvature.layout import Owners, block_sizes_of, layout_of
 from torch_thor.curvature.lifecycle import Life
 from torch_thor.curvature.view import ParameterView, State
 
@@ -35,7 +35,7 @@ class Statistics:
         self._sums: list[Blocks] | None = None
         self.rows = 0  # R of this step so far
         # R of each group, if groups have their own rows
-        self.group_rows = [0] * self._kind.groups if self._kind.routed else []
+        self.group_rows = [0] * self._kind.groups if self._kind.has_own_rows else []
 
     @torch.no_grad()
     def gather(
@@ -74,7 +74,7 @@ class Statistics:
                 return
             kind.add_outputs_(sums[1], x, output.detach(), keep)
             if instead_of is not None:
-                old = Blocks(sums[1].cut, torch.zeros_like(sums[1].rows))
+                old = Blocks(sums[1].block_sizes, torch.zeros_like(sums[1].rows))
                 kind.add_outputs_(old, x, instead_of, keep)
                 sums[1].rows.sub_(old.rows)
 
@@ -99,13 +99,16 @@ class Statistics:
             dtype = factor_dtype(
                 (view.parameter if weight is None or view.shards is not None else weight).dtype
             )
-            cuts = [factor.layout.cut for factor in self.factors]
+            cuts = [factor.layout.block_sizes for factor in self.factors]
             # it was changed since the view was bound
             if view.options.get("split_dim") != self.factors[0].layout.split_dim:
-                cuts = [cut_of(factor.side, self._kind, view) for factor in self.factors]
+                cuts = [block_sizes_of(factor.side, self._kind, view) for factor in self.factors]
             self._sums = [
-                Blocks(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device))
-                for cut in cuts
+                Blocks(
+                    block_sizes,
+                    torch.zeros((block_sizes.rows, block_sizes.width), dtype=dtype, device=device),
+                )
+                for block_sizes in cuts
             ]
         return self._sums
 
@@ -136,7 +139,9 @@ class Statistics:
         if self._sums is not None:
             weight = self.factors[0].view.parameter
             device, dtype = weight.device, factor_dtype(weight.dtype)
-            self._sums = [Blocks(sums.cut, sums.rows.to(device, dtype)) for sums in self._sums]
+            self._sums = [
+                Blocks(sums.block_sizes, sums.rows.to(device, dtype)) for sums in self._sums
+            ]
 
 
 SIDES = ("A", "G")
@@ -335,14 +340,14 @@ class LayerCurvature:
             if factor.layout.by_rows:
                 state[SHARDS] = 1 if shards is None else shards.count
         state.update({prefix + key: value for key, value in NUMBERS.items()})
-        if self.kind.routed:
+        if self.kind.has_own_rows:
             state[prefix + "group_rows_per_term"] = torch.zeros(
                 self.kind.groups, dtype=dtype, device=weight.device
             )
 
     def missing_entries(self) -> list[str]:
         """Return the entries that the state lacks."""
-        numbers = [*NUMBERS, "group_rows_per_term"] if self.kind.routed else list(NUMBERS)
+        numbers = [*NUMBERS, "group_rows_per_term"] if self.kind.has_own_rows else list(NUMBERS)
         keys = [self.prefix + key for key in numbers]
         keys += [key for factor in self.stored for key in factor.layout.keys]
         return [key for key in keys if self.state.get(key) is None]

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Cut
-from torch_thor.curvature.communication import ALONE, Processes
+from torch_thor.curvature.blocks import BlockSizes
+from torch_thor.curvature.communication import SINGLE_PROCESS, Processes
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.view import ParameterView, RowShards, bounds_within
 
@@ -31,15 +31,17 @@ class Owners:
     # the owner of the blocks that this process keeps: itself, or a process that holds the same rows
     source: int
     has_replicas: bool = False  # whether other processes keep the same blocks
-    processes: Processes = field(default=ALONE, repr=False, compare=False)  # with the others
+    processes: Processes = field(
+        default=SINGLE_PROCESS, repr=False, compare=False
+    )  # with the others
 
     @classmethod
-    def of_shards(cls, cut: Cut, shards: RowShards, rows: slice | None) -> "Owners":
+    def of_shards(cls, block_sizes: BlockSizes, shards: RowShards, rows: slice | None) -> "Owners":
         """Return the owners of a factor whose rows are divided like those of the weight."""
         starts = bounds_within(shards.bounds, rows)
         bounds = tuple(
             tuple(min(max(start - run.first, 0) // run.size, run.count) for start in starts)
-            for run in cut.runs
+            for run in block_sizes.runs
         )
         return cls(bounds, shards.source, shards.has_replicas)
 
@@ -62,8 +64,8 @@ class Owners:
 class Layout:
     """The blocks of a factor, for all processes and for this one."""
 
-    cut: Cut  # the blocks of all processes
-    local: Cut  # those that this process keeps
+    block_sizes: BlockSizes  # the blocks of all processes
+    local: BlockSizes  # those that this process keeps
     owners: Owners | None  # who keeps which; None if every process keeps all
     by_rows: bool  # whether its tensors have the rows of the weight
     keys: tuple[str, str]  # of the factor and of its inverse, in the state of the weight
@@ -73,9 +75,9 @@ class Layout:
     is_partitioned: bool  # whether processes keep parts of it alone, and not by rows of the weight
 
 
-def cut_of(
+def block_sizes_of(
     side: str, kind: Kind, view: ParameterView, bounds: tuple[int, ...] | None = None
-) -> Cut:
+) -> BlockSizes:
     """Return where the rows of all processes are cut for the present ``split_dim``.
 
     The latter may have been changed since the view was bound. ``bounds``: of the shards of the
@@ -84,8 +86,8 @@ def cut_of(
     rows, split = kind.inputs if side == "A" else kind.outputs, _split_dim(side, kind, view)
     bounds = view.shards.bounds if bounds is None and view.shards is not None else bounds
     if bounds is not None and _is_of_rows(side, kind, view):
-        return Cut.of(rows, split, edges=bounds_within(bounds, view.rows))
-    return Cut.of(rows, split, kind.groups)
+        return BlockSizes.of(rows, split, edges=bounds_within(bounds, view.rows))
+    return BlockSizes.of(rows, split, kind.groups)
 
 
 def layout_of(
@@ -100,20 +102,22 @@ def layout_of(
         prefix: put before the names of tensors that have no rows of the weight.
         owners: the owners of the blocks, if curvature is divided.
     """
-    cut, is_partitioned = cut_of(side, kind, view), owners is not None
+    block_sizes, is_partitioned = block_sizes_of(side, kind, view), owners is not None
     by_rows = not is_partitioned and _is_of_rows(side, kind, view)
     if view.shards is not None and by_rows:
-        owners = Owners.of_shards(cut, view.shards, view.rows)
-    local = cut if owners is None else cut.local(owners.bounds, owners.source)
+        owners = Owners.of_shards(block_sizes, view.shards, view.rows)
+    local = block_sizes if owners is None else block_sizes.local(owners.bounds, owners.source)
     key = side if by_rows else prefix + side
-    rows, width = (view.shape[0] if by_rows else local.rows), cut.width
+    rows, width = (view.shape[0] if by_rows else local.rows), block_sizes.width
     # The width is the same for all layers that are rows of one weight, and not as the cut has it:
     # the blocks of all shards may have one row, and not those of a later division.
     if by_rows:
         split = _split_dim(side, kind, view)
         width = view.most_rows if split is None else min(split, view.most_rows)
     keys, split_dim = (key, key + "_inverse"), view.options.get("split_dim")
-    return Layout(cut, local, owners, by_rows, keys, (rows, width), split_dim, is_partitioned)
+    return Layout(
+        block_sizes, local, owners, by_rows, keys, (rows, width), split_dim, is_partitioned
+    )
 
 
 def _split_dim(side: str, kind: Kind, view: ParameterView) -> int | None:
@@ -130,7 +134,7 @@ def _is_of_rows(side: str, kind: Kind, view: ParameterView) -> bool:
 
 def why_not_by_rows(kind: Kind, shape: tuple[int, ...]) -> str | None:
     """Return why a layer cannot be preconditioned if the rows of its weight are divided."""
-    if kind.routed or kind.groups > 1:
+    if kind.has_own_rows or kind.groups > 1:
         return (
             f"the weight is divided among processes, and has {kind.groups} groups with factors of "
             "their own"

@@ -42,7 +42,7 @@ def after_refresh(
     *,
     decision: Decision | None,
     reached: bool,
-    silent: bool,
+    without_statistics: bool,
     has_gradient: bool,
     has_factors: bool,
 ) -> Life:
@@ -52,11 +52,11 @@ def after_refresh(
         life: its life before.
         decision: what the refresh has decided; None if it had no rows.
         reached: whether the loss reached it.
-        silent: whether it had a gradient and no statistics.
+        without_statistics: whether it had a gradient and no statistics.
         has_gradient: whether its weight has a gradient.
         has_factors: whether it has factors in use now.
     """
-    uncalled = silent or (life.uncalled and not reached)
+    uncalled = without_statistics or (life.uncalled and not reached)
     waits = decision is None or (decision is Decision.FAILED and not has_factors)
     return Life(
         due=waits and not uncalled,

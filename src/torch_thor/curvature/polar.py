@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Cut, has_values, ieee_float32, product
+from torch_thor.curvature.blocks import BlockSizes, has_values, ieee_float32, product
 
 # Coefficients of a X + (b X Xᵀ + c (X Xᵀ)²) X in each iteration, which are optimal for singular
 # values from 0.001 to 1.
@@ -76,7 +76,7 @@ def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Te
         defaultdict(list)
     )
     for matrices, into in zip(batches, polars, strict=True):
-        for run in Cut.of(matrices.shape[1], rows).runs:
+        for run in BlockSizes.of(matrices.shape[1], rows).runs:
             blocks = run.of(matrices, 1).flatten(0, 1)
             alike[run.size, matrices.dtype, matrices.device].append((blocks, run.of(into, 1)))
     # a matrix is on the device of the others, as a rule: their precision is chosen once

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, wide_dtype
-from torch_thor.curvature.communication import ALONE, Processes
+from torch_thor.curvature.communication import SINGLE_PROCESS, Processes
 from torch_thor.curvature.inverse import (
     DAMPING_RAISES,
     NOT_POSITIVE,
@@ -105,13 +105,13 @@ class Candidate:
         plain: list[bool] = []
         for factor, sums, new, old in zip(layer.stored, self.factors, now, before, strict=True):
             averaged = [n + decay * (o - n) for n, o in zip(new, old, strict=True)]
-            if layer.kind.routed and not self.new:
+            if layer.kind.has_own_rows and not self.new:
                 # experts that have never had a row take the plain gradient: the inverse of their
                 # zeros would be I / √λ
                 plain = [trace == 0 for trace in averaged]
             added = [math.sqrt(self.damping / self.rows_per_term)] * len(new)
             if relative:
-                size, dtype = sums.cut.rows // sums.cut.groups, sums.rows.dtype
+                size, dtype = sums.block_sizes.rows // sums.block_sizes.groups, sums.rows.dtype
                 added = [relative_damping(trace, size, self.damping, dtype) for trace in averaged]
             stored = factor.read() if decay or self.without_rows else None
             self.new.append(NewFactor(factor, sums, added, stored, decay, self.without_rows, plain))
@@ -169,8 +169,8 @@ def refresh(
     report: Callable[[LayerCurvature, str], None],
     *,
     relative: bool = False,
-    processes: Processes = ALONE,
-    unless: Tensor | None = None,
+    processes: Processes = SINGLE_PROCESS,
+    found_inf: Tensor | None = None,
     beside: Beside | None = None,
 ) -> tuple[RefreshEvent, ...]:
     """Apply the trace rule to each layer, then invert the new factors of all layers together.
@@ -180,14 +180,14 @@ def refresh(
         report: told of problems of a layer.
         relative: whether the damping is relative to the mean diagonal of a factor.
         processes: those that train together.
-        unless: a number on the device, 1 if a gradient of this step is not finite.
+        found_inf: a number on the device, 1 if a gradient of this step is not finite.
         beside: other numbers to read; all processes get those of the first.
 
     Returns:
         The decisions, one for each layer.
 
     Raises:
-        FloatingPointError: ``unless`` is 1; nothing has changed.
+        FloatingPointError: ``found_inf`` is 1; nothing has changed.
     """
     if not candidates:
         return ()
@@ -198,7 +198,7 @@ def refresh(
     if not traces:
         beside = None  # it is read by itself
     vectors = [*traces, *(() if beside is None else [beside.values])]
-    vectors += () if unless is None else [unless.reshape(1)]
+    vectors += () if found_inf is None else [found_inf.reshape(1)]
     # with one host–device synchronisation for all layers
     numbers: list[float] = []
     if vectors:
@@ -206,7 +206,7 @@ def refresh(
         is_wide = any(vector.dtype == torch.float64 for vector in vectors)
         dtype = wide_dtype(device) if is_wide else torch.float32
         numbers = torch.cat([vector.to(dtype).to(device) for vector in vectors]).tolist()
-    if unless is not None and numbers.pop():
+    if found_inf is not None and numbers.pop():
         raise FloatingPointError("gradients are not finite")
     if beside is not None:
         count = len(numbers) - len(beside.values)
@@ -228,7 +228,7 @@ def refresh(
                 for rank, row in enumerate(rows)
                 if any(bounds[rank] < bounds[rank + 1] for bounds in owners.bounds)
             )
-        i += factor.layout.cut.groups
+        i += factor.layout.block_sizes.groups
     numbers_of = iter(new), iter(in_use)
     for candidate in candidates:
         now, before = (

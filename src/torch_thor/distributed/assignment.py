@@ -25,7 +25,7 @@ def cost(size: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def deal_out(
+def assign(
     parts: tuple[Shape, ...],
     processes: int,
     fixed: tuple[tuple[int, ...] | None, ...] = (),
@@ -58,9 +58,9 @@ def deal_out(
 
 
 @lru_cache(maxsize=64)
-def deal_out_matrices(costs: tuple[int, ...], processes: int) -> tuple[tuple[int, ...], ...]:
+def assign_matrices(costs: tuple[int, ...], processes: int) -> tuple[tuple[int, ...], ...]:
     """Return the matrices of each process, dealt out by their cost."""
-    bounds = deal_out(tuple((1, cost) for cost in costs), processes, cost=int)
+    bounds = assign(tuple((1, cost) for cost in costs), processes, cost=int)
     return tuple(
         tuple(i for i, of_part in enumerate(bounds) if of_part[rank] < of_part[rank + 1])
         for rank in range(processes)
@@ -71,7 +71,7 @@ def imbalance(
     parts: Sequence[Shape], processes: int, fixed: Sequence[tuple[int, ...] | None] = ()
 ) -> float:
     """Return how much longer than the mean the process with most work takes."""
-    loads = _totals(parts, deal_out(tuple(parts), processes, tuple(fixed)), processes, cost)
+    loads = _totals(parts, assign(tuple(parts), processes, tuple(fixed)), processes, cost)
     return max(loads) * processes / sum(loads) if sum(loads) else 1.0
 
 

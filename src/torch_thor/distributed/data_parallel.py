@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from torch_thor.curvature.blocks import wide_dtype
 from torch_thor.curvature.communication import Among, Bounds, Processes
-from torch_thor.distributed.assignment import deal_out, packed_size, packed_sizes, pads
+from torch_thor.distributed.assignment import assign, packed_size, packed_sizes, pads
 from torch_thor.distributed.collectives import all_gather, reduce_scatter
 
 # blocks of one dtype and device, each tensor with its bounds
@@ -52,10 +52,10 @@ class DataParallel(Processes):
         all_gather(gathered, bits, self._group)
         return [_as_floats(row) for row in gathered.view(self.count, -1).tolist()]
 
-    def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
+    def assign(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
         """Deal out blocks to ranks by their cost."""
         shapes = tuple((len(part), part.shape[-1]) for part in parts)
-        return deal_out(
+        return assign(
             shapes, self.count, tuple(None if known is None else tuple(known) for known in fixed)
         )
 

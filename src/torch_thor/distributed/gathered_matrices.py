@@ -17,11 +17,11 @@ from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.polar import unit_polars
 from torch_thor.curvature.view import RowShards
-from torch_thor.distributed.assignment import deal_out_matrices
+from torch_thor.distributed.assignment import assign_matrices
 
 
 @dataclass
-class DividedMatrix:
+class ShardedMatrix:
     """A weight, or a layer's rows of one, whose rows are divided among processes."""
 
     # `(own rows, …)`, the direction of the rows of this process, contiguous; overwritten by the
@@ -36,11 +36,11 @@ class DividedMatrix:
         return self.geometry.groups * small * large * min(rows or small, small)
 
 
-def orthogonalise_whole_(
-    matrices: Sequence[DividedMatrix], shards: RowShards, rows: int | None, processes: Processes
+def orthogonalise_gathered_(
+    matrices: Sequence[ShardedMatrix], shards: RowShards, rows: int | None, processes: Processes
 ) -> None:
     """Replace matrices by their polar factors, or those of their blocks, each scaled to norm 1."""
-    owned = deal_out_matrices(tuple(matrix.cost(rows) for matrix in matrices), shards.count)
+    owned = assign_matrices(tuple(matrix.cost(rows) for matrix in matrices), shards.count)
     by_owner = [matrices[i] for of_owner in owned for i in of_owner]
     mine = [matrices[i] for i in owned[shards.source]]
     to_owners = [sum(matrices[i].own.numel() for i in of_owner) for of_owner in owned]

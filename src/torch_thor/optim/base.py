@@ -25,7 +25,7 @@ from torch_thor.distributed.options import Distributed
 from torch_thor.optim import counterparts, persistence, report
 from torch_thor.optim.callers import refuse_divided_parameters
 from torch_thor.optim.check import Check
-from torch_thor.optim.inputs import Inputs, Request, creates_state_only, nonfinite_message
+from torch_thor.optim.inputs import StepInputs, StepRequest, creates_state_only, nonfinite_message
 from torch_thor.optim.learned import Look, looks_trained
 from torch_thor.optim.loss_scale import LossScale, asked_by_lightning, remove_scale
 from torch_thor.optim.model_argument import Group, check_known, parameters_of_model
@@ -39,7 +39,7 @@ from torch_thor.optim.options import (
     options_in,
     scoped,
 )
-from torch_thor.optim.plan import Bound, Form
+from torch_thor.optim.plan import Binding, Form
 from torch_thor.optim.preconditioner import Preconditioner
 from torch_thor.optim.state_dict import VERSION
 from torch_thor.torch_internals import (
@@ -231,10 +231,10 @@ class CurvatureOptimizer(EagerStep):
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None
         options.update(COUNTERS)
         super().__init__(params, options)
-        bound = self._bound()
+        binding = self._binding()
         self._curvature.listen()
         check_shards_fit(
-            [(n, p) for n, (p, s) in bound.plan.sharded.items() if s],
+            [(n, p) for n, (p, s) in binding.plan.sharded.items() if s],
             self.distributed.process_group,
         )
         entries = self.coverage()
@@ -242,7 +242,7 @@ class CurvatureOptimizer(EagerStep):
         self._known = {entry.name for entry in entries}
         used = any(e.preconditioned and e.trained for e in entries)
         if not used and (form.has_g or not any(entry.trained for entry in entries)):
-            raise ValueError(report.nothing_found(type(self), bound))
+            raise ValueError(report.nothing_found(type(self), binding))
         report.warn_of_little(entries, label)
 
     # what is read at construction alone
@@ -286,14 +286,14 @@ class CurvatureOptimizer(EagerStep):
         """
         curvature = self._curvature
         curvature.last_refresh = ()
-        self._settle()
+        self._read_check()
         try:
             loss = None if closure is None else torch.enable_grad()(closure)()
             state_only = not self.state and creates_state_only(self.param_groups)
             # GradScaler sets this attribute before it calls step()
             scaled = self.grad_scaler is not None or hasattr(self, "found_inf")
             scale = partial(LossScale, self) if scaled else None
-            request = Request(self.loss_terms, self.nonfinite, scale, state_only)
+            request = StepRequest(self.loss_terms, self.nonfinite, scale, state_only)
             if not all(isinstance(group, OptionGroup) for group in self.param_groups):
                 self._own_groups()
             inputs = curvature.read(self.param_groups, self.state, request)
@@ -301,15 +301,15 @@ class CurvatureOptimizer(EagerStep):
                 curvature.capture.discard()
                 self._skipped_steps += inputs.nonfinite
                 return loss
-            bound = curvature.refresh(
+            binding = curvature.refresh(
                 inputs, self._make_parameter_state, self._look, state_only=state_only
             )
             # nothing raises from here on, so a step is taken completely or not at all
             if not state_only:
                 with ExitStack() as precision:
-                    for device_type in bound.device_types:
+                    for device_type in binding.device_types:
                         precision.enter_context(ieee_float32(device_type))
-                    self._update(bound, inputs.unless)
+                    self._update(binding, inputs.found_inf)
                 self._advance(inputs)
             return loss
         except BaseException as error:
@@ -321,20 +321,20 @@ class CurvatureOptimizer(EagerStep):
     def _as_saved(self, group: Group) -> None:
         persistence.as_saved(group)
 
-    def _bound(self) -> Bound:
+    def _binding(self) -> Binding:
         """Return the plan, bound to the groups and the state as they are now."""
         return self._curvature.current(self.param_groups, self.state)
 
-    def _update(self, bound: Bound, unless: Tensor | None) -> None:
-        """Update every parameter with a gradient; on an accelerator, none where ``unless`` is 1."""
+    def _update(self, binding: Binding, found_inf: Tensor | None) -> None:
+        """Update every parameter with a gradient; on a device, none where ``found_inf`` is 1."""
         raise NotImplementedError
 
     def _make_parameter_state(
-        self, bound: Bound, parameter: Tensor, state: dict[str, Any], group: Group
+        self, binding: Binding, parameter: Tensor, state: dict[str, Any], group: Group
     ) -> None:
         """Add the entries of the update that the state of a parameter lacks; none by default."""
 
-    def _settle(self, *, raises: bool = True) -> None:
+    def _read_check(self, *, raises: bool = True) -> None:
         """Learn whether the step before changed anything, where the device was not waited for."""
         check = self._check
         if check is None:
@@ -350,19 +350,19 @@ class CurvatureOptimizer(EagerStep):
             self._skipped_steps += 1
         elif failed:
             self._curvature.capture.discard()
-            raise FloatingPointError(nonfinite_message(self._bound(), check.bad()))
+            raise FloatingPointError(nonfinite_message(self._binding(), check.bad()))
 
     @property
     def skipped_steps(self) -> int:
         """The number of steps that were skipped because a gradient was not finite."""
-        self._settle(raises=False)
+        self._read_check(raises=False)
         return self._skipped_steps
 
     @skipped_steps.setter
     def skipped_steps(self, count: int) -> None:
         self._skipped_steps = count
 
-    def _advance(self, inputs: Inputs) -> None:
+    def _advance(self, inputs: StepInputs) -> None:
         """Count the step, and register the hooks that the next one needs."""
         if inputs.check is not None:
             counters = [(group["step"], group["next_refresh"]) for group in self.param_groups]
@@ -372,12 +372,12 @@ class CurvatureOptimizer(EagerStep):
             dict.update(group, step=group["step"] + 1, next_refresh=at)  # plain already
         # what consolidate_state_dict() has collected is that of the step before
         self._consolidated = None
-        warnings, bound = self._curvature.warnings, inputs.bound
-        if not inputs.largest and bound.plan.first_shards is None:
-            warnings.note_nothing_trained(bound, self._known)
+        warnings, binding = self._curvature.warnings, inputs.binding
+        if not inputs.largest and binding.plan.first_shards is None:
+            warnings.note_nothing_trained(binding, self._known)
         if self.usual_lr is not None and self.param_groups[0]["step"] in report.LR_JUDGED:
             warnings.note_lr(
-                self.param_groups, self.usual_lr, partial(looks_trained, bound.plan.model)
+                self.param_groups, self.usual_lr, partial(looks_trained, binding.plan.model)
             )
         self._curvature.finish(inputs)
 
@@ -411,17 +411,17 @@ class CurvatureOptimizer(EagerStep):
         # any optimizer
         return self.grad_scaler is None and not asked_by_lightning()
 
-    def _look(self, bound: Bound) -> Look | None:
+    def _look(self, binding: Binding) -> Look | None:
         """Return what is to be read of the weights when a state is completed; nothing as a rule."""
-        del bound
+        del binding
         return None
 
     # ---- groups, plan and state ------------------------------------------------------------------
 
     def _take(self, group: Group) -> None:
         check_known(group["params"], self.model)
-        if self._curvature.bound is not None:
-            self._bound()
+        if self._curvature.binding is not None:
+            self._binding()
             self._curvature.listen_again()
 
     # ---- state dicts -----------------------------------------------------------------------------
@@ -439,9 +439,9 @@ class CurvatureOptimizer(EagerStep):
             RuntimeError: the curvature is divided among processes (``divide_curvature=True``), and
                 has not been collected by ``consolidate_state_dict`` since the last step.
         """
-        self._settle(raises=False)
-        bound = self._curvature.bound
-        is_divided = bound is not None and bool(bound.owners)
+        self._read_check(raises=False)
+        binding = self._curvature.binding
+        is_divided = binding is not None and bool(binding.owners)
         with persistence.consolidating(self.state, self._consolidated if is_divided else {}):
             return super().state_dict()
 
@@ -472,7 +472,7 @@ class CurvatureOptimizer(EagerStep):
                 torch.distributed.checkpoint needs it.
         """
         self._consolidated = None
-        self._consolidated = persistence.consolidated(self._bound(), self._curvature, to)
+        self._consolidated = persistence.consolidated(self._binding(), self._curvature, to)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -521,7 +521,7 @@ class CurvatureOptimizer(EagerStep):
             One entry per parameter, in the model's order: its kind and factor sizes, or the reason
             why it has none. It prints as a table.
         """
-        return Coverage(report.current(self._bound()))
+        return Coverage(report.current(self._binding()))
 
     def __repr__(self) -> str:
         return report.described(self)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_thor.curvature.blocks import has_values, to_device
 from torch_thor.curvature.communication import Processes
-from torch_thor.optim.plan import Bound
+from torch_thor.optim.plan import Binding
 from torch_thor.optim.update import Directions, trust_ratios
 from torch_thor.optim.works import Work, dense
 
@@ -40,12 +40,14 @@ def _trust_ratio(
 ) -> float:
     """Return the number by which a direction is multiplied."""
     length = lr * float(torch.linalg.vector_norm(direction, dtype=direction.dtype))
-    longest = ratio * smallest
+    longest_step = ratio * smallest
     # then the norm of the weight, which can only raise the bound, is not needed
-    if length <= longest:
+    if length <= longest_step:
         return 1.0
-    longest = max(longest, ratio * float(torch.linalg.vector_norm(weight, dtype=direction.dtype)))
-    return 1.0 if length <= longest else longest / length
+    longest_step = max(
+        longest_step, ratio * float(torch.linalg.vector_norm(weight, dtype=direction.dtype))
+    )
+    return 1.0 if length <= longest_step else longest_step / length
 
 
 def _shorten_on_device(work: Work, d: list[Tensor], lr: float, ratio: float) -> None:
@@ -79,7 +81,7 @@ def _multiply_as_vector(work: Work, d: list[Tensor], ratios: dict[int, Tensor]) 
         d[i] = direction.view(d[i].shape)
 
 
-def within_kl_clip(directions: Directions, bound: Bound, processes: Processes) -> Directions:
+def within_kl_clip(directions: Directions, binding: Binding, processes: Processes) -> Directions:
     """Scale all layers' directions by ``min(1, √(κ / Σ lr² ⟨d, ∇W⟩))`` (Ba et al. 2017, 5)."""
     # the sum is over all processes, all of which must consume this
     clipped: list[tuple[Work, list[Tensor]]] = []
@@ -93,10 +95,10 @@ def within_kl_clip(directions: Directions, bound: Bound, processes: Processes) -
         for i, (direction, gradient) in enumerate(zip(d, work.gradients, strict=True)):
             product = torch.sum(direction * dense(gradient)) * float(work.group["lr"]) ** 2
             products[work.weights[i] is not work.parameters[i]].append((work.order[i], product))
-    if all(group["kl_clip"] is None for group in bound.groups):
+    if all(group["kl_clip"] is None for group in binding.groups):
         return
     divergence, of_rows = _sum(products[False]), _sum(products[True])
-    if bound.plan.first_shards is not None:
+    if binding.plan.first_shards is not None:
         total = processes.all_reduce(torch.zeros(()) if of_rows is None else of_rows, "shards")
         divergence = total if divergence is None else total + divergence.to(total)
     for work, d in clipped:

@@ -47,7 +47,7 @@ class Check:
         self._norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients], 2))
         # above it the step could overflow
         most = min(1.0, damping) * torch.finfo(torch.float32).max
-        self.unless = 1.0 - (self._norms.max() <= most).to(torch.float32)  # 1 for NaN too
+        self.found_inf = 1.0 - (self._norms.max() <= most).to(torch.float32)  # 1 for NaN too
 
     def send(self, undo: Callable[[], None]) -> None:
         """Start to copy the number to the host, without waiting for it.
@@ -55,10 +55,10 @@ class Check:
         Args:
             undo: puts the counters of the host back, if the step has changed nothing.
         """
-        self.undo, device = undo, self.unless.device
+        self.undo, device = undo, self.found_inf.device
         pinned = device.type in WITH_PINNED_MEMORY
         self._on_host = torch.empty((), dtype=torch.float32, pin_memory=pinned)
-        self._on_host.copy_(self.unless, non_blocking=True)
+        self._on_host.copy_(self.found_inf, non_blocking=True)
         self._event = torch.Event(device)
         self._event.record()
 

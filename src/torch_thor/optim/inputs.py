@@ -21,11 +21,11 @@ from torch_thor.optim.check import Check
 from torch_thor.optim.loss_scale import LossScale
 from torch_thor.optim.model_argument import Group, parameters_with_gradient
 from torch_thor.optim.options import COUNTERS, OPTIONS, check, check_complete, number, scoped
-from torch_thor.optim.plan import Bound, Plan
+from torch_thor.optim.plan import Binding, Plan
 
 
 @dataclass(frozen=True)
-class Request:
+class StepRequest:
     """What the user of an optimizer has set for a step."""
 
     loss_terms: Any  # N, or a callable that returns it; None if it is to be counted
@@ -36,13 +36,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class StepInputs:
     """What is known about a step before it changes anything.
 
     The decisions are the same on all processes.
     """
 
-    bound: Bound
+    binding: Binding
     due: Sequence[LayerCurvature]  # the layers that gather statistics
     processes: Processes  # those that take their decisions together
     # for each parameter group, the step of its next refresh as of the end of this step
@@ -56,7 +56,9 @@ class Inputs:
     # whether it is skipped because a gradient is not finite, so that it is counted
     nonfinite: bool = False
     check: Check | None = None  # of the gradients, on an accelerator that is not waited for
-    unless: Tensor | None = None  # a number there, which that check makes 1 if nothing may change
+    found_inf: Tensor | None = (
+        None  # a number there, which that check makes 1 if nothing may change
+    )
 
 
 def creates_state_only(groups: list[Group]) -> bool:
@@ -98,12 +100,12 @@ class CheckedOptions:
                 checked[name] = value
 
 
-def next_refreshes(bound: Bound) -> tuple[int, ...]:
+def next_refreshes(binding: Binding) -> tuple[int, ...]:
     """Return for each group the step of its next refresh as of the end of this step."""
     steps = []
-    for group in bound.groups:
+    for group in binding.groups:
         if not (type(group["step"]) is type(group["next_refresh"]) is int):
-            check(type(bound), {name: group[name] for name in COUNTERS})
+            check(type(binding), {name: group[name] for name in COUNTERS})
         step, at, interval = (
             int(group["step"]),
             int(group["next_refresh"]),
@@ -111,7 +113,7 @@ def next_refreshes(bound: Bound) -> tuple[int, ...]:
         )
         if step >= at:
             at = step + (steps_until_next(interval, step) if callable(interval) else interval)
-            for layer in bound.plan.layers.values():
+            for layer in binding.plan.layers.values():
                 if layer.weight_view.options is group and not layer.stopped and not layer.due:
                     at = step + 1  # next_refresh was set back by hand: the next step has statistics
         steps.append(at)
@@ -121,8 +123,8 @@ def next_refreshes(bound: Bound) -> tuple[int, ...]:
 def check_split(layer: LayerCurvature) -> None:
     """Raise an error for statistics that were gathered with another ``split_dim``."""
     gathered = layer.statistics.sums() if layer.statistics.rows else ()
-    cuts = [factor.layout.cut for factor in layer.stored]
-    if gathered and [sums.cut for sums in gathered] != cuts:
+    cuts = [factor.layout.block_sizes for factor in layer.stored]
+    if gathered and [sums.block_sizes for sums in gathered] != cuts:
         raise RuntimeError(
             f"split_dim={layer.weight_view.options['split_dim']!r}: the statistics of layer "
             f"{layer.name!r} were gathered with another, because the option was changed between a "
@@ -135,9 +137,9 @@ def check_split(layer: LayerCurvature) -> None:
 _COMPARED = [name for name in scoped("group", "counter") if OPTIONS[name].compared]
 
 
-def facts_of_groups(inputs: Inputs) -> Iterator[str]:
+def facts_of_groups(inputs: StepInputs) -> Iterator[str]:
     """Yield text lines on groups and layers to refresh that must be the same on all processes."""
-    for i, group in enumerate(inputs.bound.groups):
+    for i, group in enumerate(inputs.binding.groups):
         for name in _COMPARED:
             value = group.get(name)
             yield (
@@ -153,8 +155,8 @@ def facts_of_groups(inputs: Inputs) -> Iterator[str]:
     for layer in inputs.due:
         weight = layer.weight
         yield (
-            f"layer {layer.name!r}: {[f.layout.cut for f in layer.stored]}, {weight.dtype}, "
-            f"refreshes={layer.refreshes}, gradient={weight.grad is not None}"
+            f"layer {layer.name!r}: {[f.layout.block_sizes for f in layer.stored]}, "
+            f"{weight.dtype}, refreshes={layer.refreshes}, gradient={weight.grad is not None}"
         )
 
 
@@ -215,17 +217,18 @@ def real_elements(gradient: Tensor) -> Tensor:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-def nonfinite_message(bound: Bound, parameters: Sequence[Tensor] | None = None) -> str:
+def nonfinite_message(binding: Binding, parameters: Sequence[Tensor] | None = None) -> str:
     """Return the text of the error for gradients that are not finite; None: those of this step."""
     if parameters is None:
         parameters = [
             parameter
-            for _, parameter, gradient in parameters_with_gradient(bound.groups)
+            for _, parameter, gradient in parameters_with_gradient(binding.groups)
             if has_values(gradient) and not bool(real_elements(gradient).isfinite().all())
         ]
-    names = [bound.plan.name(p) for p in parameters]
+    names = [binding.plan.name(p) for p in parameters]
+    step = binding.groups[0]["step"]
     return (
-        f"step {bound.groups[0]['step']}: the gradients of {some(names) or 'the model'} hold NaN, "
+        f"step {step}: the gradients of {some(names) or 'the model'} hold NaN, "
         "inf or numbers that would overflow; weights and optimizer state are as before this step. "
         "Lower lr or raise damping, "
         f'clip the gradients, or set optimizer.nonfinite = "skip" to skip and count such steps'

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import has_values, widened
 from torch_thor.curvature.refresh import Beside
-from torch_thor.optim.plan import Bound
+from torch_thor.optim.plan import Binding
 
 # The learning rate, as a share of that of a matrix that is to be trained from scratch
 # (benchmarks/finetuning.py).
@@ -65,26 +65,26 @@ def dependence(matrix: Tensor) -> Tensor:
 class Look(Beside):
     """A look at the weights of a model: the dependence of each that has rows and columns."""
 
-    def __init__(self, bound: Bound, note: Callable[[str], None]) -> None:
-        self.bound, self.note = bound, note
-        by_parameter = _dependences(bound.plan.model.parameters())
-        self.keys, device = [*by_parameter], bound.plan.device
+    def __init__(self, binding: Binding, note: Callable[[str], None]) -> None:
+        self.binding, self.note = binding, note
+        by_parameter = _dependences(binding.plan.model.parameters())
+        self.keys, device = [*by_parameter], binding.plan.device
         values = [value.float().to(device) for value in by_parameter.values()]
         super().__init__(torch.stack(values) if values else torch.zeros(0, device=device))
 
     def take(self) -> None:
         """Decide on the factors of the parameters that have none, and store them."""
-        bound, known = self.bound, dict(zip(self.keys, self.read(), strict=True))
-        trained = _is_trained(bound, known.values())
-        for group in bound.groups:
+        binding, known = self.binding, dict(zip(self.keys, self.read(), strict=True))
+        trained = _is_trained(binding, known.values())
+        for group in binding.groups:
             for parameter in group["params"]:
-                state = bound.states.get(parameter)
+                state = binding.states.get(parameter)
                 if group["auto_lr"] and state is not None and "lr_factor" not in state:
                     value = known.get(id(parameter), math.nan)
-                    is_matrix = bound.is_matrix(parameter)
+                    is_matrix = binding.is_matrix(parameter)
                     state["lr_factor"] = factor_of(value, is_matrix) if trained else NEW
         if trained:
-            self.note(described(bound, decided(bound)))
+            self.note(described(binding, decided(binding)))
 
 
 def factor_of(value: float, is_matrix: bool) -> float:
@@ -96,21 +96,21 @@ def factor_of(value: float, is_matrix: bool) -> float:
     return LEARNED if abs(value) > DEPENDENT else NEW
 
 
-def decided(bound: Bound) -> dict[int, float]:
+def decided(binding: Binding) -> dict[int, float]:
     """Return the factors that the state holds, by the ids of the parameters."""
-    trained = (p for group in bound.groups if group["auto_lr"] for p in group["params"])
-    states = ((id(p), bound.states.get(p, {})) for p in trained)
+    trained = (p for group in binding.groups if group["auto_lr"] for p in group["params"])
+    states = ((id(p), binding.states.get(p, {})) for p in trained)
     return {key: state["lr_factor"] for key, state in states if "lr_factor" in state}
 
 
-def described(bound: Bound, factors: Mapping[int, float]) -> str:
+def described(binding: Binding, factors: Mapping[int, float]) -> str:
     """Return which learning rates the groups without one have, and why."""
     if not factors:
         return "the first step tells from the weights whether they are trained already"
     if all(factor == NEW for factor in factors.values()):
         return "the network was not trained before, so lr is that of all parameters"
-    trained = (p for group in bound.groups for p in group["params"] if id(p) in factors)
-    matrices = Counter(factors[id(p)] for p in trained if bound.is_matrix(p))
+    trained = (p for group in binding.groups for p in group["params"] if id(p) in factors)
+    matrices = Counter(factors[id(p)] for p in trained if binding.is_matrix(p))
     parts = [
         f"{factor:g} for {matrices[factor]} {what}"
         for factor, what in _MATRICES.items()
@@ -126,9 +126,9 @@ def looks_trained(model: nn.Module) -> bool:
     return _are_trained([float(value) for value in _dependences(model.parameters()).values()])
 
 
-def _is_trained(bound: Bound, dependences: Collection[float]) -> bool:
+def _is_trained(binding: Binding, dependences: Collection[float]) -> bool:
     """Return whether the network is trained already, which is decided once."""
-    before = decided(bound).values()
+    before = decided(binding).values()
     return any(factor != NEW for factor in before) if before else _are_trained(dependences)
 
 

@@ -7,20 +7,22 @@ from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
 
 
-def silent_layers(
+def layers_without_statistics(
     layers: Collection[LayerCurvature], capture: Capture
 ) -> list[tuple[LayerCurvature, str]]:
     """Return the layers without statistics, and why; an error if no process has any of any."""
     required = capture.awaited - capture.reached
-    silent = [layer for layer in layers if layer in required and layer.weight_view.has_gradient()]
-    if silent and not any(layer in capture.reached for layer in layers):
-        message = _why_nothing_seen(silent, capture)
+    without_statistics = [
+        layer for layer in layers if layer in required and layer.weight_view.has_gradient()
+    ]
+    if without_statistics and not any(layer in capture.reached for layer in layers):
+        message = _why_nothing_seen(without_statistics, capture)
         capture.evidence = Evidence()
         capture.discard()
         capture.listen(unseen=True)
         raise RuntimeError(message)
     reasons = []
-    for layer in silent:
+    for layer in without_statistics:
         if layer not in capture.evidence.late:  # whose statistics come with the next step
             then = "keeps the inverses that it has" if layer.refreshes else "is trained plainly"
             what = (
@@ -60,12 +62,14 @@ def _why_not_seen(layer: LayerCurvature, capture: Capture) -> str:
     )
 
 
-def _why_nothing_seen(silent: Collection[LayerCurvature], capture: Capture) -> str:
+def _why_nothing_seen(without_statistics: Collection[LayerCurvature], capture: Capture) -> str:
     """Return the text of the error for a step without any statistics."""
     evidence, sampler = capture.evidence, capture.sampler
-    names = some([layer.name for layer in silent])
-    transformed = [layer.name for layer in silent if layer.name in capture.inside_transform]
-    beside = [layer.name for layer in silent if layer in evidence.beside]
+    names = some([layer.name for layer in without_statistics])
+    transformed = [
+        layer.name for layer in without_statistics if layer.name in capture.inside_transform
+    ]
+    beside = [layer.name for layer in without_statistics if layer in evidence.beside]
     without = f"layers {names} have gradients and no statistics, and so has every other layer"
     return _first(
         (
@@ -91,7 +95,7 @@ def _why_nothing_seen(silent: Collection[LayerCurvature], capture: Capture) -> s
                 "ScheduleInterleaved1F1B); or leave the layers out with layers=",
             ),
             (
-                evidence.loaded and not evidence.late.isdisjoint(silent),
+                evidence.loaded and not evidence.late.isdisjoint(without_statistics),
                 f"{without}, because load_state_dict() came between loss.backward() and step(): "
                 "the loaded state refreshes in this step, and the state before did not. Load it "
                 "before the forward pass, or call zero_grad() and repeat the forward and backward "

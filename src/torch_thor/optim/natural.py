@@ -14,15 +14,15 @@ from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype
 from torch_thor.optim.model_argument import Group
-from torch_thor.optim.plan import Bound, free_rows
+from torch_thor.optim.plan import Binding, rows_without_layer
 from torch_thor.optim.works import (
     Batch,
+    Bucket,
     Matrix,
     Rows,
-    Turn,
     Work,
     batches_of,
-    collecting_turns,
+    collecting_buckets,
     dense,
     grouped,
     rows_of,
@@ -89,7 +89,7 @@ def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
         _solve_one(first, left, right, sources[0], first.of(into[first.index]))
         return
     if right is None:  # a bias has the constant input 1, so its A is 1
-        groups = left.cut.groups // len(sources)
+        groups = left.block_sizes.groups // len(sources)
         columns = torch.cat([source.reshape(groups, -1, 1) for source in sources])
         solved = left.left_multiply(columns.to(left.rows.dtype))
     else:
@@ -122,7 +122,7 @@ def _solve_one(
     """Write ``d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` of one matrix."""
     geometry = matrix.geometry
     if gradient.is_sparse:
-        if gradient.sparse_dim() == 1 and right is not None and left.cut.is_diagonal:
+        if gradient.sparse_dim() == 1 and right is not None and left.block_sizes.is_diagonal:
             _solve_rows(left, right, gradient.coalesce(), matrix.scale, into)
             return
         gradient = gradient.to_dense()
@@ -133,7 +133,9 @@ def _solve_one(
         geometry.from_matrix_(target, into)
         return
     # a bias has the constant input 1, so its A is 1
-    solved = left.left_multiply(gradient.to(left.rows.dtype).reshape(left.cut.groups, -1, 1))
+    solved = left.left_multiply(
+        gradient.to(left.rows.dtype).reshape(left.block_sizes.groups, -1, 1)
+    )
     if matrix.scales is not None:
         solved *= matrix.scales
     into.zero_().add_(solved.reshape(into.shape), alpha=matrix.scale)
@@ -151,44 +153,46 @@ def _solve_rows(a: Blocks, g: Blocks, gradient: Tensor, scale: float, into: Tens
 # ---- looked up once between refreshes ------------------------------------------------------------
 
 
-def turns_of(bound: Bound, group: Group) -> list[Turn]:
-    """Return the works of a group, in the turns in which their inverses are collected."""
-    rows = [of for of in rows_of(bound, group) if of.local.numel()]  # without shards without rows
-    natural = [of for of in rows if any(s.layer.refreshes for s in bound.shares(of.parameter))]
+def buckets_of(binding: Binding, group: Group) -> list[Bucket]:
+    """Return the works of a group, in the buckets in which their inverses are collected."""
+    rows = [of for of in rows_of(binding, group) if of.local.numel()]  # without shards without rows
+    natural = [
+        of for of in rows if any(s.layer.refreshes for s in binding.layer_parameters(of.parameter))
+    ]
     plain = grouped([of for of in rows if of not in natural], _KERNELS)
-    turns = [Turn([_work_of(group, alike, bound) for alike in plain])]
+    buckets = [Bucket([_work_of(group, alike, binding) for alike in plain])]
     # one parameter after the other: it and its direction then stay in the cache of a CPU
     one_by_one = group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
-    for ready, factors in collecting_turns(group["params"], bound):
+    for ready, factors in collecting_buckets(group["params"], binding):
         works = []
         for alike in grouped([of for of in natural if id(of.parameter) in ready], _KERNELS):
             if one_by_one and alike[0].local.device.type == "cpu":
-                works += [_natural_work_of(group, [of], bound, alone=True) for of in alike]
+                works += [_natural_work_of(group, [of], binding, alone=True) for of in alike]
             else:
-                works.append(_natural_work_of(group, alike, bound))
-        turns.append(Turn(works, factors, [batch for work in works for batch in work.batches]))
-    return turns
+                works.append(_natural_work_of(group, alike, binding))
+        buckets.append(Bucket(works, factors, [batch for work in works for batch in work.batches]))
+    return buckets
 
 
 # what parameters must have in common to share kernels
 _KERNELS = attrgetter("local.device", "local.dtype")
 
 
-def _work_of(group: Group, rows: Sequence[Rows], bound: Bound) -> Work:
+def _work_of(group: Group, rows: Sequence[Rows], binding: Binding) -> Work:
     keys = ("momentum_buffer",) if group["momentum"] else ()
     for of in rows:  # a parameter whose gradient was set by hand has no state
         for key in keys:
             if key not in of.state:
                 of.state[key] = torch.zeros_like(of.parameter, dtype=factor_dtype(of.local.dtype))
-    return work_of(Work, group, rows, keys, bound)
+    return work_of(Work, group, rows, keys, binding)
 
 
 def _natural_work_of(
-    group: Group, rows: Sequence[Rows], bound: Bound, *, alone: bool = False
+    group: Group, rows: Sequence[Rows], binding: Binding, *, alone: bool = False
 ) -> Work:
-    work = _work_of(group, rows, bound)
+    work = _work_of(group, rows, binding)
     work.is_natural = True
-    matrices = [m for index, of in enumerate(rows) for m in _matrices_of(index, of, bound)]
+    matrices = [m for index, of in enumerate(rows) for m in _matrices_of(index, of, binding)]
     work.plain = [matrix for matrix in matrices if matrix.geometry is None]
     matrices = [matrix for matrix in matrices if matrix.geometry is not None]
     work.batches = batches_of(matrices, id if work.on_cpu else partial(_shape_of, work))
@@ -201,35 +205,35 @@ def _shape_of(work: Work, matrix: Matrix) -> Any:
     """Return what matrices of one batch have in common."""
     factors = [factor for factor in (matrix.left, matrix.right) if factor is not None]
     # the gradient of an embedding may be sparse; experts have a T each
-    is_diagonal = factors[0].side == "A" and factors[0].layout.cut.is_diagonal
+    is_diagonal = factors[0].side == "A" and factors[0].layout.block_sizes.is_diagonal
     if is_diagonal or matrix.scales is not None:
         return id(matrix)
     shape = matrix.of(work.weights[matrix.index]).shape
-    cuts = [(factor.layout.local, factor.layout.cut) for factor in factors]
+    cuts = [(factor.layout.local, factor.layout.block_sizes) for factor in factors]
     return matrix.geometry, shape, *cuts
 
 
-def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:
+def _matrices_of(index: int, rows: Rows, binding: Binding) -> Iterator[Matrix]:
     """Yield the matrices of a parameter, and without a kind its rows that have no factors."""
-    shares = bound.shares(rows.parameter)
-    of_layers = [share.view.local_rows for share in shares]
-    for free in [] if of_layers[0] is None else free_rows(of_layers, len(rows.local)):
+    layer_parameters = binding.layer_parameters(rows.parameter)
+    of_layers = [part.view.local_rows for part in layer_parameters]
+    for free in [] if of_layers[0] is None else rows_without_layer(of_layers, len(rows.local)):
         yield Matrix(index, free)
-    for share, taken in zip(shares, of_layers, strict=True):
-        layer, geometry = share.layer, share.layer.geometry
+    for part, taken in zip(layer_parameters, of_layers, strict=True):
+        layer, geometry = part.layer, part.layer.geometry
         if taken is not None and taken.start == taken.stop:  # another process holds these rows
             continue
         if not layer.refreshes:  # one projection of a fused weight may have no factors yet
             yield Matrix(index, taken)
             continue
         a, g, scale = layer.a, layer.g, 1.0 / layer.rows_per_term
-        if share.is_weight:
+        if part.is_weight:
             left, right = (a, g) if geometry.transposed else (g, a)
             yield Matrix(index, taken, geometry, left, right, scale)
             continue
         scales = None
         # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
-        if layer.kind.routed:
+        if layer.kind.has_own_rows:
             rows_per_term = layer.state[layer.prefix + "group_rows_per_term"]
             scales = torch.where(rows_per_term > 0, rows_per_term, 1.0).rsqrt()[:, None, None]
         yield Matrix(index, taken, geometry, g, None, scale, scales)

@@ -23,21 +23,21 @@ from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.polar import unit_polars_
 from torch_thor.curvature.row_splits import RowSplit
 from torch_thor.curvature.view import RowShards, bounds_within
-from torch_thor.distributed.gathered_matrices import DividedMatrix, orthogonalise_whole_
+from torch_thor.distributed.gathered_matrices import ShardedMatrix, orthogonalise_gathered_
 from torch_thor.optim.check import fused_on
 from torch_thor.optim.model_argument import Group
-from torch_thor.optim.plan import Bound, free_rows
+from torch_thor.optim.plan import Binding, rows_without_layer
 from torch_thor.optim.update import subtract_, trust_ratios
 from torch_thor.optim.works import (
+    Bucket,
     Matrix,
     Rows,
-    Turn,
     Work,
     batches_of,
-    collecting_turns,
+    collecting_buckets,
     dense,
     grouped,
-    in_turns,
+    in_buckets,
     rows_of,
     smallest_norm,
     work_of,
@@ -69,9 +69,9 @@ class Part(Matrix):
         )
         # The rows that one process holds are orthogonalised and scaled on their own, so that
         # nothing has to be sent; those of all processes together have the norm of the full matrix.
-        share = size.outputs * size.inputs / max(1, full.outputs * full.inputs)
+        fraction = size.outputs * size.inputs / max(1, full.outputs * full.inputs)
         self.norm = step_norm(full.outputs, full.inputs)
-        self.norm *= math.sqrt(share) if self.bounds is None else 1.0
+        self.norm *= math.sqrt(fraction) if self.bounds is None else 1.0
         self.smallest = smallest_norm((size if self.bounds is None else full).outputs)
 
 
@@ -82,7 +82,9 @@ class MuonWork(Work):
     parts: list[Part] = field(default_factory=list)
     # those whose matrices have one shape, so that they are orthogonalised together
     polars: list[list[Part]] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)  # the batches in which they are preconditioned
+    buckets: list[Bucket] = field(
+        default_factory=list
+    )  # the batches in which they are preconditioned
 
 
 def step_norm(outputs: int, inputs: int) -> float:
@@ -113,7 +115,7 @@ def preconditioned(work: MuonWork, directions: Sequence[Tensor]) -> list[Tensor]
         directions[parts[0].index].new_empty(parts[-1].place.stop, *parts[0].shape)
         for parts in work.polars
     ]
-    for batch in in_turns(work.turns):
+    for batch in in_buckets(work.buckets):
         first, last, inverse = batch.members[0], batch.members[-1], batch.left or batch.right
         if first.is_empty:
             continue
@@ -138,7 +140,7 @@ def subtract_orthogonal_(
     lr: float,
     shards: RowShards | None,
     processes: Processes,
-    unless: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
     """Orthogonalise preconditioned directions, bound them, and take the steps.
 
@@ -157,7 +159,7 @@ def subtract_orthogonal_(
     units = unit_polars_([wide[i] for i in alone], work.group["split_dim"], limits)
     batches = [(work.polars[i], unit) for i, unit in zip(alone, units, strict=True)]
     if not work.on_cpu:
-        _subtract_on_device_(work, batches, lr, unless)
+        _subtract_on_device_(work, batches, lr, found_inf)
     else:
         for parts, unit in batches:
             for part in parts:
@@ -168,7 +170,7 @@ def subtract_orthogonal_(
 
 
 def _subtract_on_device_(
-    work: MuonWork, batches: list[tuple[list[Part], Tensor]], lr: float, unless: Tensor | None
+    work: MuonWork, batches: list[tuple[list[Part], Tensor]], lr: float, found_inf: Tensor | None
 ) -> None:
     """Take the steps with a few kernels for all matrices."""
     steps: dict[int, Tensor] = {}
@@ -188,7 +190,7 @@ def _subtract_on_device_(
                 steps[part.index] = torch.zeros_like(weight, dtype=unit.dtype)
             _add_(part, unit, steps[part.index], 1.0)
     if steps:
-        subtract_([work.weights[i] for i in steps], list(steps.values()), lr, unless)
+        subtract_([work.weights[i] for i in steps], list(steps.values()), lr, found_inf)
 
 
 def _add_(part: Part, batch: Tensor, into: Tensor, alpha: float) -> None:
@@ -217,8 +219,8 @@ def _step_gathered(
         if len(rows):
             part.geometry.write_(unit.mT if part.is_tall else unit, rows)
         assert part.bounds is not None
-        matrices.append(DividedMatrix(rows, part.bounds, part.full))
-    orthogonalise_whole_(matrices, shards, work.group["split_dim"], processes)
+        matrices.append(ShardedMatrix(rows, part.bounds, part.full))
+    orthogonalise_gathered_(matrices, shards, work.group["split_dim"], processes)
     if ratio is not None:
         limits = _limits(parts, lr, float(ratio), processes)
         for matrix, limit in zip(matrices, limits, strict=True):
@@ -263,23 +265,23 @@ def _limits(
 # ---- looked up once between refreshes ------------------------------------------------------------
 
 
-def turns_of(bound: Bound, group: Group, *, whole_matrices: bool) -> list[Turn]:
+def buckets_of(binding: Binding, group: Group, *, whole_matrices: bool) -> list[Bucket]:
     """Return the works of a group: its matrices, and what AdamW trains."""
-    rows = [of for of in rows_of(bound, group) if of.state]
-    matrices = [of for of in rows if bound.is_matrix(of.parameter)]
-    others = [of for of in rows if not bound.is_matrix(of.parameter) and of.local.numel()]
-    if not (whole_matrices or bound.owners):  # else a shard without rows takes part
+    rows = [of for of in rows_of(binding, group) if of.state]
+    matrices = [of for of in rows if binding.is_matrix(of.parameter)]
+    others = [of for of in rows if not binding.is_matrix(of.parameter) and of.local.numel()]
+    if not (whole_matrices or binding.owners):  # else a shard without rows takes part
         matrices = [of for of in matrices if of.local.numel()]
     works: list[Work] = []
     for alike in grouped(matrices, _together):
-        work = work_of(MuonWork, group, alike, ("momentum_buffer",), bound)
+        work = work_of(MuonWork, group, alike, ("momentum_buffer",), binding)
         for index, of in enumerate(alike):
-            work.parts += _parts_of(index, of.parameter, of.local, bound, gathers=whole_matrices)
-        _arrange(work, bound)
+            work.parts += _parts_of(index, of.parameter, of.local, binding, gathers=whole_matrices)
+        _arrange(work, binding)
         works.append(work)
     for alike in grouped(others, _together):
-        works.append(work_of(Work, group, alike, ("exp_avg", "exp_avg_sq"), bound))
-    return [Turn(works)]
+        works.append(work_of(Work, group, alike, ("exp_avg", "exp_avg_sq"), binding))
+    return [Bucket(works)]
 
 
 def _together(rows: Rows) -> Any:
@@ -289,7 +291,7 @@ def _together(rows: Rows) -> Any:
     return kernels, rows.lr_factor
 
 
-def _arrange(work: MuonWork, bound: Bound) -> None:
+def _arrange(work: MuonWork, binding: Binding) -> None:
     """Put parts together that are orthogonalised at once, and those that are preconditioned."""
     work.polars = grouped(work.parts, _polars_of)
     key: Callable[[Part], Any] = id
@@ -304,11 +306,11 @@ def _arrange(work: MuonWork, bound: Bound) -> None:
         for part, stop in zip(parts, stops, strict=True):
             part.batch, part.place = i, slice(stop - part.geometry.groups, stop)
     parts = [part for alike in work.polars for part in alike]
-    for ready, factors in collecting_turns(work.parameters, bound):
+    for ready, factors in collecting_buckets(work.parameters, binding):
         due = [p for p in parts if p.has_factor and id(work.parameters[p.index]) in ready]
         batches = batches_of(due, key)
-        work.turns.append(Turn(batches, factors, batches))
-    work.turns.append(Turn(batches_of([part for part in parts if not part.has_factor], key)))
+        work.buckets.append(Bucket(batches, factors, batches))
+    work.buckets.append(Bucket(batches_of([part for part in parts if not part.has_factor], key)))
 
 
 def _polars_of(part: Part) -> Any:
@@ -319,27 +321,27 @@ def _polars_of(part: Part) -> Any:
 
 def _shape_of(part: Part) -> Any:
     """Return what parts must have in common to be preconditioned together."""
-    factors = [f and (f.layout.local, f.layout.cut) for f in (part.left, part.right)]
+    factors = [f and (f.layout.local, f.layout.block_sizes) for f in (part.left, part.right)]
     return part.batch, part.geometry, *factors
 
 
-def matrices_of(parameter: Tensor, bound: Bound) -> tuple[tuple[int, int], ...]:
+def matrices_of(parameter: Tensor, binding: Binding) -> tuple[tuple[int, int], ...]:
     """Return (rows, columns) of each matrix of a parameter that is orthogonalised by itself."""
-    if not bound.is_matrix(parameter):
+    if not binding.is_matrix(parameter):
         return ()
-    parts = _parts_of(0, parameter, local(parameter), bound)
+    parts = _parts_of(0, parameter, local(parameter), binding)
     return tuple(
         (part.full.outputs, part.full.inputs) for part in parts for _ in range(part.full.groups)
     )
 
 
 def _parts_of(
-    index: int, parameter: Tensor, rows_here: Tensor, bound: Bound, *, gathers: bool = False
+    index: int, parameter: Tensor, rows_here: Tensor, binding: Binding, *, gathers: bool = False
 ) -> Iterator[Part]:
     """Yield the parts of a parameter; ``gathers``: one process takes all rows of a matrix."""
-    split = bound.plan.row_splits.get(id(parameter))
-    shards = bound.plan.shards_of(parameter) if bound.plan.sharded else None
-    for rows, full, factor in _matrices_of(parameter, bound):
+    split = binding.plan.row_splits.get(id(parameter))
+    shards = binding.plan.shards_of(parameter) if binding.plan.sharded else None
+    for rows, full, factor in _matrices_of(parameter, binding):
         kept = rows if rows is None or shards is None else shards.own_of(rows)
         count = len(parameter) if rows is None else rows.stop - rows.start
         geometry = full.of_rows(count, len(rows_here if kept is None else rows_here[kept]))
@@ -353,19 +355,22 @@ def _parts_of(
 
 
 def _matrices_of(
-    parameter: Tensor, bound: Bound
+    parameter: Tensor, binding: Binding
 ) -> Iterator[tuple[slice | None, Geometry, Factor | None]]:
     """Yield the rows of each matrix of a parameter, its geometry, and its factor."""
-    matrix, shares = bound.plan.matrix_of.get(id(parameter)), bound.shares(parameter)
+    matrix, layer_parameters = (
+        binding.plan.matrix_of.get(id(parameter)),
+        binding.layer_parameters(parameter),
+    )
     if matrix is not None:
         yield None, matrix, None
         return
-    taken = [share.view.rows for share in shares]
-    for free in [] if taken[0] is None else free_rows(taken, len(parameter)):
+    taken = [part.view.rows for part in layer_parameters]
+    for free in [] if taken[0] is None else rows_without_layer(taken, len(parameter)):
         yield free, Geometry(1, free.stop - free.start, parameter.shape[1:].numel()), None
-    for share in shares:
-        factor = share.layer.a if share.layer.refreshes else None
-        yield share.view.rows, share.layer.kind.geometry, factor
+    for part in layer_parameters:
+        factor = part.layer.a if part.layer.refreshes else None
+        yield part.view.rows, part.layer.kind.geometry, factor
 
 
 def _projections(part: Part, split: RowSplit, shards: RowShards | None) -> Iterator[Part]:
@@ -395,7 +400,7 @@ def _projections(part: Part, split: RowSplit, shards: RowShards | None) -> Itera
 # ---- what is no matrix ---------------------------------------------------------------------------
 
 
-def adamw_(work: Work, gradients: Sequence[Tensor], lr: float, unless: Tensor | None) -> None:
+def adamw_(work: Work, gradients: Sequence[Tensor], lr: float, found_inf: Tensor | None) -> None:
     """Take a step of AdamW without weight decay."""
     alike = all(
         weight.dtype == gradient.dtype
@@ -418,7 +423,7 @@ def adamw_(work: Work, gradients: Sequence[Tensor], lr: float, unless: Tensor | 
         # state is float32
         foreach=None if alike else False,
         fused=fused or None,
-        found_inf=unless,
+        found_inf=found_inf,
         has_complex=is_complex,
         amsgrad=False,
         beta1=0.9,

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.blocks import block_of_rows, cut_again
+from torch_thor.curvature.blocks import block_of_rows, reblock
 from torch_thor.curvature.factor import Factor, collected
 from torch_thor.curvature.inverse import inverse_of, relative_damping
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
-from torch_thor.curvature.layout import cut_of, layout_of
+from torch_thor.curvature.layout import block_sizes_of, layout_of
 from torch_thor.curvature.view import shard_bounds
 from torch_thor.intervals import Interval
 from torch_thor.optim.model_argument import Group, States
 from torch_thor.optim.options import check_group
-from torch_thor.optim.plan import Bound, parameters
+from torch_thor.optim.plan import Binding, parameters
 from torch_thor.optim.preconditioner import Preconditioner
 from torch_thor.optim.state_dict import MOMENTS, StateDict, check_loaded, take_missing
 from torch_thor.optim.state_dict import load as load_at_once
@@ -63,32 +63,34 @@ def load(
 
     def complete() -> None:
         # loaded tensors have all blocks; the next step divides them
-        bound = Bound(plan, optimizer.param_groups, optimizer.state, {}).take_effect()
-        curvature.bound = bound
-        _fit_rows(bound, curvature)
-        _check_layers(bound)
-        check_loaded(optimizer.state, parameters(bound.groups), plan.name, bound.factors.items())
+        binding = Binding(plan, optimizer.param_groups, optimizer.state, {}).take_effect()
+        curvature.binding = binding
+        _fit_rows(binding, curvature)
+        _check_layers(binding)
+        check_loaded(
+            optimizer.state, parameters(binding.groups), plan.name, binding.factors.items()
+        )
 
     try:
         load_at_once(
             optimizer, load_plainly, state_dict, adopt=adopt, complete=complete, name=plan.name
         )
     except BaseException:
-        curvature.bound = before.take_effect()
+        curvature.binding = before.take_effect()
         raise
     curvature.listen_again(loaded=True)
 
 
-def _check_layers(bound: Bound) -> None:
+def _check_layers(binding: Binding) -> None:
     """Check that the loaded state has exactly all entries of the layers preconditioned here."""
     # the others are pruned
-    present = [layer for layer in bound.plan.left_out if layer.weight.present is not None]
+    present = [layer for layer in binding.plan.left_out if layer.weight.present is not None]
     saved = [
         layer.name
         for layer in present
-        if f"{layer.prefix}refreshes" in bound.states.get(layer.weight.parameter, {})
+        if f"{layer.prefix}refreshes" in binding.states.get(layer.weight.parameter, {})
     ]
-    layers = [layer for layer in bound.plan.layers.values() if layer.state]
+    layers = [layer for layer in binding.plan.layers.values() if layer.state]
     missing = {layer.name: layer.missing_entries() for layer in layers}
     lacking = [f"{keys[-1]} of layer {name!r}" for name, keys in missing.items() if keys]
     left_out = f"it has factors of {some(saved)}, which layers= leaves out here"
@@ -111,11 +113,11 @@ def _check_layers(bound: Bound) -> None:
 # ---- factors of the rows of weights --------------------------------------------------------------
 
 
-def _fit_rows(bound: Bound, curvature: Preconditioner) -> None:
+def _fit_rows(binding: Binding, curvature: Preconditioner) -> None:
     """Turn loaded state into that of this process. What does not fit the layers stays as it is."""
-    for parameter in parameters(bound.groups):
-        entries, shards = bound.states.get(parameter, {}), bound.plan.shards_of(parameter)
-        layers = [share.layer for share in bound.shares(parameter) if share.is_weight]
+    for parameter in parameters(binding.groups):
+        entries, shards = binding.states.get(parameter, {}), binding.plan.shards_of(parameter)
+        layers = [part.layer for part in binding.layer_parameters(parameter) if part.is_weight]
         factors = [(layer, f) for layer in layers for f in layer.stored if f.layout.by_rows]
         keys = factors[0][1].layout.keys if factors else ()
         shape = factors[0][1].layout.shape if factors else ()
@@ -129,17 +131,17 @@ def _fit_rows(bound: Bound, curvature: Preconditioner) -> None:
         before, entries[SHARDS] = int(entries.get(SHARDS, 1)), 1 if shards is None else shards.count
         for layer, factor in factors if before != entries[SHARDS] else ():
             if layer.refreshes:
-                _cut_again_(layer, factor, before, len(parameter), curvature)
+                _reblock_(layer, factor, before, len(parameter), curvature)
 
 
-def _cut_again_(
+def _reblock_(
     layer: LayerCurvature, factor: Factor, before: int, rows: int, curvature: Preconditioner
 ) -> None:
     """Cut a factor at the present shards, and invert the blocks that have changed."""
     # Other blocks keep their bits.
     view, damping = layer.weight_view, float(layer.weight_view.options["damping"])
-    new = factor.layout.cut
-    old = cut_of(factor.side, layer.kind, view, shard_bounds(rows, before))
+    new = factor.layout.block_sizes
+    old = block_sizes_of(factor.side, layer.kind, view, shard_bounds(rows, before))
     here = slice(None)  # the rows of the layer that this process holds
     if view.shards is not None:
         first = max(view.shards.own.start - (view.rows.start if view.rows is not None else 0), 0)
@@ -147,7 +149,7 @@ def _cut_again_(
     stored, inverse = factor.read(), factor.read(inverse=True)
     moved = stored.rows.new_zeros(new.rows, stored.rows.shape[1])
     moved[here] = stored.rows
-    stored.rows.copy_(cut_again(moved, old, new)[here])
+    stored.rows.copy_(reblock(moved, old, new)[here])
     if curvature.form.relative_damping:
         trace = stored.traces().sum()
         if view.shards is not None:
@@ -170,12 +172,12 @@ def _cut_again_(
 
 
 def consolidated(
-    bound: Bound, curvature: Preconditioner, to: int | None
+    binding: Binding, curvature: Preconditioner, to: int | None
 ) -> dict[Tensor, dict[str, Any]] | None:
     """Collect the curvature that is divided among the processes, for the next state dict."""
     keeps = to is None or curvature.processes.rank == to
     states: dict[Tensor, dict[str, Any]] = {}
-    factors = [(layer, factor) for layer in bound.owners for factor in layer.stored]
+    factors = [(layer, factor) for layer in binding.owners for factor in layer.stored]
     for layer, factor in factors:
         view = layer.weight_view
         layout = layout_of(factor.side, layer.kind, view, layer.prefix)
@@ -183,7 +185,7 @@ def consolidated(
             rows = collected([factor], inverse=inverse)[0].rows
             if not keeps:
                 continue
-            entries = states.setdefault(view.parameter, dict(bound.states[view.parameter]))
+            entries = states.setdefault(view.parameter, dict(binding.states[view.parameter]))
             del entries[factor.layout.keys[inverse]]
             zeros = torch.zeros(layout.shape, dtype=rows.dtype)
             into = entries.setdefault(layout.keys[inverse], zeros)

@@ -1,9 +1,9 @@
-"""What is known of a model (:class:`Plan`), and how it is bound to an optimizer (:class:`Bound`).
+"""What is known of a model (:class:`Plan`), and how it is bound to an optimizer (:class:`Binding`).
 
 It is bound to the groups and the state of the optimizer.
 
 Wrappers such as Accelerate put new parameters into modules and groups, users prune, freeze or
-replace layers, and a state dict replaces the state. So every step asks its :class:`Bound` whether
+replace layers, and a state dict replaces the state. So every step asks its :class:`Binding` whether
 it is current, and takes a new one, as a whole, if it is not. The truth stays in ``optimizer.state``
 and ``optimizer.param_groups``. Layers that are still there keep the statistics of the running step;
 new ones gather from the next step on.
@@ -64,7 +64,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Share:
+class LayerParameter:
     """The share of a layer in a parameter."""
 
     layer: LayerCurvature
@@ -244,7 +244,7 @@ class Plan:
         return self.sharded.get(self.name(parameter), (parameter, None))[1]
 
 
-class Bound:
+class Binding:
     """A plan, bound to the parameter groups and the state of an optimizer.
 
     It is replaced as a whole if one of them differs.
@@ -267,35 +267,44 @@ class Bound:
         self.owners = {layer: owners[layer] for layer in plan.layers.values() if layer in owners}
         self.group_of = {id(p): group for group in groups for p in group["params"]}
         # the layers that precondition a parameter, by its id
-        self.shares_of: dict[int, list[Share]] = {}
-        self._turns: tuple[list[bool], list[Any]] | None = None
+        self.layer_parameters_of: dict[int, list[LayerParameter]] = {}
+        self._buckets: tuple[list[bool], list[Any]] | None = None
         for layer in plan.layers.values():
             for view in layer.layer.views:
                 parameter = plan.parameter_of(view)
                 shards = plan.shards_of(parameter)
-                bound = replace(
+                bound_view = replace(
                     view,
                     state=states.get(parameter, {}),
                     options=self.group_of.get(id(parameter), {}),
                     shards=shards,
                     divided=None if shards is None else parameter,
                 )
-                share = Share(layer, bound, view is layer.layer.weight)
-                self.shares_of.setdefault(id(parameter), []).append(share)
-        for shares in self.shares_of.values():
-            most = max(len(share.view.outline()) for share in shares)
-            shares[:] = [replace(of, view=replace(of.view, most_rows=most)) for of in shares]
-        weights = [s for shares in self.shares_of.values() for s in shares if s.is_weight]
+                part = LayerParameter(layer, bound_view, view is layer.layer.weight)
+                self.layer_parameters_of.setdefault(id(parameter), []).append(part)
+        for layer_parameters in self.layer_parameters_of.values():
+            most = max(len(part.view.outline()) for part in layer_parameters)
+            layer_parameters[:] = [
+                replace(of, view=replace(of.view, most_rows=most)) for of in layer_parameters
+            ]
+        weights = [
+            s
+            for layer_parameters in self.layer_parameters_of.values()
+            for s in layer_parameters
+            if s.is_weight
+        ]
         self.factors = {s.layer: s.layer.laid_out(s.view, owners.get(s.layer)) for s in weights}
         moving = {id(p) for p in plan.places.values() if p.requires_grad and id(p) in self.group_of}
-        layers = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
+        layers = [
+            part.is_weight for key in moving for part in self.layer_parameters_of.get(key, ())
+        ]
         more = [len(split.sizes) - 1 for key, split in plan.row_splits.items() if key in moving]
         # the number of matrices that are trained
         self.depth = sum(layers) + len(moving & plan.matrix_of.keys()) + sum(more)
         self.device_types = {p.device.type for group in groups for p in group["params"]}
         self._fingerprint = fingerprint(plan, groups, states)
 
-    def take_effect(self) -> "Bound":
+    def take_effect(self) -> "Binding":
         """Let the layers of the plan read this state and these options."""
         for layer, factors in self.factors.items():
             layer.bind(factors)
@@ -309,27 +318,27 @@ class Bound:
                 return False
         return self._fingerprint == fingerprint(self.plan, groups, states)
 
-    def shares(self, parameter: Tensor) -> list[Share]:
+    def layer_parameters(self, parameter: Tensor) -> list[LayerParameter]:
         """Return the shares of the layers that precondition a parameter."""
-        return self.shares_of.get(id(parameter), [])
+        return self.layer_parameters_of.get(id(parameter), [])
 
     def is_matrix(self, parameter: Tensor) -> bool:
         """Return whether a parameter is one of a layer, or a matrix without factors."""
-        return id(parameter) in self.shares_of or id(parameter) in self.plan.matrix_of
+        return id(parameter) in self.layer_parameters_of or id(parameter) in self.plan.matrix_of
 
-    def turns(self, of_group: Callable[["Bound", Group], list[Any]]) -> list[Any]:
+    def buckets(self, of_group: Callable[["Binding", Group], list[Any]]) -> list[Any]:
         """Return what steps with gradients of the same parameters need until the next refresh."""
         present = [p.grad is not None for group in self.groups for p in group["params"]]
-        if self._turns is None or self._turns[0] != present:
-            turns = [turn for group in self.groups for turn in of_group(self, group)]
-            self._turns = present, turns
-        return self._turns[1]
+        if self._buckets is None or self._buckets[0] != present:
+            buckets = [bucket for group in self.groups for bucket in of_group(self, group)]
+            self._buckets = present, buckets
+        return self._buckets[1]
 
-    def refreshed(self) -> "Bound":
+    def refreshed(self) -> "Binding":
         """Return the same for steps with other factors."""
-        bound = copy.copy(self)
-        bound._turns = None
-        return bound
+        binding = copy.copy(self)
+        binding._buckets = None
+        return binding
 
 
 def parameters(groups: Iterable[Group]) -> list[nn.Parameter]:
@@ -362,7 +371,7 @@ def fingerprint(plan: Plan, groups: Iterable[Group], states: States) -> list[Any
     return facts
 
 
-def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
+def rows_without_layer(taken: Iterable[slice | None], length: int) -> list[slice]:
     """Return the rows of a parameter that belong to no layer.
 
     Such rows are, for example, those of a projection that the user has left out.

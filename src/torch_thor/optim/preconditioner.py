@@ -18,20 +18,20 @@ from torch import distributed as dist
 from torch_thor.capture.gathering import Capture, loss_terms_of_step
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import has_values
-from torch_thor.curvature.communication import ALONE, Processes
+from torch_thor.curvature.communication import SINGLE_PROCESS, Processes
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.lifecycle import when_interval_ends
 from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
 from torch_thor.distributed.agreement import NUMBERS, agree, check_same_gradients, count_rows
 from torch_thor.distributed.data_parallel import DataParallel
-from torch_thor.distributed.divided import divide
 from torch_thor.distributed.options import Distributed
+from torch_thor.distributed.partitioned import partition
 from torch_thor.optim import report
 from torch_thor.optim.check import Check, accelerator_of
 from torch_thor.optim.inputs import (
     CheckedOptions,
-    Inputs,
-    Request,
+    StepInputs,
+    StepRequest,
     check_split,
     facts_of_groups,
     largest_gradient,
@@ -39,11 +39,11 @@ from torch_thor.optim.inputs import (
     nonfinite_message,
 )
 from torch_thor.optim.learned import Look
-from torch_thor.optim.missing import silent_layers
+from torch_thor.optim.missing import layers_without_statistics
 from torch_thor.optim.model_argument import Group, States, parameters_with_gradient
 from torch_thor.optim.options import OPTIONS, check
-from torch_thor.optim.plan import Bound, Form, Plan, parameters
-from torch_thor.optim.state_dict import conform
+from torch_thor.optim.plan import Binding, Form, Plan, parameters
+from torch_thor.optim.state_dict import convert_state
 
 
 class Preconditioner:
@@ -57,48 +57,48 @@ class Preconditioner:
         self.warnings = report.StepWarnings(form.optimizer)
         self.options = CheckedOptions(form.optimizer, form.options)
         self.last_refresh: tuple[RefreshEvent, ...] = ()
-        self.bound: Bound | None = None  # the plan as it was found and bound last
-        self._heard: Bound | None = None  # the one for which hooks are registered
+        self.binding: Binding | None = None  # the plan as it was found and bound last
+        self._heard: Binding | None = None  # the one for which hooks are registered
 
     # ---- the plan --------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
         """What is known of the model, as it was found last."""
-        assert self.bound is not None
-        return self.bound.plan
+        assert self.binding is not None
+        return self.binding.plan
 
-    def current(self, groups: list[Group], states: States, *, modules: bool = True) -> Bound:
+    def current(self, groups: list[Group], states: States, *, modules: bool = True) -> Binding:
         """Return the plan as it is bound now: the same object unless something was replaced.
 
         Raises:
             ValueError: no layer is left to precondition; weights and state are as before.
         """
-        before = self.bound
+        before = self.binding
         if before is not None and before.is_current(groups, states, modules=modules):
             return before
         known, owners = (None, {}) if before is None else (before.plan, before.owners)
         plan = Plan(self.model, parameters(groups), self.form, self.chosen, known)
-        bound = Bound(plan, groups, states, owners)
+        binding = Binding(plan, groups, states, owners)
         if before is not None:
             if not plan.layers and self.form.has_g:
-                raise ValueError(report.nothing_found(self.form.optimizer, bound))
-            conform(bound)
+                raise ValueError(report.nothing_found(self.form.optimizer, binding))
+            convert_state(binding)
             self.warnings.note_changes(before.plan, plan)
-        self.bound = bound.take_effect()
+        self.binding = binding.take_effect()
         for layer in plan.layers.values():
             layer.statistics.follow_weight()
         self.capture.follow(self.model, plan.hooks)
-        return bound
+        return binding
 
     @property
     def processes(self) -> Processes:
         """The processes that train together at this time."""
         group: Any = self.distributed.process_group
         available = dist.is_available() and dist.is_initialized() and group is not False
-        if self.bound is None or not available or dist.get_world_size(group) == 1:
-            return ALONE
-        plan = self.bound.plan
+        if self.binding is None or not available or dist.get_world_size(group) == 1:
+            return SINGLE_PROCESS
+        plan = self.binding.plan
         divided: list[Any] = [p for p, shards in plan.sharded.values() if shards is not None]
         mesh = divided[0].device_mesh if divided else None
         group = dist.group.WORLD if group is None else group
@@ -106,17 +106,17 @@ class Preconditioner:
 
     def listen(self) -> None:
         """Register the hooks that the next step needs."""
-        self._heard = self.bound
+        self._heard = self.binding
         self.capture.listen()
 
     def listen_again(self, *, loaded: bool = False) -> None:
         """Register other hooks between two steps, because groups or the state have changed."""
-        self._heard = self.bound
+        self._heard = self.binding
         self.capture.listen_again(loaded=loaded)
 
     # ---- what a step reads -----------------------------------------------------------------------
 
-    def read(self, groups: list[Group], states: States, request: Request) -> Inputs:
+    def read(self, groups: list[Group], states: States, request: StepRequest) -> StepInputs:
         """Update the plan, read and check a step's inputs, and agree on them among processes."""
         processes = self._deciding(groups, request)
         if processes.count == 1:
@@ -137,20 +137,20 @@ class Preconditioner:
         check_same_gradients(largest)
         return replace(inputs, loss_terms=int(sum(loss_terms)))
 
-    def _deciding(self, groups: list[Group], request: Request) -> Processes:
+    def _deciding(self, groups: list[Group], request: StepRequest) -> Processes:
         """Return the processes that agree on this step."""
         # Processes agree on refreshes; and on every step if the update sends something, because one
         # that raises or skips leaves the others waiting, or if a step may be skipped, because that
         # process would refresh later.
-        assert self.bound is not None
+        assert self.binding is not None
         sends = self.distributed.divide_curvature
-        if self.bound.plan.first_shards is not None:
+        if self.binding.plan.first_shards is not None:
             sends |= self.distributed.whole_matrices or any(g.get("kl_clip") for g in groups)
         if not (self.capture.awaited or sends or request.nonfinite == "skip") or request.state_only:
-            return ALONE
+            return SINGLE_PROCESS
         return self.processes
 
-    def _facts(self, request: Request) -> list[str]:
+    def _facts(self, request: StepRequest) -> list[str]:
         """Return lines of text that must be the same on all processes."""
         form, distributed, sampler = self.form, self.distributed, self.capture.sampler
         facts = [
@@ -166,18 +166,18 @@ class Preconditioner:
         return facts
 
     def _read(
-        self, groups: list[Group], states: States, request: Request, processes: Processes
-    ) -> Inputs:
+        self, groups: list[Group], states: States, request: StepRequest, processes: Processes
+    ) -> StepInputs:
         """Return the inputs of this process, whose options, state and gradients can be used."""
         capture = self.capture
         self.options.check(groups)
         self.options.check_values({"nonfinite": request.nonfinite}, ("nonfinite",))
-        bound = self.current(groups, states, modules=bool(capture.awaited))
-        due = self._due(bound)
-        known = bound, due, processes, next_refreshes(bound)
+        binding = self.current(groups, states, modules=bool(capture.awaited))
+        due = self._due(binding)
+        known = binding, due, processes, next_refreshes(binding)
         scale = None if request.scale is None else request.scale()
         if scale is not None and scale.found_inf:
-            return Inputs(*known, skip=True)
+            return StepInputs(*known, skip=True)
         loss_terms, of_outputs = self._loss_terms(request, due), 1.0
         # then captured gradients are those of single loss terms already
         sampled = capture.sampler is not None
@@ -185,60 +185,60 @@ class Preconditioner:
             if not sampled and self.form.has_g and any(layer.statistics.rows for layer in due):
                 of_outputs = scale.of_outputs()
             scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
-        later = None if processes.count > 1 else self._check_later(bound, request, due)
-        largest = 1.0 if later is not None else largest_gradient(groups, bound.plan)
+        later = None if processes.count > 1 else self._check_later(binding, request, due)
+        largest = 1.0 if later is not None else largest_gradient(groups, binding.plan)
         if not math.isfinite(largest):
             if request.nonfinite == "skip":
-                return Inputs(*known, skip=True, nonfinite=True)
-            raise FloatingPointError(nonfinite_message(bound))
+                return StepInputs(*known, skip=True, nonfinite=True)
+            raise FloatingPointError(nonfinite_message(binding))
         self._check_mask(due)
         is_mean = self.form.loss_reduction == "mean" and loss_terms > 0 and not sampled
-        if bound.plan.first_shards is not None:
+        if binding.plan.first_shards is not None:
             largest = 0.0  # every process has other rows, whose gradients differ
-        return Inputs(
+        return StepInputs(
             *known,
             loss_terms,
             output_scale=(loss_terms if is_mean else 1) / of_outputs,
             largest=largest,
             check=later,
-            unless=None if later is None else later.unless,
+            found_inf=None if later is None else later.found_inf,
         )
 
     def _check_later(
-        self, bound: Bound, request: Request, due: Sequence[LayerCurvature]
+        self, binding: Binding, request: StepRequest, due: Sequence[LayerCurvature]
     ) -> Check | None:
         """Return the check of gradients on an accelerator that need not be waited for."""
         first = next(
-            (p for group in bound.groups for p in group["params"] if p.grad is not None), None
+            (p for group in binding.groups for p in group["params"] if p.grad is not None), None
         )
         # rows that processes divide have other gradients on each, and would need another process's
         # check
         if (
             first is None
             or first.device.type == "cpu"
-            or bound.plan.sharded
+            or binding.plan.sharded
             or (due and request.nonfinite == "skip")
         ):
             return None
-        gradients = [(p, g) for _, p, g in parameters_with_gradient(bound.groups) if g.numel()]
+        gradients = [(p, g) for _, p, g in parameters_with_gradient(binding.groups) if g.numel()]
         if accelerator_of(gradients) is None:
             return None
-        return Check(gradients, min(float(group["damping"]) for group in bound.groups))
+        return Check(gradients, min(float(group["damping"]) for group in binding.groups))
 
-    def _due(self, bound: Bound) -> list[LayerCurvature]:
+    def _due(self, binding: Binding) -> list[LayerCurvature]:
         """Return the layers that refresh in this step."""
         # one that was made just now gathers nothing yet
         gathering = self.capture.gathering if self.capture.awaited else ()
         due = [
             layer
-            for layer in bound.plan.layers.values()
+            for layer in binding.plan.layers.values()
             if layer in gathering and layer.weight.requires_grad
         ]
         for layer in due:
             check_split(layer)
         return due
 
-    def _loss_terms(self, request: Request, due: Sequence[LayerCurvature]) -> int:
+    def _loss_terms(self, request: StepRequest, due: Sequence[LayerCurvature]) -> int:
         """Return N, the number of loss terms of this process; 0 if it is not needed."""
         given = request.loss_terms() if callable(request.loss_terms) else request.loss_terms
         if given is not None:
@@ -273,23 +273,23 @@ class Preconditioner:
 
     def refresh(
         self,
-        inputs: Inputs,
-        make_state: Callable[[Bound, Tensor, dict[str, Any], Group], None],
-        look: Callable[[Bound], Look | None],
+        inputs: StepInputs,
+        make_state: Callable[[Binding, Tensor, dict[str, Any], Group], None],
+        look: Callable[[Binding], Look | None],
         *,
         state_only: bool,
-    ) -> Bound:
+    ) -> Binding:
         """Create missing state, take new factors for the layers that are due, and bind the plan."""
-        bound, due, capture = inputs.bound, inputs.due, self.capture
-        if bound.complete and not due:
-            return bound
+        binding, due, capture = inputs.binding, inputs.due, self.capture
+        if binding.complete and not due:
+            return binding
         try:
-            silent, looked = self._pool(inputs, state_only=state_only), None
-            if not bound.complete:
-                bound = self._completed(bound, make_state, divides=not state_only)
-                looked = look(bound)
+            without_statistics, looked = self._pool(inputs, state_only=state_only), None
+            if not binding.complete:
+                binding = self._completed(binding, make_state, divides=not state_only)
+                looked = look(binding)
             if due and not state_only:
-                is_first = not any(layer.refreshes for layer in bound.plan.layers.values())
+                is_first = not any(layer.refreshes for layer in binding.plan.layers.values())
                 candidates = self._candidates(due, inputs.loss_terms)
                 try:
                     self.last_refresh = refresh(
@@ -297,29 +297,31 @@ class Preconditioner:
                         self.warnings.note_layer,
                         relative=self.form.relative_damping,
                         processes=inputs.processes,
-                        unless=inputs.unless,
+                        found_inf=inputs.found_inf,
                         beside=looked,
                     )
                 except FloatingPointError as error:
-                    raise FloatingPointError(nonfinite_message(bound)) from error
-                bound = bound.refreshed()
+                    raise FloatingPointError(nonfinite_message(binding)) from error
+                binding = binding.refreshed()
                 if is_first and inputs.loss_terms > 1:
                     self._note_summed_loss(candidates, inputs.loss_terms)
-                for layer, what in silent:
+                for layer, what in without_statistics:
                     self.warnings.note_layer(layer, what)
-                capture.finish_refresh(due, self.last_refresh, [layer for layer, _ in silent])
-                for group in bound.groups if inputs.loss_terms else ():
+                capture.finish_refresh(
+                    due, self.last_refresh, [layer for layer, _ in without_statistics]
+                )
+                for group in binding.groups if inputs.loss_terms else ():
                     dict.update(group, last_loss_terms=inputs.loss_terms)  # plain already
             if looked is not None:
                 looked.take()
-            self.bound = bound
+            self.binding = binding
         # the statistics may be partly scaled, or partly summed over processes
         except BaseException:
             capture.discard()
             raise
-        return bound
+        return binding
 
-    def _pool(self, inputs: Inputs, *, state_only: bool) -> list[tuple[LayerCurvature, str]]:
+    def _pool(self, inputs: StepInputs, *, state_only: bool) -> list[tuple[LayerCurvature, str]]:
         """Scale the sums of gradients, count all rows, and return the layers without statistics."""
         due, capture, scale = inputs.due, self.capture, inputs.output_scale
         if not due:
@@ -334,28 +336,34 @@ class Preconditioner:
             count_rows(inputs.processes, due, capture.reached, capture.inside_transform)
         if state_only or capture.reached.issuperset(due):
             return []
-        return silent_layers(inputs.bound.plan.layers.values(), capture)
+        return layers_without_statistics(inputs.binding.plan.layers.values(), capture)
 
-    def _completed(self, bound: Bound, make_state: Callable[..., None], *, divides: bool) -> Bound:
+    def _completed(
+        self, binding: Binding, make_state: Callable[..., None], *, divides: bool
+    ) -> Binding:
         """Create all state that is missing, in the first step and after parameters were added."""
         # All entries are created at once, so that a checkpoint has the same keys on every rank and
         # at every time. They are not created with the optimizer, because wrappers may replace the
         # parameters after that.
-        for group in bound.groups:
+        for group in binding.groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    state = bound.states[parameter]
+                    state = binding.states[parameter]
                     # torch.distributed.checkpoint reports a parameter without state as missing
-                    state.setdefault("preconditioned", int(id(parameter) in bound.shares_of))
-                    make_state(bound, parameter, state, group)
-        owners = bound.owners
+                    state.setdefault(
+                        "preconditioned", int(id(parameter) in binding.layer_parameters_of)
+                    )
+                    make_state(binding, parameter, state, group)
+        owners = binding.owners
         if self.distributed.divide_curvature and divides:
-            new = [layer for layer in bound.plan.layers.values() if layer not in owners]
-            owners = owners | divide(new, self.processes)
-        bound = Bound(bound.plan, bound.groups, bound.states, owners, complete=True).take_effect()
-        for layer in bound.plan.layers.values():
+            new = [layer for layer in binding.plan.layers.values() if layer not in owners]
+            owners = owners | partition(new, self.processes)
+        binding = Binding(
+            binding.plan, binding.groups, binding.states, owners, complete=True
+        ).take_effect()
+        for layer in binding.plan.layers.values():
             layer.make_state()
-        return bound
+        return binding
 
     def _candidates(self, layers: Sequence[LayerCurvature], loss_terms: int) -> list[Candidate]:
         """Return a candidate for each layer that has rows."""
@@ -410,7 +418,7 @@ class Preconditioner:
         for candidate in candidates:
             kind = candidate.layer.kind
             # a row of routed experts belongs to one group
-            groups = 1 if kind.routed else kind.groups
+            groups = 1 if kind.has_own_rows else kind.groups
             squares.append(max(0.0, math.fsum(candidate.traces[1])) / (groups * kind.outputs))
         if not squares:
             return
@@ -427,17 +435,17 @@ class Preconditioner:
 
     # ---- the end of a step -----------------------------------------------------------------------
 
-    def finish(self, inputs: Inputs) -> None:
+    def finish(self, inputs: StepInputs) -> None:
         """Register the hooks that the next step needs.
 
         They are those of the layers that it refreshes, or that were reached again.
         """
-        changed = self._heard is not self.bound or bool(inputs.due)
+        changed = self._heard is not self.binding or bool(inputs.due)
         if not inputs.due and self.capture.gathering:
             changed = self.capture.finish_step() or changed
-        for group in inputs.bound.groups:
+        for group in inputs.binding.groups:
             if group["step"] >= group["next_refresh"]:
-                for layer in inputs.bound.plan.layers.values():
+                for layer in inputs.binding.plan.layers.values():
                     if layer.weight_view.options is group:
                         layer.record(**vars(when_interval_ends(layer.life)))
                 changed = True

@@ -13,30 +13,37 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.callers import level_of_user
 from torch_thor.optim.learned import LEARNED, NEW, REST
 from torch_thor.optim.options import COUNTERS
-from torch_thor.optim.plan import Bound, Plan, parameters
+from torch_thor.optim.plan import Binding, Plan, parameters
 
 NO_OPTIONS = {"params", "param_names", *COUNTERS}  # entries of a parameter group
 LR_JUDGED = (1, 10)  # the steps whose learning rates are compared
 _UNCALLED = "the weight is used without calling the module, so no statistics come"
 
 
-def current(bound: Bound) -> list[Covered]:
+def current(binding: Binding) -> list[Covered]:
     """Return the entries of an inspection as they are now."""
-    named, entries = dict(bound.plan.model.named_parameters()), []
-    for entry in bound.plan.entries:
+    named, entries = dict(binding.plan.model.named_parameters()), []
+    for entry in binding.plan.entries:
         parameter = named.get(entry.name)
         if parameter is None:
             continue
-        shares = bound.shares(parameter) if entry.preconditioned else []
+        layer_parameters = binding.layer_parameters(parameter) if entry.preconditioned else []
         if not parameter.requires_grad:
             can_be_trained = parameter.is_floating_point() or parameter.is_complex()
             reason = "frozen (requires_grad=False)" if can_be_trained else entry.reason
             entry = replace(entry, reason=reason, trained=False)
-        elif shares and not any(share.layer.weight.requires_grad for share in shares):
+        elif layer_parameters and not any(
+            part.layer.weight.requires_grad for part in layer_parameters
+        ):
             entry = replace(entry, reason="the weight of its layer is frozen")
-        elif shares and all(share.layer.uncalled and not share.layer.refreshes for share in shares):
+        elif layer_parameters and all(
+            part.layer.uncalled and not part.layer.refreshes for part in layer_parameters
+        ):
             entry = replace(
-                entry, reason=_UNCALLED if shares[0].is_weight else f"like its layer: {_UNCALLED}"
+                entry,
+                reason=_UNCALLED
+                if layer_parameters[0].is_weight
+                else f"like its layer: {_UNCALLED}",
             )
         entries.append(entry)
     return entries
@@ -91,13 +98,13 @@ def described(optimizer: Any) -> str:
     return "\n".join((*lines, table(entries, f"factors (split {split})")))
 
 
-def nothing_found(optimizer: type, bound: Bound) -> str:
+def nothing_found(optimizer: type, binding: Binding) -> str:
     """Return the text of the error for a model without a layer to precondition."""
     label = optimizer.__name__
     return (
         f"{label} found no layer to precondition among what is trained in "
-        f"{type(bound.plan.model).__name__}; use torch.optim.SGD, or give {label} the weights of "
-        f"its layers. What it found:\n{table(current(bound))}"
+        f"{type(binding.plan.model).__name__}; use torch.optim.SGD, or give {label} the weights of "
+        f"its layers. What it found:\n{table(current(binding))}"
     )
 
 
@@ -163,16 +170,16 @@ class StepWarnings:
                 f"pruned or parametrised after {label} was made. {then}",
             )
 
-    def note_nothing_trained(self, bound: Bound, known: set[str]) -> None:
+    def note_nothing_trained(self, binding: Binding, known: set[str]) -> None:
         """Warn once if no parameter of the groups has a gradient.
 
         If so, the model has got other parameters since, or another model runs.
         """
-        plan, label, step = bound.plan, self.label, bound.groups[0]["step"]
-        if any(p.grad is not None for p in parameters(bound.groups)):
+        plan, label, step = binding.plan, self.label, binding.groups[0]["step"]
+        if any(p.grad is not None for p in parameters(binding.groups)):
             return
         named = ((name, p) for name, p in plan.model.named_parameters() if name not in known)
-        new = [name for name, p in named if p.requires_grad and id(p) not in bound.group_of]
+        new = [name for name, p in named if p.requires_grad and id(p) not in binding.group_of]
         if new:
             remedy = (
                 f"{_untrained(new)} Where an adapter was added (LoRA), make it first: "

@@ -17,7 +17,7 @@ from torch_thor.curvature.view import State
 from torch_thor.optim.callers import level_of_user
 from torch_thor.optim.model_argument import Group, States
 from torch_thor.optim.options import OptionGroup, number, options_of, scoped
-from torch_thor.optim.plan import Bound, parameters
+from torch_thor.optim.plan import Binding, parameters
 from torch_thor.plain import plain
 
 StateDict = dict[str, Any]
@@ -260,11 +260,11 @@ def check_loaded(
         )
 
 
-def conform(bound: Bound) -> None:
+def convert_state(binding: Binding) -> None:
     """Check that state fits parameters, then move and convert it to their devices and dtypes."""
     # between two steps a model may be moved or converted (model.double(), model.to(device))
-    plan, states, trained = bound.plan, bound.states, parameters(bound.groups)
-    for misfit in _misfits(states, trained, plan.name, bound.factors.items()):
+    plan, states, trained = binding.plan, binding.states, parameters(binding.groups)
+    for misfit in _misfits(states, trained, plan.name, binding.factors.items()):
         raise RuntimeError(
             f"{misfit}: a weight or an option was changed, and the state cannot follow; put it "
             "back, or make the optimizer again. Weights and optimizer state are as before this "

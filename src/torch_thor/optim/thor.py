@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sampling import Predicts
 from torch_thor.curvature.blocks import factor_dtype
-from torch_thor.curvature.communication import ALONE
+from torch_thor.curvature.communication import SINGLE_PROCESS
 from torch_thor.distributed.options import Distributed
 from torch_thor.intervals import UpdateInterval
 from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.bounds import within_kl_clip, within_ratio
 from torch_thor.optim.model_argument import Group
-from torch_thor.optim.natural import natural_gradients, turns_of
-from torch_thor.optim.plan import Bound
+from torch_thor.optim.natural import buckets_of, natural_gradients
+from torch_thor.optim.plan import Binding
 from torch_thor.optim.update import subtract_, with_decay, with_momentum
-from torch_thor.optim.works import in_turns
+from torch_thor.optim.works import in_buckets
 
 # "paper" is the step of the paper, without a bound; the others are the three settings of (ω1, ω2)
 # in the paper.
@@ -100,21 +100,21 @@ class THOR(CurvatureOptimizer):
 
     counterparts = foreign.THOR
 
-    def _update(self, bound: Bound, unless: Tensor | None) -> None:
+    def _update(self, binding: Binding, found_inf: Tensor | None) -> None:
         """Take the step of every parameter with a gradient."""
-        # On an accelerator, take none where ``unless`` is 1.
-        processes = self._curvature.processes if bound.plan.sharded else ALONE
+        # On an accelerator, take none where ``found_inf`` is 1.
+        processes = self._curvature.processes if binding.plan.sharded else SINGLE_PROCESS
         # on a CPU parameter by parameter, else all of a group at once
-        works = in_turns(bound.turns(turns_of))
+        works = in_buckets(binding.buckets(buckets_of))
         # d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹; ∇W without factors
         directions = natural_gradients(works)
         directions = with_decay(directions)  # d ← d + weight_decay · W
-        directions = within_kl_clip(directions, bound, processes)  # Σ lr² ⟨d, ∇W⟩ ≤ κ
+        directions = within_kl_clip(directions, binding, processes)  # Σ lr² ⟨d, ∇W⟩ ≤ κ
         directions = within_ratio(directions)  # lr ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)
         # v ← μ v + d,  d ← v  (Nesterov: d ← d + μ v)
-        directions = with_momentum(directions, unless)
+        directions = with_momentum(directions, found_inf)
         for work, d in directions:
-            subtract_(work.weights, d, float(work.group["lr"]), unless)  # W ← W - lr · d
+            subtract_(work.weights, d, float(work.group["lr"]), found_inf)  # W ← W - lr · d
 
     @foreign.names_counterparts
     def __init__(
@@ -224,7 +224,7 @@ class THOR(CurvatureOptimizer):
             raise
 
     def _make_parameter_state(
-        self, bound: Bound, parameter: Tensor, state: dict[str, Any], group: Group
+        self, binding: Binding, parameter: Tensor, state: dict[str, Any], group: Group
     ) -> None:
         if group["momentum"] and "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_thor.capture.coverage import Coverage, Rest
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype
-from torch_thor.curvature.communication import ALONE
+from torch_thor.curvature.communication import SINGLE_PROCESS
 from torch_thor.distributed.options import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim import counterparts as foreign
@@ -25,15 +25,15 @@ from torch_thor.optim.options import group_of
 from torch_thor.optim.orthogonal import (
     MuonWork,
     adamw_,
+    buckets_of,
     dense_gradients,
     matrices_of,
     preconditioned,
     subtract_orthogonal_,
-    turns_of,
 )
-from torch_thor.optim.plan import Bound, Form
+from torch_thor.optim.plan import Binding, Form
 from torch_thor.optim.update import momentum_, shrink_
-from torch_thor.optim.works import in_turns, with_gradients
+from torch_thor.optim.works import in_buckets, with_gradients
 
 _USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced
 _ADAMW_SHARE = 0.2  # the learning rate of AdamW as a share of lr
@@ -101,27 +101,27 @@ class ThorMuon(CurvatureOptimizer):
     usual_lr = 0.08
     counterparts = foreign.THOR_MUON
 
-    def _update(self, bound: Bound, unless: Tensor | None) -> None:
+    def _update(self, binding: Binding, found_inf: Tensor | None) -> None:
         """Take the step of every parameter with a gradient."""
-        # On an accelerator, take none where ``unless`` is 1.
-        of_depth = math.sqrt(min(1.0, _USUAL_DEPTH / max(1, bound.depth)))
+        # On an accelerator, take none where ``found_inf`` is 1.
+        of_depth = math.sqrt(min(1.0, _USUAL_DEPTH / max(1, binding.depth)))
         whole_matrices = self.distributed.whole_matrices
-        shards = bound.plan.first_shards if whole_matrices else None
-        processes = self._curvature.processes if bound.plan.sharded else ALONE
-        turns = bound.turns(partial(turns_of, whole_matrices=whole_matrices))
-        for work in with_gradients(in_turns(turns)):
+        shards = binding.plan.first_shards if whole_matrices else None
+        processes = self._curvature.processes if binding.plan.sharded else SINGLE_PROCESS
+        buckets = binding.buckets(partial(buckets_of, whole_matrices=whole_matrices))
+        for work in with_gradients(in_buckets(buckets)):
             # of the group, and less where the weights were trained already
             lr, decay = float(work.group["lr"]) * work.lr_factor, float(work.group["weight_decay"])
             gradients = dense_gradients(work)
-            shrink_(work.weights, lr * decay, unless)  # W ← (1 - lr · weight_decay) W
+            shrink_(work.weights, lr * decay, found_inf)  # W ← (1 - lr · weight_decay) W
             if not isinstance(work, MuonWork):
-                adamw_(work, gradients, lr * _ADAMW_SHARE, unless)
+                adamw_(work, gradients, lr * _ADAMW_SHARE, found_inf)
                 continue
-            u = momentum_(work, gradients, unless)  # v ← μ v + ∇W;  u = ∇W + μ v  (or u = v)
+            u = momentum_(work, gradients, found_inf)  # v ← μ v + ∇W;  u = ∇W + μ v  (or u = v)
             wide = preconditioned(work, u)  # u (A + λ tr(A)/d_in · I)⁻¹
             # d = orth(·);  ‖d‖ = √min(d_out, d_in) · √max(1, d_out / d_in), within r · ‖W‖ / lr;
             # W ← W - lr · √min(1, 10 / L) · d
-            subtract_orthogonal_(work, wide, lr * of_depth, shards, processes, unless)
+            subtract_orthogonal_(work, wide, lr * of_depth, shards, processes, found_inf)
 
     @foreign.names_counterparts
     def __init__(
@@ -173,39 +173,39 @@ class ThorMuon(CurvatureOptimizer):
             table.
         """
         entries, parameters = super().coverage(), dict(self.model.named_parameters())
-        bound = self._bound()
+        binding = self._binding()
         return Coverage(
-            replace(entry, matrices=matrices_of(parameters[entry.name], bound))
+            replace(entry, matrices=matrices_of(parameters[entry.name], binding))
             if entry.trained
             else entry
             for entry in entries
         )
 
-    def _look(self, bound: Bound) -> learned.Look | None:
+    def _look(self, binding: Binding) -> learned.Look | None:
         """Tell from the weights which learning rates they take, where none is given."""
 
         def note(rates: str) -> None:
             text = f"{type(self).__name__}: {rates}. Give lr=... for a rate that counts as it is"
             self._curvature.warnings.note("trained", text)
 
-        groups = [group for group in bound.groups if group["auto_lr"]]
-        states = [bound.states.get(p) for group in groups for p in group["params"]]
+        groups = [group for group in binding.groups if group["auto_lr"]]
+        states = [binding.states.get(p) for group in groups for p in group["params"]]
         undecided = any(state is not None and "lr_factor" not in state for state in states)
-        return learned.Look(bound, note) if undecided else None
+        return learned.Look(binding, note) if undecided else None
 
     def __repr__(self) -> str:
-        bound = self._bound()
-        rates = learned.described(bound, learned.decided(bound))
+        binding = self._binding()
+        rates = learned.described(binding, learned.decided(binding))
         automatic = any(group["auto_lr"] for group in self.param_groups)
-        plan = bound.plan
+        plan = binding.plan
         lines = hints(plan.layers.values(), plan.declared, plan.row_splits)
         lines += [f"lr=None: {rates}"] if automatic else []
         return "\n".join([super().__repr__(), *lines])
 
     def _make_parameter_state(
-        self, bound: Bound, parameter: Tensor, state: dict[str, Any], group: Group
+        self, binding: Binding, parameter: Tensor, state: dict[str, Any], group: Group
     ) -> None:
-        is_matrix = bound.is_matrix(parameter)
+        is_matrix = binding.is_matrix(parameter)
         if not is_matrix:
             state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         # as torch.optim.AdamW has them

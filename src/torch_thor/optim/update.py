@@ -1,7 +1,7 @@
 """The parts of a step that THOR and ThorMuon share: momentum, decay, bound and subtraction.
 
 On a CPU the gradients of a step have been checked before. On an accelerator nothing waits for the
-check: ``unless`` is a tensor, 1 where a gradient is not finite. Whatever changes a weight or its
+check: ``found_inf`` is a tensor, 1 where a gradient is not finite. Whatever changes a weight or its
 state is then a kernel of torch's fused optimizers, which changes nothing in that case; they have it
 for ``torch.amp.GradScaler``.
 """
@@ -17,11 +17,13 @@ from torch_thor.torch_internals import fused_sgd_
 Directions = Iterator[tuple[Work, list[Tensor]]]  # what a step is to follow, work by work
 
 
-def momentum_(work: Work, directions: list[Tensor], unless: Tensor | None = None) -> list[Tensor]:
+def momentum_(
+    work: Work, directions: list[Tensor], found_inf: Tensor | None = None
+) -> list[Tensor]:
     """Compute ``v ← μ v + d``, and return v, or with Nesterov's look-ahead ``d + μ v``."""
     velocities, momentum = work.moments[0], float(work.group["momentum"])
-    if unless is not None:
-        _fused_sgd_(velocities, directions, -1.0, momentum - 1.0, unless)  # v + (d + (μ - 1) v)
+    if found_inf is not None:
+        _fused_sgd_(velocities, directions, -1.0, momentum - 1.0, found_inf)  # v + (d + (μ - 1) v)
     else:
         torch._foreach_mul_(velocities, momentum)
         torch._foreach_add_(velocities, directions)
@@ -30,28 +32,28 @@ def momentum_(work: Work, directions: list[Tensor], unless: Tensor | None = None
     return list(torch._foreach_add(directions, velocities, alpha=momentum))
 
 
-def shrink_(weights: list[Tensor], share: float, unless: Tensor | None = None) -> None:
+def shrink_(weights: list[Tensor], share: float, found_inf: Tensor | None = None) -> None:
     """Compute ``W ← (1 - share) W``."""
     if not share:
         return
-    if unless is None:
+    if found_inf is None:
         torch._foreach_mul_(weights, 1 - share)
     else:
-        torch._foreach_mul_(weights, 1 - share * (1 - unless.to(weights[0].dtype)))
+        torch._foreach_mul_(weights, 1 - share * (1 - found_inf.to(weights[0].dtype)))
 
 
 def subtract_(
-    weights: list[Tensor], steps: list[Tensor], lr: float, unless: Tensor | None = None
+    weights: list[Tensor], steps: list[Tensor], lr: float, found_inf: Tensor | None = None
 ) -> None:
     """Compute ``W ← W - lr · s``."""
-    if unless is None:
+    if found_inf is None:
         torch._foreach_add_(weights, steps, alpha=-lr)
     else:
-        _fused_sgd_(weights, steps, lr, 0.0, unless)
+        _fused_sgd_(weights, steps, lr, 0.0, found_inf)
 
 
 def _fused_sgd_(
-    targets: list[Tensor], steps: list[Tensor], lr: float, decay: float, unless: Tensor
+    targets: list[Tensor], steps: list[Tensor], lr: float, decay: float, found_inf: Tensor
 ) -> None:
     """Compute ``x ← x - lr · (s + decay · x)``, unless a number on the device is 1."""
     # One kernel does it for all tensors.
@@ -66,7 +68,7 @@ def _fused_sgd_(
         nesterov=False,
         maximize=False,
         is_first_step=False,
-        found_inf=unless,
+        found_inf=found_inf,
     )
 
 
@@ -98,7 +100,7 @@ def with_decay(directions: Directions) -> Directions:
         yield work, d
 
 
-def with_momentum(directions: Directions, unless: Tensor | None) -> Directions:
+def with_momentum(directions: Directions, found_inf: Tensor | None) -> Directions:
     """Add directions to the momentum, as ``torch.optim.SGD`` does."""
     for work, d in directions:
         momentum = float(work.group["momentum"])
@@ -107,5 +109,5 @@ def with_momentum(directions: Directions, unless: Tensor | None) -> Directions:
             v = work.moments[0][0]
             d = [torch.add(d[0], v, alpha=momentum, out=v)]
         elif momentum:
-            d = momentum_(work, d, unless)
+            d = momentum_(work, d, found_inf)
         yield work, d

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype, has_values
 from torch_thor.curvature.factor import Factor, collected, local
-from torch_thor.distributed.divided import turns_of_parameters
+from torch_thor.distributed.partitioned import buckets_of_parameters
 from torch_thor.optim.model_argument import Group
-from torch_thor.optim.plan import Bound
+from torch_thor.optim.plan import Binding
 
 # A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so
 # its norm counts as at least this number times √d_out. That is a twentieth of the norm of a newly
@@ -112,7 +112,7 @@ class Work:
 
 
 @dataclass(eq=False)
-class Turn:
+class Bucket:
     """Works, or batches of one, whose inverses are there together: all, unless they are divided."""
 
     items: list[Any]
@@ -120,19 +120,19 @@ class Turn:
     batches: list[Batch] = field(default_factory=list)  # which they precondition
 
 
-def in_turns(turns: Iterable[Turn]) -> Iterator[Any]:
-    """Yield what the turns hold, when the inverses are there; all processes consume it alike."""
-    for turn in turns:
-        if not turn.factors:
-            yield from turn.items
+def in_buckets(buckets: Iterable[Bucket]) -> Iterator[Any]:
+    """Yield what the buckets hold, when the inverses are there; all processes consume it alike."""
+    for bucket in buckets:
+        if not bucket.factors:
+            yield from bucket.items
             continue
-        inverses = dict(zip(turn.factors, collected(turn.factors, inverse=True), strict=True))
-        for batch in turn.batches:
+        inverses = dict(zip(bucket.factors, collected(bucket.factors, inverse=True), strict=True))
+        for batch in bucket.batches:
             batch.bind({**here([batch]), **inverses})
         try:
-            yield from turn.items
+            yield from bucket.items
         finally:
-            for batch in turn.batches:
+            for batch in bucket.batches:
                 batch.bind({})
 
 
@@ -146,20 +146,20 @@ def with_gradients(works: Iterable[Any]) -> Iterator[Any]:
         yield work
 
 
-def rows_of(bound: Bound, group: Group) -> list[Rows]:
+def rows_of(binding: Binding, group: Group) -> list[Rows]:
     """Return the parameters of a group that have a gradient in this step."""
     rows = []
     for parameter in group["params"]:
         if parameter.grad is not None:
-            state = bound.states.get(parameter, {})
+            state = binding.states.get(parameter, {})
             factor = state.get("lr_factor", 1.0) if group.get("auto_lr") else 1.0
-            rows_here = local(parameter) if bound.plan.sharded else parameter
+            rows_here = local(parameter) if binding.plan.sharded else parameter
             rows.append(Rows(parameter, rows_here, state, factor))
     return rows
 
 
 def work_of(
-    kind: type[W], group: Group, rows: Sequence[Rows], keys: Sequence[str], bound: Bound
+    kind: type[W], group: Group, rows: Sequence[Rows], keys: Sequence[str], binding: Binding
 ) -> W:
     """Return the work of some parameters; ``keys`` are those of the moments in the state."""
     sizes = [next((size for size in of.local.shape if size != 1), 1) for of in rows]
@@ -173,7 +173,7 @@ def work_of(
         ],
         states=[of.state for of in rows],
         smallest=[smallest_norm(size) for size in sizes],
-        order=[bound.plan.order.get(id(of.parameter), len(bound.plan.order)) for of in rows],
+        order=[binding.plan.order.get(id(of.parameter), len(binding.plan.order)) for of in rows],
         dtype=factor_dtype(rows[0].local.dtype),
         on_cpu=rows[0].local.device.type == "cpu" and has_values(rows[0].local),
         lr_factor=rows[0].lr_factor,
@@ -196,12 +196,12 @@ def batches_of(matrices: Iterable[Any], key: Callable[[Any], Any]) -> list[Batch
     return batches
 
 
-def collecting_turns(
-    parameters: Iterable[nn.Parameter], bound: Bound
+def collecting_buckets(
+    parameters: Iterable[nn.Parameter], binding: Binding
 ) -> list[tuple[frozenset[int], list[Factor]]]:
-    """Return the ids of the parameters of each turn, and the factors that are collected for it."""
-    if bound.owners:
-        return turns_of_parameters(parameters, bound)
+    """Return the ids of the parameters of each bucket, and the factors collected for it."""
+    if binding.owners:
+        return buckets_of_parameters(parameters, binding)
     return [(frozenset(map(id, parameters)), [])]
 
 
@@ -223,6 +223,6 @@ def _stacked(blocks: Sequence[Blocks | None]) -> Blocks | None:
     first = blocks[0]
     if first is None or len(blocks) == 1:
         return first
-    width = first.cut.width
+    width = first.block_sizes.width
     rows = torch.cat([block.rows[:, :width] for block in blocks if block is not None])
-    return Blocks(first.cut.times(len(blocks)), rows)
+    return Blocks(first.block_sizes.times(len(blocks)), rows)

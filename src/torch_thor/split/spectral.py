@@ -87,6 +87,6 @@ def _cut(blocks: Tensor, size: int) -> list[Tensor]:
     if size >= n:
         return [blocks]
     full = n // size * size
-    cut = blocks[:, :full, :full].reshape(count, n // size, size, n // size, size)
-    squares = cut.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
+    block_sizes = blocks[:, :full, :full].reshape(count, n // size, size, n // size, size)
+    squares = block_sizes.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
     return [squares] if full == n else [squares, blocks[:, full:, full:]]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Cut, ieee_float32
+from torch_thor.curvature.blocks import BlockSizes, ieee_float32
 from torch_thor.curvature.polar import unit_polars
 
 # Each candidate is timed for about this long, and at least and at most this many times.
@@ -76,7 +76,7 @@ def _invert_once(
 ) -> float:
     counts: Counter[int] = Counter()
     for groups, rows in sizes:
-        for count, size in Cut.of(rows, split_dim, groups).blocks:
+        for count, size in BlockSizes.of(rows, split_dim, groups).blocks:
             counts[size] += count
     batches = [
         torch.eye(size, dtype=dtype, device=device).add(1 / size).repeat(count, 1, 1)

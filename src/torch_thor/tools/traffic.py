@@ -24,13 +24,13 @@ from torch_thor.curvature.view import RowShards, shard_bounds
 from torch_thor.distributed.agreement import HEADER, NUMBERS
 from torch_thor.distributed.assignment import (
     Shape,
-    deal_out,
+    assign,
     imbalance,
     packed_size,
     packed_sizes,
     pads,
 )
-from torch_thor.distributed.divided import owners_of, turns_of
+from torch_thor.distributed.partitioned import buckets_of, owners_of
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.state_dict import MOMENTS
 from torch_thor.training.parallel import blocks
@@ -118,11 +118,11 @@ def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
 
 def _blocks(layer: LayerCurvature, factor: Factor) -> list[Blocks]:
     dtype, shards = factor_dtype(layer.weight.dtype), layer.weight_view.shards
-    cut, owners = factor.layout.cut, factor.layout.owners
+    block_sizes, owners = factor.layout.block_sizes, factor.layout.owners
     if owners is None:
-        return [Blocks(dtype, shape, None) for shape in cut.blocks]
+        return [Blocks(dtype, shape, None) for shape in block_sizes.blocks]
     found = []
-    for run, (shape, bounds) in enumerate(zip(cut.blocks, owners.bounds, strict=True)):
+    for run, (shape, bounds) in enumerate(zip(block_sizes.blocks, owners.bounds, strict=True)):
         held, among = (
             owners.local(run),
             (len(bounds) - 1) // shards.count if shards and owners.has_replicas else 1,
@@ -148,14 +148,16 @@ def collectives_of_refresh(
     if processes == 1:
         return []
     blocks = blocks_of(layers)
-    dealt = deal_out(
+    assigned = assign(
         tuple(one.shape for one in blocks), processes, tuple(one.owners for one in blocks)
     )
     sums, results, copies = [], [], []
     for dtype in dict.fromkeys(one.dtype for one in blocks):
         itemsize = (sent_as or dtype).itemsize
         alike = [
-            (one, bounds) for one, bounds in zip(blocks, dealt, strict=True) if one.dtype == dtype
+            (one, bounds)
+            for one, bounds in zip(blocks, assigned, strict=True)
+            if one.dtype == dtype
         ]
         sums.append(_of_owners(SCATTER, alike, itemsize))
         if shared := [(one, bounds) for one, bounds in alike if one.owners is None]:
@@ -203,12 +205,12 @@ def collectives_of_inverses(
                 needs[id(layer.weight)].append(factor)
                 blocks[factor] = _blocks(layer, factor)
     found = []
-    for _, factors in turns_of((id(p), needs[id(p)]) for p in parameters if id(p) in needs):
-        of_turn = [(one, one.owners or ()) for factor in factors for one in blocks[factor]]
-        for dtype in dict.fromkeys(one.dtype for one, _ in of_turn):
+    for _, factors in buckets_of((id(p), needs[id(p)]) for p in parameters if id(p) in needs):
+        of_bucket = [(one, one.owners or ()) for factor in factors for one in blocks[factor]]
+        for dtype in dict.fromkeys(one.dtype for one, _ in of_bucket):
             found.append(
                 _of_owners(
-                    GATHER, [pair for pair in of_turn if pair[0].dtype == dtype], dtype.itemsize
+                    GATHER, [pair for pair in of_bucket if pair[0].dtype == dtype], dtype.itemsize
                 )
             )
     return found
@@ -272,7 +274,7 @@ def memory_of(
     for group in optimizer.param_groups:
         for parameter in (p for p in group["params"] if p.requires_grad):
             state: dict[str, Any] = {}
-            optimizer._make_parameter_state(optimizer._bound(), parameter, state, group)
+            optimizer._make_parameter_state(optimizer._binding(), parameter, state, group)
             moments = [state[key] for key in MOMENTS if key in state]
             # ThorMuon gives AdamW, which has two moments, the layers that it leaves out where rows
             # are divided
@@ -282,7 +284,9 @@ def memory_of(
         one.nbytes for one in optimizer.model.buffers()
     )
     sums = sum(
-        factor_dtype(layer.weight.dtype).itemsize * factor.layout.cut.rows * factor.layout.cut.width
+        factor_dtype(layer.weight.dtype).itemsize
+        * factor.layout.block_sizes.rows
+        * factor.layout.block_sizes.width
         for layer in layers
         for factor in layer.stored
     )
@@ -294,7 +298,7 @@ def kept_bytes(layers: Iterable[LayerCurvature], processes: int) -> int:
     of_all, of_ranks, seen = 0, [0] * processes, set()
     for layer in layers:
         itemsize = factor_dtype(layer.weight.dtype).itemsize
-        of_all += itemsize * layer.kind.groups * layer.kind.routed  # the rows of each group
+        of_all += itemsize * layer.kind.groups * layer.kind.has_own_rows  # the rows of each group
         for factor in layer.stored:
             layout = factor.layout
             row = 2 * itemsize * layout.shape[1]  # of the factor and of its inverse
@@ -305,9 +309,11 @@ def kept_bytes(layers: Iterable[LayerCurvature], processes: int) -> int:
                 of_all += row * rows * ((id(layer.weight), factor.side) not in seen)
                 seen.add((id(layer.weight), factor.side))
             elif layout.owners is None:
-                of_all += row * layout.cut.rows
+                of_all += row * layout.block_sizes.rows
             else:
-                for (_, size), bounds in zip(layout.cut.blocks, layout.owners.bounds, strict=True):
+                for (_, size), bounds in zip(
+                    layout.block_sizes.blocks, layout.owners.bounds, strict=True
+                ):
                     for rank in range(processes):
                         of_ranks[rank] += row * size * (bounds[rank + 1] - bounds[rank])
     return of_all + max(of_ranks)

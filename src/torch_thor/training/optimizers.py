@@ -20,7 +20,14 @@ from torch_thor.optim.registry import WITH_CURVATURE
 from torch_thor.optim.thor import PRESETS
 from torch_thor.split.choice import choose_split_dim
 from torch_thor.training.muon import MuonAdamW
-from torch_thor.training.recipe_keys import Keys, NotNegative, Number, Positive, Rules, Share
+from torch_thor.training.recipe_keys import (
+    Keys,
+    LayerParameter,
+    NotNegative,
+    Number,
+    Positive,
+    Rules,
+)
 
 AUTO = "auto"
 _THRESHOLDS = {
@@ -57,10 +64,10 @@ _AVERAGE = "weight of the old value in a running average of "
 _OF_TORCH: dict[str, tuple[Any, str]] = {
     "lr_decay": (NotNegative, "step t uses lr / (1 + t · lr_decay)"),
     "initial_accumulator_value": (NotNegative, "start of the sum of squared gradients"),
-    "alpha": (Share, _AVERAGE + "squared gradients"),
-    "rho": (Share, _AVERAGE + "squared gradients"),
-    "beta1": (Share, _AVERAGE + "the gradient"),
-    "beta2": (Share, _AVERAGE + "the squared gradient"),
+    "alpha": (LayerParameter, _AVERAGE + "squared gradients"),
+    "rho": (LayerParameter, _AVERAGE + "squared gradients"),
+    "beta1": (LayerParameter, _AVERAGE + "the gradient"),
+    "beta2": (LayerParameter, _AVERAGE + "the squared gradient"),
     "eps": (NotNegative, OPTIONS["eps"].meaning),
     "centered": (bool, "normalise by the variance of the gradient"),
     "amsgrad": (bool, "the AMSGrad variant"),

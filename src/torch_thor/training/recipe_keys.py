@@ -15,7 +15,7 @@ Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Count = Annotated[Whole, Field(ge=1)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
-Share = Annotated[Number, Field(ge=0, lt=1)]
+LayerParameter = Annotated[Number, Field(ge=0, lt=1)]
 
 _FAULTS = "faults"
 _WORDS = {

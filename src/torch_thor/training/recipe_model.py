@@ -12,11 +12,11 @@ from torch_thor.training.optimizers import OPTIMIZERS, Settings
 from torch_thor.training.recipe_keys import (
     Count,
     Keys,
+    LayerParameter,
     NotNegative,
     Number,
     Positive,
     Rules,
-    Share,
     Whole,
 )
 from torch_thor.training.tasks import TASKS
@@ -163,7 +163,7 @@ class Data(Keys):
         None, description="crops of images; null: the usual ones of the data set"
     )
     workers: Workers = Field(Workers(), description="processes that make batches")
-    max_broken: Share = Field(
+    max_broken: LayerParameter = Field(
         0.01, description="largest share of images in an epoch that may be unreadable"
     )
     text: Text = Field(Text(), description="examples of a masked language model")
@@ -292,7 +292,7 @@ class Training(Keys):
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = Field(
         0, description="of weights, order of data and dropout"
     )
-    label_smoothing: Share = Field(
+    label_smoothing: LayerParameter = Field(
         0.0, description="probability that is moved from the label to the other outputs"
     )
     smoothing_form: Literal["torch", "reference"] = Field(
@@ -323,7 +323,7 @@ class Training(Keys):
     accumulation: Count = Field(1, description="parts in which a batch is computed, to save memory")
     clip_norm: Positive | None = Field(None, description="largest norm of the whole gradient")
     compile: bool = Field(False, description="compile the network by torch.compile")
-    ema_decay: Share | None = Field(
+    ema_decay: LayerParameter | None = Field(
         None, description="decay per step of an average of the weights, such as 0.9999"
     )
     stop_at: Positive | None = Field(

@@ -40,7 +40,7 @@ class Kind(Protocol):
 
     If so, G is the second moment of the gradient of the output itself.
     """
-    routed: bool
+    has_own_rows: bool
     """Whether each group has its own rows, possibly none, as experts do.
 
     If so, T is part of the factors.

@@ -26,7 +26,7 @@ class ExpertsKind(MatrixWeight):
     """The kind of a 3-d weight that holds one matrix per expert."""
 
     label = "Experts"
-    routed = True
+    has_own_rows = True
     # of a call: one expert, that of each row, or their row counts
     _which: int | Tensor | Sequence[int] | None = None
     _columns = False  # of a call: whether its rows are columns

@@ -40,7 +40,7 @@ class MatrixWeight:
     diagonal_input = False
     transposed = False
     solves_biases = True
-    routed = False
+    has_own_rows = False
     batch_first = False
     taps = 0  # of a transposed convolution, whose weight is (in, out, taps)
 

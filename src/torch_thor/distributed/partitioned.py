@@ -21,7 +21,7 @@ from torch_thor.curvature.communication import Processes
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.layout import Owners, layout_of
-from torch_thor.distributed.assignment import deal_out, packed_size
+from torch_thor.distributed.assignment import assign, packed_size
 
 # The inverses that are collected at once have about so many elements: 32 MB in float32.
 ELEMENTS = 2**23
@@ -34,21 +34,25 @@ OwnersOf = dict[LayerCurvature, dict[str, Owners]]
 def owners_of(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
     """Deal out the blocks of all factors that are not divided with the rows of a weight."""
     factors = [(layer, factor) for layer in layers for factor in layer.stored]
-    shapes = tuple(block for _, factor in factors for block in factor.layout.cut.blocks)
+    shapes = tuple(block for _, factor in factors for block in factor.layout.block_sizes.blocks)
     fixed: list[tuple[int, ...] | None] = []
     for layout in (factor.layout for _, factor in factors):
-        fixed += [None] * len(layout.cut.blocks) if layout.owners is None else layout.owners.bounds
-    dealt = iter(deal_out(shapes, processes.count, tuple(fixed)))
+        fixed += (
+            [None] * len(layout.block_sizes.blocks)
+            if layout.owners is None
+            else layout.owners.bounds
+        )
+    assigned = iter(assign(shapes, processes.count, tuple(fixed)))
     owners: OwnersOf = {}
     for layer, factor in factors:
-        bounds = tuple(tuple(next(dealt)) for _ in factor.layout.cut.blocks)
-        if factor.layout.owners is None and factor.layout.cut.groups == 1:
+        bounds = tuple(tuple(next(assigned)) for _ in factor.layout.block_sizes.blocks)
+        if factor.layout.owners is None and factor.layout.block_sizes.groups == 1:
             of_factor = Owners(bounds, processes.rank, processes=processes)
             owners.setdefault(layer, {})[factor.side] = of_factor
     return owners
 
 
-def divide(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
+def partition(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
     """Divide the curvature of layers among the processes, and return the owners of its blocks."""
     # of factors that are in the state, each process keeps its blocks
     owners_of_blocks = owners_of(layers, processes) if processes.count > 1 else {}
@@ -72,43 +76,45 @@ def divide(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
     return owners_of_blocks
 
 
-def turns_of_parameters(
-    parameters: Iterable[nn.Parameter], bound: Any
+def buckets_of_parameters(
+    parameters: Iterable[nn.Parameter], binding: Any
 ) -> list[tuple[frozenset[int], list[Factor]]]:
-    """Return in which turns inverses are collected, for some of the parameters (by id) each."""
-    shares_of = {
-        id(parameter): [share for share in bound.shares(parameter) if share.layer.refreshes]
+    """Return in which buckets inverses are collected, for some of the parameters (by id) each."""
+    layer_parameters_of = {
+        id(parameter): [
+            part for part in binding.layer_parameters(parameter) if part.layer.refreshes
+        ]
         for parameter in parameters
     }
     needs = {
         key: [
             factor
-            for share in shares
-            for factor in share.layer.stored
-            if factor.layout.is_partitioned and (share.is_weight or factor.side == "G")
+            for part in layer_parameters
+            for factor in part.layer.stored
+            if factor.layout.is_partitioned and (part.is_weight or factor.side == "G")
         ]
-        for key, shares in shares_of.items()
-        if shares
+        for key, layer_parameters in layer_parameters_of.items()
+        if layer_parameters
     }
-    return list(turns_of(needs.items()))
+    return list(buckets_of(needs.items()))
 
 
-def turns_of(
+def buckets_of(
     needs: Iterable[tuple[int, Sequence[Factor]]],
 ) -> Iterator[tuple[frozenset[int], list[Factor]]]:
-    """Divide parameters into turns that each need about ``ELEMENTS`` elements of inverses."""
+    """Divide parameters into buckets that each need about ``ELEMENTS`` elements of inverses."""
     parameters: list[int] = []
-    of_turn: dict[Factor, int] = {}  # the numbers of elements that are sent
+    of_bucket: dict[Factor, int] = {}  # the numbers of elements that are sent
     for parameter, factors in needs:
         sizes = {
-            f: sum(count * packed_size(size) for count, size in f.layout.cut.blocks)
+            f: sum(count * packed_size(size) for count, size in f.layout.block_sizes.blocks)
             for f in factors
         }
-        together = of_turn | sizes
-        if of_turn and len(together) > len(of_turn) and sum(together.values()) > ELEMENTS:
-            yield frozenset(parameters), list(of_turn)
+        together = of_bucket | sizes
+        if of_bucket and len(together) > len(of_bucket) and sum(together.values()) > ELEMENTS:
+            yield frozenset(parameters), list(of_bucket)
             parameters, together = [], sizes
         parameters.append(parameter)
-        of_turn = together
+        of_bucket = together
     if parameters:
-        yield frozenset(parameters), list(of_turn)
+        yield frozenset(parameters), list(of_bucket)
