@@ -40,6 +40,7 @@ from torch_thor.optim.matrices import (
     row_splits_of,
 )
 from torch_thor.optim.model_argument import Group, States
+from torch_thor.optim.options import OPTIONS
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Form:
     factor_names: tuple[str, ...] = ("A", "G")  # the factors that are used: these or ("A",)
     # whether the damping is relative to the mean diagonal of a factor
     relative_damping: bool = False
+    # where a group has none
+    trace_thresholds: tuple[float, float] = OPTIONS["trace_thresholds"].default
     orthogonalises: bool = False  # whether whole matrices can be asked for
     # of one optimizer: its class, for messages and options, and what every parameter group has
     optimizer: type = torch.optim.Optimizer
