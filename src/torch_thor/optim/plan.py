@@ -191,8 +191,7 @@ class Plan:
         return LayerCurvature(layer, self._form.factor_names)
 
     def _check_present(self, trained: Sequence[nn.Parameter], before: "Plan | None") -> None:
-        """Raise an error if the groups hold nothing of the model, or weights were newly tied."""
-        # Weights are newly tied if they were tied since the plan before.
+        """Raise an error if groups hold nothing of the model, or weights were tied since before."""
         if trained and not any(id(p) in self.names for p in trained):
             if all(p.dim() == 1 for p in trained):
                 raise RuntimeError(

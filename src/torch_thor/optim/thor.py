@@ -101,8 +101,7 @@ class THOR(CurvatureOptimizer):
     counterparts = foreign.THOR
 
     def _update(self, bound: Bound, unless: Tensor | None) -> None:
-        """Take the step of every parameter with a gradient."""
-        # On an accelerator, take none where ``unless`` is 1.
+        """Take the step of every parameter with a gradient; none where ``unless`` is 1."""
         processes = self._curvature.processes if bound.plan.sharded else ALONE
         # on a CPU parameter by parameter, else all of a group at once
         works = in_turns(bound.turns(turns_of))
