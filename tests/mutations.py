@@ -74,7 +74,7 @@ MUTATIONS = {
         Node("operator", "<"), "False", ("tests/curvature", *REFRESH),
     ),
     "blocks cut one row too late": Mutation(
-        "curvature/blocks.py", "Cut.of",
+        "curvature/blocks.py", "BlockSizes.of",
         Node("call", "range", number=2, argument=1), "_ + 1", ("tests/curvature",),
     ),
     "damping without the root": Mutation(

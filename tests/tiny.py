@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -106,7 +107,7 @@ def cross_entropy(labels):
 class TakesAll(ThorMuon):
     """Takes new factors in every refresh."""
 
-    trace_thresholds = (0.0, 0.0)
+    form = replace(ThorMuon.form, trace_thresholds=(0.0, 0.0))
 
 
 def twins(make, build=mlp, **options):

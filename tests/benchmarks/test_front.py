@@ -37,7 +37,7 @@ def test_shares_of_adamws_steps_and_seconds_by_hand():
     rows[key_of(job)] = {"job": job, "milliseconds": {"adamw": 2.0, "thor-muon": 3.0}}
     contest = suite_report.Contest("autoencoder", rows, settings, {})
     steps = (100 + 100 * (16 - 12.1) / 8) / 400
-    assert front.layer_parameters(contest) == (f"{steps:.2f}", f"{1.5 * steps:.2f}")
+    assert front.shares(contest) == (f"{steps:.2f}", f"{1.5 * steps:.2f}")
 
 
 def test_the_picture_needs_times_and_is_drawn_with_them(tmp_path, monkeypatch):

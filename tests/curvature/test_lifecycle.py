@@ -13,7 +13,12 @@ LIVES = [Life(*bits) for bits in product(BOTH, repeat=4)]
 
 def refreshed(life=None, decision=Decision.UPDATE, **facts):
     """The life after a refresh of a layer as it is most often, but for these facts."""
-    usual = {"reached": True, "silent": False, "has_gradient": True, "has_factors": True}
+    usual = {
+        "reached": True,
+        "without_statistics": False,
+        "has_gradient": True,
+        "has_factors": True,
+    }
     return after_refresh(life or Life(), decision=decision, **{**usual, **facts})
 
 

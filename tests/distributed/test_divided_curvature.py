@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from joined import OPTIONS, counted, made, network, optimizer_of, shares, stream, train, weights_of
 from torch_thor import THOR, Distributed
-from torch_thor.distributed import divided
+from torch_thor.distributed import partitioned
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
 STEPS = 8  # steps 0, 3 and 6 refresh
@@ -43,7 +43,7 @@ def in_small_turns(rank, world, way):
             **OPTIONS,
             distributed=Distributed(**DIVIDED),
         )
-        with mock.patch.object(divided, "ELEMENTS", elements):
+        with mock.patch.object(partitioned, "ELEMENTS", elements):
             train(model, optimizer, batches[:-1])
             train(
                 model,

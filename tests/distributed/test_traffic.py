@@ -11,7 +11,7 @@ from torch import nn
 
 from joined import made, network, optimizer_of, routed, shares, stream, train, world_of
 from torch_thor import ThorMuon
-from torch_thor.distributed import divided
+from torch_thor.distributed import partitioned
 from torch_thor.tools.traffic import (
     Collective,
     collectives_of_inverses,
@@ -69,7 +69,7 @@ def sent(rank, world, way, make=network, turn=2**23, **options):
                 )
             optimizer.step()
 
-    with mock.patch.object(divided, "ELEMENTS", turn):
+    with mock.patch.object(partitioned, "ELEMENTS", turn):
         model, optimizer = made(
             way, make, update_interval=1, trace_thresholds=(0.0, 0.0), **options
         )
@@ -134,7 +134,7 @@ def test_a_plan_of_divided_curvature_is_what_is_sent(run, turn):
     model = network()
     layers = list(optimizer_of(model).curvature.values())
     layers = laid_out(layers, 4, divided=True)
-    with mock.patch.object(divided, "ELEMENTS", turn):
+    with mock.patch.object(partitioned, "ELEMENTS", turn):
         planned = collectives_of_refresh(layers, 4) + collectives_of_inverses(
             model.parameters(), layers
         )

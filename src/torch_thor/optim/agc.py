@@ -195,8 +195,7 @@ def _batches(entries: list[Clippable], *, together: bool) -> Iterator[list[int]]
 
 
 def _rows(tensor: Tensor, units: Any) -> Tensor:
-    """Return a parameter or its gradient as a matrix with one unit per row."""
-    # A DTensor is returned with all its other dimensions.
+    """Return a parameter or its gradient with one unit per row: a matrix, but for a DTensor."""
     if tensor.dim() <= 1:
         rows = tensor.reshape(1, -1)
     elif isinstance(units, int):

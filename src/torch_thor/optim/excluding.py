@@ -116,8 +116,7 @@ class ExcludingOptimizer(EagerStep):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step, and return what ``closure`` returns."""
-        # ``closure`` is called first, with gradients enabled.
+        """Take one step after calling ``closure`` with gradients enabled; return its result."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._own_groups()
         of_groups: list[list[Found]] = []

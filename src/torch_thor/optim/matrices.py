@@ -209,8 +209,16 @@ def check_are_matrices(
     modules: Mapping[int, Sequence[nn.Module]],
     entries: Mapping[int, Covered],
 ) -> None:
-    """Check that no weight with declared projections is trained as no matrix."""
-    # ``entries`` are those of the parameters that are trained as no matrices, by their ids.
+    """Check that no weight with declared projections is trained as no matrix.
+
+    Args:
+        fused: the fused layers.
+        modules: the modules of each parameter, by its id.
+        entries: those of the parameters that are trained as no matrices, by their ids.
+
+    Raises:
+        ValueError: one is.
+    """
     for key, entry in entries.items():
         for layer in (fused[module] for module in modules[key] if module in fused):
             # a bias, or a length of weight_norm, has one number for each output

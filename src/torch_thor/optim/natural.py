@@ -101,8 +101,7 @@ def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
 
 
 def _put(batch: Batch, result: Tensor, into: list[Any]) -> None:
-    """Store the results of all members, ``(n · groups, …)``."""
-    # Where there is no memory for one, it is stored as a view.
+    """Store the results of all members, ``(n · groups, …)``; as views where there is no memory."""
     if not any(isinstance(into[matrix.index], Tensor) for matrix in batch.members):
         batch.result = result.view(len(batch.members), -1)
     for matrix, solved in zip(batch.members, result.chunk(len(batch.members)), strict=True):

@@ -326,8 +326,7 @@ COUNTERS = {name: OPTIONS[name].default for name in scoped("counter")}
 
 
 def check(optimizer: Callable[..., Any], values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first value that its option's rule refuses."""
-    # Names without a rule are not looked at.
+    """Raise ValueError for the first value that the rule of its option refuses, if there is one."""
     for name, value in values.items():
         option = OPTIONS.get(name)
         if option is None:

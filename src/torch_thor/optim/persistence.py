@@ -137,8 +137,7 @@ def _fit_rows(binding: Binding, curvature: Preconditioner) -> None:
 def _reblock_(
     layer: LayerCurvature, factor: Factor, before: int, rows: int, curvature: Preconditioner
 ) -> None:
-    """Cut a factor at the present shards, and invert the blocks that have changed."""
-    # Other blocks keep their bits.
+    """Cut a factor at the present shards, and invert those blocks alone that have changed."""
     view, damping = layer.weight_view, float(layer.weight_view.options["damping"])
     new = factor.layout.block_sizes
     old = block_sizes_of(factor.side, layer.kind, view, shard_bounds(rows, before))

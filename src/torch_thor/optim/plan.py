@@ -40,6 +40,7 @@ from torch_thor.optim.matrices import (
     row_splits_of,
 )
 from torch_thor.optim.model_argument import Group, States
+from torch_thor.optim.options import OPTIONS
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Form:
     factor_names: tuple[str, ...] = ("A", "G")  # the factors that are used: these or ("A",)
     # whether the damping is relative to the mean diagonal of a factor
     relative_damping: bool = False
+    # where a group has none
+    trace_thresholds: tuple[float, float] = OPTIONS["trace_thresholds"].default
     orthogonalises: bool = False  # whether whole matrices can be asked for
     # of one optimizer: its class, for messages and options, and what every parameter group has
     optimizer: type = torch.optim.Optimizer
@@ -188,8 +191,7 @@ class Plan:
         return LayerCurvature(layer, self._form.factor_names)
 
     def _check_present(self, trained: Sequence[nn.Parameter], before: "Plan | None") -> None:
-        """Raise an error if the groups hold nothing of the model, or weights were newly tied."""
-        # Weights are newly tied if they were tied since the plan before.
+        """Raise an error if groups hold nothing of the model, or weights were tied since before."""
         if trained and not any(id(p) in self.names for p in trained):
             if all(p.dim() == 1 for p in trained):
                 raise RuntimeError(

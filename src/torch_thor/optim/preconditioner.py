@@ -1,8 +1,8 @@
 """A model's curvature for an optimizer: which layers there are, their statistics and refreshes.
 
 A :class:`Preconditioner` never sees the optimizer. It is given groups, state and what the user has
-set, and returns values: a :class:`torch_thor.optim.plan.Bound`, which the update reads, and the
-:class:`torch_thor.optim.inputs.Inputs` of a step.
+set, and returns values: a :class:`torch_thor.optim.plan.Binding`, which the update reads, and the
+:class:`torch_thor.optim.inputs.StepInputs` of a step.
 """
 
 import math
@@ -41,7 +41,7 @@ from torch_thor.optim.inputs import (
 from torch_thor.optim.learned import Look
 from torch_thor.optim.missing import layers_without_statistics
 from torch_thor.optim.model_argument import Group, States, parameters_with_gradient
-from torch_thor.optim.options import OPTIONS, check
+from torch_thor.optim.options import check
 from torch_thor.optim.plan import Binding, Form, Plan, parameters
 from torch_thor.optim.state_dict import convert_state
 
@@ -388,7 +388,7 @@ class Preconditioner:
                         layer, f"it saw no rows (an empty batch, or every row masked): {then}"
                     )
                 continue
-            thresholds = options.get("trace_thresholds", OPTIONS["trace_thresholds"].default)
+            thresholds = options.get("trace_thresholds", self.form.trace_thresholds)
             candidates.append(
                 Candidate(
                     layer,
@@ -425,13 +425,13 @@ class Preconditioner:
         middle = math.sqrt(statistics.median_low(squares))
         is_large = middle > max(_MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM * loss_terms)
         if is_large and math.sqrt(max(squares)) <= _LARGEST_PER_TERM * loss_terms:
-            message = (
+            self.warnings.note(
+                "summed loss",
                 f"{form.optimizer.__name__}: the gradients are so large that the loss looks like a "
                 f"sum over the {loss_terms} loss terms of the batch, not their mean; pass "
                 'loss_reduction="sum", or average the loss over the batch. If it is an average, '
-                "bring its targets to a scale of about 1"
+                "bring its targets to a scale of about 1",
             )
-            self.warnings.note("summed loss", message)
 
     # ---- the end of a step -----------------------------------------------------------------------
 

@@ -192,11 +192,11 @@ class StepWarnings:
             )
         else:  # such as one of two optimizers that take turns
             return
-        about = (
+        self.note(
+            "nothing trained",
             f"{label}, step {step - 1}: no parameter in its groups has a gradient, so nothing is "
-            f"trained. {remedy}"
+            f"trained. {remedy}",
         )
-        self.note("nothing trained", about)
 
     def note_lr(
         self, groups: Sequence[dict[str, Any]], usual: float, is_trained: Callable[[], bool]

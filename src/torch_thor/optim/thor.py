@@ -101,8 +101,7 @@ class THOR(CurvatureOptimizer):
     counterparts = foreign.THOR
 
     def _update(self, binding: Binding, found_inf: Tensor | None) -> None:
-        """Take the step of every parameter with a gradient."""
-        # On an accelerator, take none where ``found_inf`` is 1.
+        """Take the step of every parameter with a gradient; none where ``found_inf`` is 1."""
         processes = self._curvature.processes if binding.plan.sharded else SINGLE_PROCESS
         # on a CPU parameter by parameter, else all of a group at once
         works = in_buckets(binding.buckets(buckets_of))

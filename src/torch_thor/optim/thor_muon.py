@@ -102,8 +102,7 @@ class ThorMuon(CurvatureOptimizer):
     counterparts = foreign.THOR_MUON
 
     def _update(self, binding: Binding, found_inf: Tensor | None) -> None:
-        """Take the step of every parameter with a gradient."""
-        # On an accelerator, take none where ``found_inf`` is 1.
+        """Take the step of every parameter with a gradient; none where ``found_inf`` is 1."""
         of_depth = math.sqrt(min(1.0, _USUAL_DEPTH / max(1, binding.depth)))
         whole_matrices = self.distributed.whole_matrices
         shards = binding.plan.first_shards if whole_matrices else None

@@ -55,8 +55,7 @@ def subtract_(
 def _fused_sgd_(
     targets: list[Tensor], steps: list[Tensor], lr: float, decay: float, found_inf: Tensor
 ) -> None:
-    """Compute ``x ← x - lr · (s + decay · x)``, unless a number on the device is 1."""
-    # One kernel does it for all tensors.
+    """Compute ``x ← x - lr · (s + decay · x)`` of all tensors in one kernel, or nothing."""
     fused_sgd_(
         targets,
         steps,
@@ -78,8 +77,10 @@ def trust_ratios(
     factors: Sequence[float],
     lengths: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Return ``min(1, factor · max(norm, smallest) / length)`` of each matrix."""
-    # ``norms`` is overwritten; ``lengths`` are None where the factors contain them
+    """Return ``min(1, factor · max(norm, smallest) / length)`` of each matrix, in ``norms``.
+
+    ``lengths`` are None where the factors contain them.
+    """
     torch._foreach_maximum_(norms, smallest)
     torch._foreach_mul_(norms, factors)
     if lengths is not None:

@@ -111,8 +111,7 @@ class Observer:
 def loss_of(
     model: nn.Module, sample_batch: Any, loss_fn: LossFn | None, device: torch.device
 ) -> Tensor:
-    """Run a model on a sample batch, and return its loss."""
-    # The batch is as :func:`torch_thor.choose_split_dim` takes it.
+    """Run a model on a batch, as ``choose_split_dim`` takes it, and return its loss."""
     has_targets = isinstance(sample_batch, tuple | list) and len(sample_batch) == 2
     inputs, targets = tree_map(
         lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf,

@@ -81,8 +81,7 @@ def _norm(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _cut(blocks: Tensor, size: int) -> list[Tensor]:
-    """Return the diagonal blocks, of some size, of blocks ``(count, n, n)``."""
-    # The smaller blocks at their ends are returned too.
+    """Return the diagonal blocks, of some size or the rest at the end, of ``(count, n, n)``."""
     count, n, _ = blocks.shape
     if size >= n:
         return [blocks]

@@ -29,10 +29,9 @@ def inverse_seconds(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[float, ...]:
-    """Time the inversion of a model's blocks as in a refresh: a batched Cholesky per block size."""
-    # sizes: (groups, rows) of each factor.
-    # The time of a Cholesky factorisation does not depend on the values, so well-conditioned blocks
-    # are used in the place of the factors.
+    """Time the inversion of the blocks of factors of some (groups, rows) as in a refresh."""
+    # A refresh has a batched Cholesky factorisation per block size. Its time does not depend on the
+    # values, so well-conditioned blocks are used in the place of the factors.
     return _medians(partial(_invert_once, sizes, dtype=dtype, device=device), split_dims)
 
 
@@ -43,8 +42,7 @@ def orthogonal_seconds(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[float, ...]:
-    """Time the orthogonalisation of a model's matrices as in a step of ThorMuon."""
-    # shapes: (groups, outputs, inputs) of each layer, whose matrices are laid wide.
+    """Time the polar factors of layers of some (groups, outputs, inputs) as in ThorMuon's step."""
     generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers stay
     matrices = [
         torch.randn((groups, *sorted(shape)), generator=generator, dtype=dtype, device=device)

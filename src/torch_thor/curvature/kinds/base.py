@@ -87,7 +87,7 @@ class Kind(Protocol):
                 for all.
 
         Returns:
-            The number of rows that were added; one number per group if ``routed``.
+            The number of rows that were added; one number per group if ``has_own_rows``.
         """
         ...
 

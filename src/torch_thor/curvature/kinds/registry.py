@@ -20,7 +20,7 @@ _ATTRIBUTES = (
     "diagonal_input",
     "transposed",
     "solves_biases",
-    "routed",
+    "has_own_rows",
 )
 _REMEDY = (
     "derive it from torch_thor.curvature.LinearKind, or see torch_thor.curvature.Kind for what a "
