@@ -41,7 +41,7 @@ def test_shares_of_adamws_steps_and_seconds_by_hand():
 
 
 def test_the_picture_needs_times_and_is_drawn_with_them(tmp_path, monkeypatch):
-    from test_nanogpt import told
+    from test_nanogpt_study import told
 
     monkeypatch.setattr(front, "PICTURE", tmp_path / "front.png")
     rows = told({"adamw": 0.004, "muon": 0.02, "soap": 0.004})

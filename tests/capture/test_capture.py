@@ -26,7 +26,7 @@ class Net:
             nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)
         )
         states = defaultdict(dict)
-        self.layers, hooks = hooked(self.model, sides=sides)
+        self.layers, hooks = hooked(self.model, factor_names=sides)
         for layer in self.layers.values():
             layer.bind(layer.laid_out(replace(layer.weight_view, state=states[layer.weight])))
             layer.make_state()

@@ -124,7 +124,7 @@ def test_what_a_process_holds(cut, processes, data):
             (of[process + 1] - of[process], size)
             for of, (_, size) in zip(bounds, cut.blocks, strict=True)
         ]
-        assert cut.held(bounds, process).blocks == tuple(
+        assert cut.local(bounds, process).blocks == tuple(
             (count, size) for count, size in held if count
         )
 

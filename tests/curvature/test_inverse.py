@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import torch
 
 from torch_thor.curvature import Blocks, Cut
-from torch_thor.curvature.inverse import NewFactor, inverse_of, invert_, relative_damping
+from torch_thor.curvature.inverse import (
+    NOT_POSITIVE,
+    NewFactor,
+    inverse_of,
+    invert_,
+    relative_damping,
+)
 
 # a factor that every process holds
 WHOLE = SimpleNamespace(layout=SimpleNamespace(owners=None))
@@ -33,7 +39,9 @@ def inverted(new):
     found = Blocks(new.sums.cut, torch.zeros_like(new.sums.rows))
     for into, inverse in zip(found.parts, new.inverses, strict=True):
         into.copy_(inverse)
-    return SimpleNamespace(dense=torch.stack(found.dense()), flags=(new.raised, new.failed))
+    return SimpleNamespace(
+        dense=torch.stack(found.dense()), flags=(new.level > 0, new.level == NOT_POSITIVE)
+    )
 
 
 def damped_inverses(factors):

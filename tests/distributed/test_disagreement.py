@@ -220,7 +220,7 @@ def unlike(rank, world):
 
     def invert(blocks, damping):
         inverses, levels = really_invert(blocks, damping)
-        return inverses, [inverse._NOT_POSITIVE, *levels[1:]] if rank == 1 else levels
+        return inverses, [inverse.NOT_POSITIVE, *levels[1:]] if rank == 1 else levels
 
     model, optimizer = made("ddp", trace_thresholds=(0.05, 0.05))
     with (

@@ -381,7 +381,7 @@ def reduced_once(model, optimizer, first, step):
             (F.cross_entropy(model(inputs), labels) / 3).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.param_groups[0]["last_loss_terms"] == (12 if "G" in optimizer.sides else 0)
+    assert optimizer.param_groups[0]["last_loss_terms"] == (12 if optimizer.form.has_g else 0)
 
 
 BY_ROW = {

@@ -211,9 +211,9 @@ def test_at_most_one_layers_factors_are_alive(monkeypatch):
         alive.add(id(statistics))
         most.append(len(alive))
 
-    def take(statistics, terms):
+    def take(statistics, loss_terms):
         alive.discard(id(statistics))
-        return really_take(statistics, terms)
+        return really_take(statistics, loss_terms)
 
     monkeypatch.setattr(Statistics, "gather", gather)
     monkeypatch.setattr(Statistics, "take", take)

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -71,7 +71,7 @@ def covered(
 
     Args:
         model: the model.
-        inspection: what it was inspection to hold.
+        inspection: what it was found to hold.
         rest: how the parameters that are not preconditioned are trained.
         matrices: the names of those of them that are trained as matrices.
 
@@ -87,10 +87,14 @@ def covered(
         otherwise = rest.plain if rest.matrix is None or not is_matrix else rest.matrix
         if key not in layers:
             entry = Covered(
-                name, shape, class_name_of(owner.module), reason=inspection.reasons[key]
+                name,
+                shape,
+                class_name_of(owner.module),
+                reason=inspection.reasons[key],
+                trained=inspection.reasons[key] != NOT_TRAINED,
+                rest=otherwise,
             )
-            is_trained = entry.reason != NOT_TRAINED
-            entries.append(replace(entry, trained=is_trained, rest=otherwise))
+            entries.append(entry)
             continue
         first, kind = layers[key][0], layers[key][0].kind
         of_weight = (kind.inputs,) if inspection.inputs_alone else (kind.inputs, kind.outputs)

@@ -244,8 +244,8 @@ class Capture:
             dims = (call.sequences,) if call.sequences else tuple(kind.row_shape(call.x))
             # no dims: rows are patches, as in a convolution; registered kinds may lack batch_first
             certain = not dims or call.sequences > 0 or bool(getattr(kind, "batch_first", False))
-            terms = call.sequences or kind.loss_terms(call.x)
-            into.calls.append(Call(layer, terms, dims, certain, kind.diagonal_input))
+            loss_terms = call.sequences or kind.loss_terms(call.x)
+            into.calls.append(Call(layer, loss_terms, dims, certain, kind.diagonal_input))
             if call.earlier[0] is self._step:
                 into.repeated, before = True, call.earlier[1]
             g = g if before is None else g + before
@@ -258,8 +258,7 @@ class Capture:
             layer.statistics.gather(kind, call.x, g, call.keep, instead_of=before)
 
     def _running_pass(self, outer: int) -> Pass:
-        """Return the backward pass that is running, and forget earlier ones."""
-        # Only those whose gradients have been dropped are forgotten.
+        """Return the running backward pass; forget earlier ones if their gradients were dropped."""
         current = backward_id()
         # a nested backward pass belongs to the one that started it
         if outer >= 0 and outer != current:

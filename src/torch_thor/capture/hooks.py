@@ -55,8 +55,7 @@ class Report(Protocol):
     """
 
     def __call__(self, name: str, x: Tensor, output: Any, kind: Kind | None = None) -> None:
-        """Report the layer's name inside the module, its input and its output."""
-        # The kind of this call is given, too, if it differs.
+        """Report the layer's name inside the module, its input, its output, and another kind."""
         ...
 
 
@@ -230,7 +229,7 @@ class ModuleCalls:
         self._handlers: dict[int, ModuleHook] = {id(hook.module): hook for hook in hooks}
         if not self._handlers:
             return
-        self._own = set(map(id, model.modules()))
+        self._inside = set(map(id, model.modules()))
         warnings.filterwarnings("ignore", message=_COMPILE_WARNING, category=UserWarning)
         self._ignoring = warnings.filters[0]
         enter = torch_module.register_module_forward_pre_hook(self._enter)
@@ -261,11 +260,11 @@ class ModuleCalls:
             return
         self.ran_as_replicas |= getattr(module, "_is_replica", False)
         if self._outermost is None and (
-            id(module) in self._own
+            id(module) in self._inside
             # torch.compile of something that contains some of the model
             or (
                 "_orig_mod" in module._modules
-                and not self._own.isdisjoint(map(id, module.modules()))
+                and not self._inside.isdisjoint(map(id, module.modules()))
             )
         ):
             self._outermost = module

@@ -195,8 +195,7 @@ def _called_layers(owners: Owners, unusable: Reasons, uncalled: Collection[int])
 
 
 def _pooled(sharing: list[tuple[Owner, Kind]]) -> list[tuple[Owner, Kind]]:
-    """Return the modules whose rows make the factors of a shared weight."""
-    # There are none where their geometries do not fit.
+    """Return the modules whose rows make the factors of a shared weight; none if they differ."""
     # Modules of one geometry pool their rows. An embedding and the linear decoder that is tied to
     # it are treated as the embedding, as in the reference implementation: a row of the weight is a
     # token in both, and the embedding's A, the token frequencies, is exact and cheap, where the
@@ -280,8 +279,7 @@ def _why_shared(places: Sequence[Owner]) -> str:
 
 
 def _why_tied(owners: Owners, layers: Mapping[str, Layer]) -> dict[int, str]:
-    """Return the reasons for biases of decoders that are tied to an embedding."""
-    # The weight of such a decoder is preconditioned as that of the embedding.
+    """Return the reasons for biases of decoders whose weight is that of an embedding."""
     return {
         id(owner.module._parameters.get(owner.bias)): reasons.TIED.format(layer.name)
         for layer in layers.values()

@@ -17,8 +17,12 @@ Patterns = str | Sequence[str] | Callable[[str, Any], bool] | None
 
 
 def selected(option: str, patterns: Patterns, named: Mapping[str, Any], what: str) -> set[str]:
-    """Return the names that an option selects."""
-    # What is no pattern raises TypeError, and a pattern without a match ValueError.
+    """Return the names that an option selects.
+
+    Raises:
+        TypeError: it is no pattern.
+        ValueError: a pattern has no match.
+    """
     if callable(patterns):
         return {name for name, value in named.items() if patterns(name, value)}
     given = [patterns] if isinstance(patterns, str) else patterns
@@ -44,8 +48,8 @@ def matches(pattern: str, name: str) -> bool:
     """Return whether a pattern matches a name, or the name of a module around it."""
     forms = (pattern, name.split(".")), (".".join(_unwrapped(pattern)), _unwrapped(name))
     return any(
-        fnmatchcase(".".join(parts[: i + 1]), own)
-        for own, parts in forms
+        fnmatchcase(".".join(parts[: i + 1]), form)
+        for form, parts in forms
         for i in range(len(parts))
     )
 

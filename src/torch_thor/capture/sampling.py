@@ -49,7 +49,7 @@ class Sampler:
     def reset(self) -> None:
         """Reset the counts at the end of a step."""
         self.passes = 0
-        self.terms = 0  # the number of drawn labels that count
+        self.loss_terms = 0  # the number of drawn labels that count
         self.trained = False  # whether the pass of the training loss has reached a layer
         # whether a prediction was NaN or inf, so that no labels could be drawn
         self.nonfinite = False
@@ -85,12 +85,12 @@ class Sampler:
             if mask is not None:
                 _check_mask(mask, likelihoods.shape)
                 likelihoods = likelihoods.where(mask, 0.0)
-            terms = likelihoods.numel()
+            loss_terms = likelihoods.numel()
             if mask is not None and has_values(mask):
-                terms = int(mask.sum())
-            self._differentiate(-likelihoods.sum(), terms)
+                loss_terms = int(mask.sum())
+            self._differentiate(-likelihoods.sum(), loss_terms)
 
-    def _differentiate(self, loss: Tensor, terms: int) -> None:
+    def _differentiate(self, loss: Tensor, loss_terms: int) -> None:
         """Run the backward pass, in which the hooks of all layers receive gradients."""
         assert loss.grad_fn is not None
         marks: list[Mark] = []
@@ -120,10 +120,10 @@ class Sampler:
         for mark in marks:
             mark.sampled = True
         self.passes += 1
-        self.terms += terms
+        self.loss_terms += loss_terms
         if not earliest:
             return
-        self.running, self.empty = True, not terms
+        self.running, self.empty = True, not loss_terms
         with _without_averaging(leads):
             try:
                 torch.autograd.grad(loss, earliest, retain_graph=True)
@@ -147,8 +147,7 @@ def _inputs_first(output: Node) -> Iterator[tuple[Node, list[Node]]]:
 
 @contextmanager
 def _without_averaging(nodes: Iterable[Any]) -> Iterator[None]:
-    """Keep DistributedDataParallel(static_graph=True) from averaging after a backward pass."""
-    # It would in its first step.
+    """Keep DistributedDataParallel(static_graph=True) from averaging, as it would at first."""
     wrappers = [node.ddp_weakref() for node in nodes if node.name() == "_DDPSinkBackward"]
     waiting = [
         w for w in wrappers if w.static_graph and not w._static_graph_delay_allreduce_enqueued

@@ -71,11 +71,11 @@ def row_shards_of(parameter: Any) -> RowShards | None:
     # the processes of the first row of a mesh (replica, shard) own the blocks
     bounds = (*starts, *[rows] * (mesh.size() - count))
 
-    def wrap(own: Tensor) -> Tensor:
-        shape = torch.Size((rows, *own.shape[1:]))
+    def wrap(local: Tensor) -> Tensor:
+        shape = torch.Size((rows, *local.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            own, mesh, placements, run_check=False, shape=shape, stride=stride
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
     has_replicas = mesh.ndim > 1 and mesh.size(0) > 1
@@ -125,8 +125,7 @@ def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
 
 
 def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
-    """Check that the processes that refresh together are those that share the parameters."""
-    # The parameters are divided among the latter.
+    """Check that those processes refresh together among which the parameters are divided."""
     for name, parameter in parameters:
         members = [dist.get_rank()] if group is False else dist.get_process_group_ranks(group)
         ranks = parameter.device_mesh.mesh.flatten().tolist()  # in the order of the mesh

@@ -11,7 +11,7 @@ are ever computed and stored; :meth:`Blocks.dense` is for users to look at.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -32,6 +32,12 @@ class Run:
     count: int
     size: int
 
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return a view of these rows, which are one dimension of a tensor: ``(count, size)``."""
+        rows = tensor.narrow(dim, self.first, self.last - self.first)
+        blocks: Tensor = rows.unflatten(dim, (self.count, self.size))
+        return blocks
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -42,7 +48,7 @@ class Cut:
     groups: int = 1  # independent matrices of equally many rows, which follow each other
 
     @classmethod
-    @cache  # so that what a cut has found of itself is found once
+    @cache  # what is computed of a cut is then computed once
     def of(
         cls, rows: int, split_dim: int | None, groups: int = 1, edges: tuple[int, ...] = ()
     ) -> "Cut":
@@ -58,18 +64,28 @@ class Cut:
         ):
             most = stop - start if split_dim is None else split_dim
             sizes += [min(most, stop - first) for first in range(start, stop, most)]
+        return cls.of_sizes(sizes, groups)
+
+    @classmethod
+    def of_sizes(cls, sizes: Iterable[int], groups: int = 1) -> "Cut":
+        """Return the cut into blocks of these sizes, in the order of rows."""
         return cls(
             tuple((len(list(same)), size) for size, same in itertools.groupby(sizes)), groups
         )
 
+    @property
+    def sizes(self) -> list[int]:
+        """The size of every block."""
+        return [size for count, size in self.blocks for _ in range(count)]
+
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The runs of equal blocks."""
-        found, first = [], 0
-        for count, size in self.blocks:
-            found.append(Run(first, first + count * size, count, size))
-            first = found[-1].last
-        return tuple(found)
+        lasts = list(itertools.accumulate(count * size for count, size in self.blocks))
+        return tuple(
+            Run(last - count * size, last, count, size)
+            for last, (count, size) in zip(lasts, self.blocks, strict=True)
+        )
 
     @cached_property
     def rows(self) -> int:
@@ -89,21 +105,15 @@ class Cut:
     @cached_property
     def one_group(self) -> "Cut":
         """The cut of one group; all have the same."""
-        sizes = [size for count, size in self.blocks for _ in range(count)]
-        own = sizes[: len(sizes) // self.groups]
-        return Cut(tuple((len(list(same)), size) for size, same in itertools.groupby(own)))
+        sizes = self.sizes
+        return Cut.of_sizes(sizes[: len(sizes) // self.groups])
 
     def times(self, count: int) -> "Cut":
         """Return the cut of several matrices with this cut, as groups of one."""
-        merged: list[tuple[int, int]] = []
-        for blocks, size in self.blocks * count:
-            if merged and merged[-1][1] == size:
-                blocks, size = merged[-1][0] + blocks, merged.pop()[1]
-            merged.append((blocks, size))
-        return Cut(tuple(merged), self.groups * count)
+        return Cut.of_sizes(self.sizes * count, self.groups * count)
 
-    def held(self, bounds: Sequence[Sequence[int]], process: int) -> "Cut":
-        """Return the cut of the blocks that a process holds.
+    def local(self, bounds: Sequence[Sequence[int]], process: int) -> "Cut":
+        """Return the cut of the blocks that a process keeps.
 
         Of run i these are the ones from ``bounds[i][process]`` on.
         """
@@ -124,21 +134,13 @@ class Blocks:
     @cached_property
     def parts(self) -> list[Tensor]:
         """The blocks of each run, ``(count, size, size)``, as views of the rows."""
-        found = []
-        for run in self.cut.runs:
-            found.append(
-                self.rows[run.first : run.last, : run.size].unflatten(0, (run.count, run.size))
-            )
-        return found
+        return [run.of(self.rows[:, : run.size], 0) for run in self.cut.runs]
 
     @cached_property
     def of_groups(self) -> list[Tensor]:
         """The blocks of each run of one group, for all groups, ``(groups · count, size, size)``."""
-        rows, found = self.rows.unflatten(0, (self.cut.groups, -1)), []
-        for run in self.cut.one_group.runs:
-            own = rows[:, run.first : run.last, : run.size].unflatten(1, (run.count, run.size))
-            found.append(own.flatten(0, 1))
-        return found
+        rows = self.rows.unflatten(0, (self.cut.groups, -1))
+        return [run.of(rows[..., : run.size], 1).flatten(0, 1) for run in self.cut.one_group.runs]
 
     def add_second_moment_(self, samples: Tensor) -> None:
         """Add ``Σ x xᵀ``, block by block, over the columns of ``samples``.
@@ -150,14 +152,12 @@ class Blocks:
             self.rows[:, 0].add_(samples.square().sum(-1))
             return
         for run, part in zip(self.cut.runs, self.parts, strict=True):
-            own = samples[run.first : run.last].unflatten(0, (run.count, run.size))
-            add_product_(part, own, own.mT)
+            of_run = run.of(samples, 0)
+            add_product_(part, of_run, of_run.mT)
 
     def group(self, index: int) -> "Blocks":
         """Return the matrix of one group, a view."""
-        size = self.cut.rows // self.cut.groups
-        split_dim = 1 if self.cut.is_diagonal else min(self.cut.width, size)
-        return Blocks(Cut.of(size, split_dim), self.rows[index * size : (index + 1) * size])
+        return Blocks(self.cut.one_group, self.rows.unflatten(0, (self.cut.groups, -1))[index])
 
     def scale_groups_(self, scales: Tensor) -> None:
         """Multiply the matrix of each group by a number."""
@@ -172,12 +172,10 @@ class Blocks:
             return torch.stack(sums).sum()[None] if sums else self.rows.new_zeros(1)
         rows, full = self.rows.unflatten(0, (groups, size)), size // width * width
         heads = rows[:, :full, :width].unflatten(1, (-1, width)).diagonal(dim1=-2, dim2=-1)
-        found: Tensor = heads.reshape(groups, -1).sum(-1)
-        return (
-            found
-            if full == size
-            else found + rows[:, full:, : size - full].diagonal(dim1=-2, dim2=-1).sum(-1)
-        )
+        traces: Tensor = heads.reshape(groups, -1).sum(-1)
+        if full < size:
+            traces = traces + rows[:, full:, : size - full].diagonal(dim1=-2, dim2=-1).sum(-1)
+        return traces
 
     def left_multiply(self, matrix: Tensor) -> Tensor:
         """Return ``self @ matrix`` for a matrix ``(groups, n, columns)``."""
@@ -185,23 +183,18 @@ class Blocks:
         if self.cut.is_diagonal:
             # rows may be wider: other processes' blocks are larger
             return (self.rows[:, :1] * flat).view_as(matrix)
-        # few large kernels, for which parts of matrices are copied
-        in_batches = self.cut.groups > 1 and self.rows.device.type != "cpu"
-        if in_batches and len(self.cut.runs) > 1:
-            found = torch.empty_like(matrix, memory_format=torch.contiguous_format)
+        if self.cut.groups > 1 and len(self.cut.runs) > 1 and self.rows.device.type != "cpu":
+            # few large kernels, for which parts of matrices are copied
+            result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
             for run, part in zip(self.cut.one_group.runs, self.of_groups, strict=True):
-                own = (
-                    matrix[:, run.first : run.last]
-                    .unflatten(1, (run.count, run.size))
-                    .flatten(0, 1)
-                )
-                into = found[:, run.first : run.last].unflatten(1, (run.count, run.size))
-                into.copy_(product(part, own).view_as(into))
-            return found
-        solved = []
-        for run, part in zip(self.cut.runs, self.parts, strict=True):
-            own = flat[run.first : run.last].reshape(run.count, run.size, -1)
-            solved.append(product(part, own).flatten(0, 1))
+                into = run.of(result, 1)
+                into.copy_(product(part, run.of(matrix, 1).flatten(0, 1)).view_as(into))
+            return result
+        # here and below not Run.of, which would cost an ordinary step a few percent
+        solved = [
+            product(part, flat[run.first : run.last].view(run.count, run.size, -1)).flatten(0, 1)
+            for run, part in zip(self.cut.runs, self.parts, strict=True)
+        ]
         return (solved[0] if len(solved) == 1 else torch.cat(solved)).view(matrix.shape)
 
     def write_right_product_(self, matrix: Tensor, scale: float, into: Tensor) -> None:
@@ -218,53 +211,41 @@ class Blocks:
             add_product_(into, matrix, self.parts[0], 0.0, scale)
         elif groups > 1 and self.rows.device.type != "cpu":  # few large kernels
             for run, part in zip(self.cut.one_group.runs, self.of_groups, strict=True):
-                shape = run.count, run.size
-                head = matrix[..., run.first : run.last].unflatten(-1, shape).transpose(1, 2)
-                target = into[..., run.first : run.last].unflatten(-1, shape).transpose(1, 2)
-                found = product(head.flatten(0, 1), part).view(target.shape)
-                target.copy_(found if scale == 1.0 else found * scale)
+                target = run.of(into, -1).transpose(1, 2)
+                columns = run.of(matrix, -1).transpose(1, 2).flatten(0, 1)
+                solved = product(columns, part).view(target.shape)
+                target.copy_(solved if scale == 1.0 else solved * scale)
         else:  # one batched product per run, because the strides do not allow one for all groups
             for index in range(groups):
-                own = self if groups == 1 else self.group(index)
-                for run, part in zip(own.cut.runs, own.parts, strict=True):
-                    shape = run.count, run.size
-                    head = (
-                        matrix[index, :, run.first : run.last].unflatten(-1, shape).transpose(0, 1)
-                    )
-                    target = (
-                        into[index, :, run.first : run.last].unflatten(-1, shape).transpose(0, 1)
-                    )
-                    add_product_(target, head, part, 0.0, scale)
+                group = self if groups == 1 else self.group(index)
+                for run, part in zip(group.cut.runs, group.parts, strict=True):
+                    rows, shape = slice(run.first, run.last), (run.count, run.size)
+                    columns = matrix[index, :, rows].unflatten(-1, shape).transpose(0, 1)
+                    target = into[index, :, rows].unflatten(-1, shape).transpose(0, 1)
+                    add_product_(target, columns, part, 0.0, scale)
 
     def dense(self) -> list[Tensor]:
         """Return the full matrix of each group, with zeros outside of the blocks."""
-        size = self.cut.rows // self.cut.groups
-        blocks = iter([block for part in self.parts for block in part])
-        found = []
-        for _ in range(self.cut.groups):
-            of_group: list[Tensor] = []
-            while sum(len(block) for block in of_group) < size:
-                of_group.append(next(blocks))
-            found.append(torch.block_diag(*of_group))
-        return found
+        groups = map(self.group, range(self.cut.groups))
+        return [torch.block_diag(*itertools.chain.from_iterable(group.parts)) for group in groups]
 
 
 def block_of_rows(cut: Cut) -> Tensor:
     """Return the first row of the block of each row, and the row after its last, ``(rows, 2)``."""
-    found = [
+    bounds = [
         (first, first + run.size)
         for run in cut.runs
         for first in range(run.first, run.last, run.size)
         for _ in range(run.size)
     ]
-    return torch.tensor(found, dtype=torch.long).view(-1, 2)
+    return torch.tensor(bounds, dtype=torch.long).view(-1, 2)
 
 
 def cut_again(rows: Tensor, before: Cut, after: Cut) -> Tensor:
     """Return rows for other blocks. What is between the old blocks is zero."""
     blocks = [block_of_rows(cut).to(rows.device) for cut in (before, after)]
     starts, ends = ([of[:, i : i + 1] for of in blocks] for i in (0, 1))
-    column = starts[1] + torch.arange(rows.shape[1], device=rows.device)  # of the whole matrix
+    column = starts[1] + torch.arange(rows.shape[1], device=rows.device)  # of the full matrix
     kept = (column >= starts[0]) & (column < ends[0]) & (column < ends[1])
     source = (column - starts[0]).clamp(0, rows.shape[1] - 1)
     return torch.where(kept, rows.gather(1, source), 0.0)
@@ -299,15 +280,10 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
-def wide_device(device: torch.device) -> torch.device:
-    """Return the device, or the CPU where it has no float64."""
-    return device if wide_dtype(device) == torch.float64 else torch.device("cpu")
-
-
 def widened(tensor: Tensor) -> Tensor:
     """Return a tensor in float64, on the CPU where its device has none."""
-    device = wide_device(tensor.device)
-    return tensor.to(device).to(wide_dtype(device))
+    has_wide = wide_dtype(tensor.device) == torch.float64
+    return (tensor if has_wide else tensor.cpu()).to(torch.float64)
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -323,12 +299,10 @@ def ieee_float32(device_type: str) -> Iterator[None]:
     """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes."""
     # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
     matmul: Any = (torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda).matmul
+    has_autocast = torch.amp.is_autocast_available(device_type)
     before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
     try:
-        if torch.amp.is_autocast_available(device_type):
-            with torch.autocast(device_type, enabled=False):
-                yield
-        else:
+        with torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
             yield
     finally:
         matmul.fp32_precision = before

@@ -26,16 +26,16 @@ class Factor:
 
     def make_zeros(self, dtype: torch.dtype, device: torch.device) -> None:
         """Add zeros for the tensors that the state lacks."""
-        shards, (rows, width) = self.view.shards, self.layout.shape
+        state, shape = self.view.state, self.layout.shape
+        shards = self.view.shards if self.layout.by_rows else None
         for key in self.layout.keys:
-            if key in self.view.state:
+            if key in state:
                 continue
-            if shards is not None and self.layout.by_rows:
-                own = shards.own.stop - shards.own.start
-                zeros = shards.wrap(torch.zeros((own, width), dtype=dtype, device=device))
+            if shards is None:
+                state[key] = torch.zeros(shape, dtype=dtype, device=device)
             else:
-                zeros = torch.zeros((rows, width), dtype=dtype, device=device)
-            self.view.state[key] = zeros
+                local_shape = (shards.own.stop - shards.own.start, shape[1])
+                state[key] = shards.wrap(torch.zeros(local_shape, dtype=dtype, device=device))
 
     def read(self, *, inverse: bool = False) -> Blocks:
         """Return this process's blocks of the factor or of its inverse, as views of the state."""
@@ -46,18 +46,13 @@ class Factor:
         return Blocks(self.layout.local, rows)
 
     def spread(self, *, inverse: bool) -> Blocks:
-        """Return the blocks of all rows, with zeros for those of other processes.
-
-        Other processes keep them with ``divide_curvature``.
-        """
-        own, cut, owners = self.read(inverse=inverse), self.layout.cut, self.layout.owners
+        """Return the blocks of all rows, with zeros for those that other processes keep alone."""
+        kept, cut, owners = self.read(inverse=inverse), self.layout.cut, self.layout.owners
         assert owners is not None
-        whole, parts = Blocks(cut, own.rows.new_zeros(cut.rows, cut.width)), iter(own.parts)
-        for i, part in enumerate(whole.parts):
-            held = owners.held(i)
-            if held.start < held.stop:
-                part[held] = next(parts)
-        return whole
+        full = Blocks(cut, kept.rows.new_zeros(cut.rows, cut.width))
+        for into, part in zip(owners.local_parts(full.parts), kept.parts, strict=True):
+            into.copy_(part)
+        return full
 
     def dense(self, *, inverse: bool) -> list[Tensor]:
         """Return the matrix of each group, with zeros outside of the blocks.
@@ -74,16 +69,16 @@ class Factor:
 
 def collected(factors: Sequence[Factor], *, inverse: bool) -> list[Blocks]:
     """Collect divided factors, or their inverses, from all processes, which must all call it."""
-    found = [factor.spread(inverse=inverse) for factor in factors]
-    parts = [part for whole in found for part in whole.parts]
+    gathered = [factor.spread(inverse=inverse) for factor in factors]
+    parts = [part for blocks in gathered for part in blocks.parts]
     owners = [factor.layout.owners for factor in factors if factor.layout.owners is not None]
     if owners:
-        owners[0].processes.share_(parts, [bounds for one in owners for bounds in one.bounds])
-    return found
+        bounds = [of_run for of_factor in owners for of_run in of_factor.bounds]
+        owners[0].processes.share_(parts, bounds)
+    return gathered
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds."""
     to_local = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
-    found: Tensor = tensor if to_local is None else to_local()
-    return found
+    return tensor if to_local is None else to_local()

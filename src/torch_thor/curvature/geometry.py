@@ -100,11 +100,11 @@ def matrix_of(module: nn.Module, attribute: str, parameter: Tensor) -> Geometry 
     if attribute == "weight" and isinstance(module, nn.modules.conv._ConvNd):
         groups, taps = module.groups, math.prod(shape[2:])
         if module.transposed:
-            found = Geometry(groups, shape[1], shape[0] // groups * taps, taps=taps)
+            geometry = Geometry(groups, shape[1], shape[0] // groups * taps, taps=taps)
         else:
-            found = Geometry(groups, shape[0] // groups, shape[1] * taps)
+            geometry = Geometry(groups, shape[0] // groups, shape[1] * taps)
     elif len(shape) == 3:
-        found = Geometry(*shape)
+        geometry = Geometry(*shape)
     else:
-        found = Geometry(1, shape[0], math.prod(shape[1:]))
-    return found if min(found.outputs, found.inputs) > 1 else None
+        geometry = Geometry(1, shape[0], math.prod(shape[1:]))
+    return geometry if min(geometry.outputs, geometry.inputs) > 1 else None

@@ -6,6 +6,7 @@ until the end of the step. If several layers are rows of one parameter, the keys
 prefix.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,19 +59,17 @@ class Statistics:
         if not x.numel() or not shape.numel():  # an empty batch has no rows
             return
         x, sums = x.detach(), self.sums()
-        if not has_values(x):
+        if not has_values(x):  # only the sums need memory, and a number of rows that is not zero
             if instead_of is None:
-                self._count_unseen(x)
+                self.rows += len(x) if x.dim() else 1
+                self.group_rows = [n + 1 for n in self.group_rows]
             return
         with ieee_float32(x.device.type):
             if instead_of is None:
                 rows = kind.add_inputs_(sums[0], x, shape, keep, most)
                 counts = [rows] if isinstance(rows, int) else rows
                 self.rows += sum(counts)
-                if self.group_rows:
-                    self.group_rows = [
-                        n + more for n, more in zip(self.group_rows, counts, strict=True)
-                    ]
+                self.group_rows = list(map(operator.add, self.group_rows, counts))
             if isinstance(output, torch.Size):
                 return
             kind.add_outputs_(sums[1], x, output.detach(), keep)
@@ -79,22 +78,15 @@ class Statistics:
                 kind.add_outputs_(old, x, instead_of, keep)
                 sums[1].rows.sub_(old.rows)
 
-    def _count_unseen(self, x: Tensor) -> None:
-        """Count the rows of an input without numbers, of which only the sums need memory."""
-        self.rows += len(x) if x.dim() else 1
-        self.group_rows = [n + 1 for n in self.group_rows]
-
     @torch.no_grad()
     def add(self, other: "Statistics") -> None:
         """Add the rows that were gathered for the same layer elsewhere."""
         if other._sums is None:
             return
-        for own, more in zip(self.sums(), other._sums, strict=True):
-            own.rows.add_(more.rows)
+        for sums, more in zip(self.sums(), other._sums, strict=True):
+            sums.rows.add_(more.rows)
         self.rows += other.rows
-        self.group_rows = [
-            n + more for n, more in zip(self.group_rows, other.group_rows, strict=True)
-        ]
+        self.group_rows = list(map(operator.add, self.group_rows, other.group_rows))
 
     def sums(self) -> list[Blocks]:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added."""
@@ -117,7 +109,7 @@ class Statistics:
             ]
         return self._sums
 
-    def take(self, terms: int) -> list[Blocks] | None:
+    def take(self, loss_terms: int) -> list[Blocks] | None:
         """Return the factors of the rows of this step, and drop the rows; None if there are none.
 
         They are means. Of groups with their own rows they are ``√T_e A_e`` and ``√T_e G_e``
@@ -132,7 +124,7 @@ class Statistics:
             counts = factor.rows.new_tensor(group_rows)
             mean = counts.clamp(min=1).reciprocal()
             factor.scale_groups_(
-                mean if len(self.factors) == 1 else (counts * terms).clamp(min=1).rsqrt()
+                mean if len(self.factors) == 1 else (counts * loss_terms).clamp(min=1).rsqrt()
             )
         return sums
 
@@ -144,7 +136,7 @@ class Statistics:
         if self._sums is not None:
             weight = self.factors[0].view.parameter
             device, dtype = weight.device, factor_dtype(weight.dtype)
-            self._sums = [Blocks(one.cut, one.rows.to(device, dtype)) for one in self._sums]
+            self._sums = [Blocks(sums.cut, sums.rows.to(device, dtype)) for sums in self._sums]
 
 
 SIDES = ("A", "G")
@@ -206,8 +198,8 @@ class LayerCurvature:
     See Chen et al. 2021, section 3.1.
     """
 
-    def __init__(self, layer: Layer, sides: tuple[str, ...] = SIDES) -> None:
-        self.layer, self.sides = layer, sides
+    def __init__(self, layer: Layer, factor_names: tuple[str, ...] = SIDES) -> None:
+        self.layer, self.factor_names = layer, factor_names
         self.name, self.kind, self.prefix = layer.name, layer.kind, layer.prefix
         factors = self.laid_out(layer.weight)
         self.statistics = Statistics(layer.kind, factors)  # those of the current step
@@ -220,10 +212,10 @@ class LayerCurvature:
 
         ``owners``: of the blocks of each factor that processes partition.
         """
-        known = owners or {}
+        kind, prefix = self.kind, self.prefix
         return tuple(
-            Factor(side, weight, layout_of(side, self.kind, weight, self.prefix, known.get(side)))
-            for side in self.sides
+            Factor(side, weight, layout_of(side, kind, weight, prefix, (owners or {}).get(side)))
+            for side in self.factor_names
         )
 
     def bind(self, factors: tuple[Factor, ...]) -> None:
@@ -232,10 +224,10 @@ class LayerCurvature:
         self.a, self.g = factors[0], factors[1] if len(factors) > 1 else None
         self.weight_view = self.a.view
         self.weight, shards = self.weight_view.parameter, self.weight_view.shards
-        self.geometry = self.kind.geometry  # of the rows of the weight that this process holds
+        self.geometry = self.kind.geometry  # of the rows of the weight that are local
         if shards is not None:
-            own = shards.own_of(self.weight_view.rows)
-            self.geometry = self.geometry.with_rows(own.stop - own.start)
+            local = shards.own_of(self.weight_view.rows)
+            self.geometry = self.geometry.with_rows(local.stop - local.start)
 
     # ---- for users -------------------------------------------------------------------------------
 
@@ -311,11 +303,9 @@ class LayerCurvature:
                 f"optimizer.step() after a backward pass through the layer"
             )
         _ = self.weight_view.parameter  # raises if the module computes the weight now
-        found: list[Tensor | list[Tensor] | None] = [None, None]
-        for i, factor in enumerate(self.stored):
-            matrices = factor.dense(inverse=inverse)
-            found[i] = matrices if self.kind.groups > 1 else matrices[0]
-        return tuple(found)
+        dense = [factor.dense(inverse=inverse) for factor in self.stored]
+        matrices = [of_groups if self.kind.groups > 1 else of_groups[0] for of_groups in dense]
+        return *matrices, *[None] * (len(SIDES) - len(matrices))
 
     # ---- the weight and its state ----------------------------------------------------------------
 
@@ -339,13 +329,11 @@ class LayerCurvature:
         prefix, state, weight = self.prefix, self.state, self.weight
         if prefix + "refreshes" in state or not weight.requires_grad:
             return
-        dtype = factor_dtype(weight.dtype)
+        dtype, shards = factor_dtype(weight.dtype), self.weight_view.shards
         for factor in self.stored:
             factor.make_zeros(dtype, weight.device)
             if factor.layout.by_rows:
-                state[SHARDS] = (
-                    1 if self.weight_view.shards is None else self.weight_view.shards.count
-                )
+                state[SHARDS] = 1 if shards is None else shards.count
         state.update({prefix + key: value for key, value in NUMBERS.items()})
         if self.kind.routed:
             state[prefix + "group_rows_per_term"] = torch.zeros(

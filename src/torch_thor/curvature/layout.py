@@ -9,8 +9,12 @@ curvature is divided (``divide_curvature``): then only the owner of a block, whi
 it and its inverse.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+from torch import Tensor
 
 from torch_thor.curvature.blocks import Cut
 from torch_thor.curvature.communication import ALONE, Processes
@@ -39,9 +43,19 @@ class Owners:
         )
         return cls(bounds, shards.source, shards.has_replicas)
 
-    def held(self, run: int) -> slice:
+    def local(self, run: int) -> slice:
         """Return the blocks of a run that this process keeps."""
         return slice(self.bounds[run][self.source], self.bounds[run][self.source + 1])
+
+    @cached_property
+    def local_runs(self) -> list[int]:
+        """The runs of which this process keeps blocks."""
+        kept = map(self.local, range(len(self.bounds)))
+        return [run for run, blocks in enumerate(kept) if blocks.start < blocks.stop]
+
+    def local_parts(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the blocks of a factor that this process keeps, from those of all processes."""
+        return [parts[run][self.local(run)] for run in self.local_runs]
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,7 @@ def layout_of(
     by_rows = not is_partitioned and _is_of_rows(side, kind, view)
     if view.shards is not None and by_rows:
         owners = Owners.of_shards(cut, view.shards, view.rows)
-    local = cut if owners is None else cut.held(owners.bounds, owners.source)
+    local = cut if owners is None else cut.local(owners.bounds, owners.source)
     key = side if by_rows else prefix + side
     rows, width = (view.shape[0] if by_rows else local.rows), cut.width
     # The width is the same for all layers that are rows of one weight, and not as the cut has it:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import has_values, ieee_float32, product
+from torch_thor.curvature.blocks import Cut, has_values, ieee_float32, product
 
 # Coefficients of a X + (b X Xᵀ + c (X Xᵀ)²) X in each iteration, which are optimal for singular
 # values from 0.001 to 1.
@@ -44,19 +44,18 @@ def unit_polars(matrices: Sequence[Tensor], rows: int | None) -> list[Tensor]:
     alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
         alike[matrix.dtype, matrix.device, matrix.shape[1:]].append(i)
-    polars = unit_polars_([torch.cat([matrices[i] for i in own]) for own in alike.values()], rows)
-    found = list(matrices)
-    for own, polar in zip(alike.values(), polars, strict=True):
-        for i, one in zip(own, polar.split([len(matrices[i]) for i in own]), strict=True):
-            found[i] = one
-    return found
+    batches = [torch.cat([matrices[i] for i in members]) for members in alike.values()]
+    units = list(matrices)
+    for members, unit in zip(alike.values(), unit_polars_(batches, rows), strict=True):
+        for i, part in zip(members, unit.split([len(matrices[i]) for i in members]), strict=True):
+            units[i] = part
+    return units
 
 
 def unit_polars_(
     batches: Sequence[Tensor], rows: int | None, limits: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """Do this for batches of wide matrices with the same sides."""
-    # ``limits`` holds a number ``(count,)`` for each batch by which its matrices are multiplied
+    """Return those of batches of unlike shapes, each matrix times its number in ``limits``."""
     polars = orthogonalise(batches, rows)
     for i, polar in enumerate(polars):
         # clamped for matrices of zeros, whose step is zero
@@ -72,32 +71,30 @@ def unit_polars_(
 
 def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Tensor]:
     """Return the polar factor of every matrix, or of each of its blocks of rows."""
-    found = [matrices.new_empty(matrices.shape) for matrices in batches]
+    polars = [matrices.new_empty(matrices.shape) for matrices in batches]
     alike: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = (
         defaultdict(list)
     )
-    for matrices, into in zip(batches, found, strict=True):
-        _, size, columns = matrices.shape
-        most = size if rows is None else min(rows, size)
-        covered = size // most * most
-        for first, last, block in ((0, covered, most), (covered, size, size - covered)):
-            if block:
-                blocks = matrices[:, first:last].reshape(-1, block, columns)
-                alike[block, matrices.dtype, matrices.device].append((blocks, into[:, first:last]))
+    for matrices, into in zip(batches, polars, strict=True):
+        for run in Cut.of(matrices.shape[1], rows).runs:
+            blocks = run.of(matrices, 1).flatten(0, 1)
+            alike[run.size, matrices.dtype, matrices.device].append((blocks, run.of(into, 1)))
     # a matrix is on the device of the others, as a rule: their precision is chosen once
     for device_type in {matrices.device.type for matrices in batches}:
         with ieee_float32(device_type):
             for (*_, device), members in alike.items():
                 if device.type == device_type:
-                    polars = _polar([part for part, _ in members])
-                    for (_, into), polar in zip(members, polars, strict=True):
+                    of_blocks = _polar([blocks for blocks, _ in members])
+                    for (_, into), polar in zip(members, of_blocks, strict=True):
                         into.copy_(polar.reshape(into.shape))
-    return found
+    return polars
 
 
 def _polar(parts: list[Tensor]) -> list[Tensor]:
-    """Return the polar factors of batches ``(count, rows, columns)``."""
-    # All have the same number of rows, which is at most that of columns.
+    """Return the polar factors of batches ``(count, rows, columns)`` with equally many rows.
+
+    There are no more rows than columns.
+    """
     if parts[0].device.type != "cpu" or not has_values(parts[0]):
         dtype = torch.bfloat16 if parts[0].dtype == torch.float32 else parts[0].dtype
         return [_by_products(_with_largest_entry_1(part), dtype) for part in parts]
@@ -111,14 +108,13 @@ def _polar(parts: list[Tensor]) -> list[Tensor]:
 
 
 def _one_by_one(units: Tensor) -> Tensor:
-    """Return the polar factors of blocks, block by block."""
-    # The largest entry of each block is 1, or the block is zeros.
-    found = torch.zeros_like(units)
+    """Return the polar factors of blocks with the largest entry 1, or of zeros, block by block."""
+    polars = torch.zeros_like(units)
     for i, unit in enumerate(units):
         if bool(unit.any()):
             root = _roots((unit @ unit.mT)[None])
-            found[i] = _by_products(unit[None], unit.dtype)[0] if root is None else root[0] @ unit
-    return found
+            polars[i] = _by_products(unit[None], unit.dtype)[0] if root is None else root[0] @ unit
+    return polars
 
 
 def _with_largest_entry_1(blocks: Tensor) -> Tensor:
@@ -128,8 +124,10 @@ def _with_largest_entry_1(blocks: Tensor) -> Tensor:
 
 
 def _roots(grams: Tensor) -> Tensor | None:
-    """Return the inverse square roots of Gram matrices ``(count, rows, rows)``."""
-    # The result is None if they can't be computed.
+    """Return the inverse square roots of Gram matrices ``(count, rows, rows)``.
+
+    They are None if they cannot be computed.
+    """
     info = torch.finfo(grams.dtype)
     if grams.shape[-1] == 1:
         values, vectors = grams[..., 0], torch.ones_like(grams)
@@ -150,8 +148,7 @@ def _roots(grams: Tensor) -> Tensor | None:
 
 
 def _by_products(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the polar factors of blocks, by iterated products."""
-    # The largest entry of each block is 1, or the block is zeros.
+    """Return the polar factors of blocks with the largest entry 1, or of zeros, by products."""
     norms: Tensor = torch.linalg.matrix_norm(blocks, keepdim=True).clamp(min=0.5)
     margin = _MARGIN[dtype]
     x: Tensor = (blocks / (norms * margin)).to(dtype)

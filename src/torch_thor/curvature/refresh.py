@@ -6,16 +6,22 @@ inverted, each block by the process that owns it, and sent to all.
 """
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, wide_dtype
 from torch_thor.curvature.communication import ALONE, Processes
-from torch_thor.curvature.inverse import DAMPING_RAISES, NewFactor, invert_, relative_damping
+from torch_thor.curvature.inverse import (
+    DAMPING_RAISES,
+    NOT_POSITIVE,
+    NewFactor,
+    invert_,
+    relative_damping,
+)
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.lifecycle import Decision
 
@@ -75,21 +81,19 @@ class Candidate:
     def judge(self, now: list[list[float]], before: list[list[float]], relative: bool) -> None:
         """Apply the trace rule to the traces of new factors and those in use, by side and group."""
         layer = self.layer
-        for i, keeps in enumerate(self.without_rows):
-            if keeps:
-                for new, old in zip(now, before, strict=True):
-                    new[i] = old[i]
+        for i in compress(range(layer.kind.groups), self.without_rows):
+            for new, old in zip(now, before, strict=True):
+                new[i] = old[i]
         self.traces = now
         size = layer.kind.groups * layer.kind.inputs * layer.kind.outputs
         # relative damping multiplies both traces by the same number
         damping = 0.0 if relative else self.damping
         # tr(T · A ⊗ G + λI), summed over groups (section 3.2). F includes T, as in the damped
         # inverse
-        traces = []
-        for of_sides, rows_per_term in ((now, self.rows_per_term), (before, layer.rows_per_term)):
-            products = map(operator.mul, *of_sides) if len(of_sides) > 1 else of_sides[0]
-            traces.append(rows_per_term * math.fsum(products) + damping * size)
-        self.trace, in_use = traces
+        self.trace, in_use = (
+            rows_per_term * math.fsum(map(math.prod, zip(*traces, strict=True))) + damping * size
+            for traces, rows_per_term in ((now, self.rows_per_term), (before, layer.rows_per_term))
+        )
         if not math.isfinite(self.trace):
             self.decision = Decision.FAILED
         elif layer.refreshes and self.has_numbers:
@@ -97,35 +101,28 @@ class Candidate:
             self.decision = decide(self.change, self.thresholds)
         if self.decision is not Decision.UPDATE:
             return
+        decay = self.decay if layer.refreshes else 0.0  # else there is nothing to average with
         plain: list[bool] = []
         for factor, sums, new, old in zip(layer.stored, self.factors, now, before, strict=True):
-            averaged = new
-            if self.decay and layer.refreshes:
-                averaged = [
-                    one + self.decay * (other - one) for one, other in zip(new, old, strict=True)
-                ]
+            averaged = [n + decay * (o - n) for n, o in zip(new, old, strict=True)]
             if layer.kind.routed and not self.new:
                 # experts that have never had a row take the plain gradient: the inverse of their
                 # zeros would be I / √λ
-                plain = [one == 0 for one in averaged]
+                plain = [trace == 0 for trace in averaged]
             added = [math.sqrt(self.damping / self.rows_per_term)] * len(new)
             if relative:
-                rows = sums.cut.rows // sums.cut.groups
-                added = [
-                    relative_damping(one, rows, self.damping, sums.rows.dtype) for one in averaged
-                ]
-            stored = factor.read() if layer.refreshes else None
-            self.new.append(
-                NewFactor(factor, sums, added, stored, self.decay, self.without_rows, plain)
-            )
+                size, dtype = sums.cut.rows // sums.cut.groups, sums.rows.dtype
+                added = [relative_damping(trace, size, self.damping, dtype) for trace in averaged]
+            stored = factor.read() if decay or self.without_rows else None
+            self.new.append(NewFactor(factor, sums, added, stored, decay, self.without_rows, plain))
 
     def commit(self, report: Callable[[LayerCurvature, str], None]) -> RefreshEvent:
-        """Store the decision and the new factors."""
-        # The decision becomes FAILED if an inverse has failed.
+        """Store the decision and the new factors; where an inverse has failed, it is FAILED."""
         layer, what = self.layer, "its new factors hold NaN or inf and were not inverted"
+        level = max((new.level for new in self.new), default=0)
         if self.change is not None:
             layer.record(last_trace_change=self.change)
-        if any(one.failed for one in self.new):
+        if level == NOT_POSITIVE:
             self.decision = Decision.FAILED
             what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
         if self.decision is Decision.FAILED:
@@ -133,17 +130,15 @@ class Candidate:
                 layer, f"{what}; {'the last good inverse stays' if layer.refreshes else _PLAINLY}"
             )
         elif self.decision is Decision.UPDATE:
-            for one in self.new:
-                for inverse, found in ((False, one.blocks), (True, one.inverses)):
-                    held = [blocks for blocks in found if len(blocks)]
-                    for into, blocks in zip(
-                        one.factor.read(inverse=inverse).parts, held, strict=True
-                    ):
+            for new in self.new:
+                for inverse, parts in ((False, new.blocks), (True, new.inverses)):
+                    stored = new.factor.read(inverse=inverse).parts
+                    for into, blocks in zip(stored, filter(len, parts), strict=True):
                         into.copy_(blocks)
             if self.group_rows_per_term is not None:
                 layer.state[layer.prefix + "group_rows_per_term"] = self.group_rows_per_term
             layer.record(rows_per_term=self.rows_per_term, refreshes=layer.refreshes + 1)
-            if any(one.raised for one in self.new):
+            if level:
                 report(
                     layer,
                     "a block was not positive definite; its damping was raised for this refresh",
@@ -196,57 +191,55 @@ def refresh(
     """
     if not candidates:
         return ()
-    # with one host–device synchronisation for all layers
-    known = [c for c in candidates if c.has_numbers]
-    stored = [factor for c in known for factor in c.layer.stored]
-    traces = [sums.traces() for c in known for sums in c.factors] + [
-        factor.read().traces() for factor in stored
-    ]
+    known = [candidate for candidate in candidates if candidate.has_numbers]
+    stored = [factor for candidate in known for factor in candidate.layer.stored]
+    traces = [sums.traces() for candidate in known for sums in candidate.factors]
+    traces += [factor.read().traces() for factor in stored]
     if not traces:
         beside = None  # it is read by itself
-    for i, trace in enumerate(traces):
-        device = traces[0].device
-        wide = trace.dtype == torch.float64
-        traces[i] = trace.to(wide_dtype(device) if wide else torch.float32).to(device)
-    others = [] if beside is None else [beside.values.to(traces[0].device)]
-    extra = [] if unless is None else [unless.reshape(1).to(traces[0])]
-    numbers: list[float] = torch.cat([*traces, *others, *extra]).tolist() if traces else []
+    vectors = [*traces, *(() if beside is None else [beside.values])]
+    vectors += () if unless is None else [unless.reshape(1)]
+    # with one host–device synchronisation for all layers
+    numbers: list[float] = []
+    if vectors:
+        device = vectors[0].device
+        is_wide = any(vector.dtype == torch.float64 for vector in vectors)
+        dtype = wide_dtype(device) if is_wide else torch.float32
+        numbers = torch.cat([vector.to(dtype).to(device) for vector in vectors]).tolist()
     if unless is not None and numbers.pop():
         raise FloatingPointError("gradients are not finite")
     if beside is not None:
         count = len(numbers) - len(beside.values)
         beside.numbers = processes.gather(numbers[count:])[0]
         numbers = numbers[:count]
-    new, in_use = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
-    if processes.count > 1:
-        rows = processes.gather(numbers)
-        new = [sum(of_processes) for of_processes in zip(*rows, strict=True)][: len(new)]
-        # Those of the first process: on different hardware the last bits of a sum may differ, and
-        # if a layer stopped on one process and not on another, their weights would differ from then
-        # on.
-        in_use = rows[0][len(new) :]
-        i = 0
-        for factor in stored:
-            # which have one group: every owner adds the trace of its blocks
-            owners = factor.layout.owners
-            if owners is not None:
-                starts = [
-                    sum(of_run[r + 1] - of_run[r] for of_run in owners.bounds)
-                    for r in range(len(rows))
-                ]
-                in_use[i] = sum(rows[r][len(new) + i] for r, blocks in enumerate(starts) if blocks)
-            i += factor.layout.cut.groups
+    rows = processes.gather(numbers) if processes.count > 1 else [numbers]
+    half = len(numbers) // 2
+    new = [sum(of_processes) for of_processes in zip(*rows, strict=True)][:half]
+    # Those of the first process: on different hardware the last bits of a sum may differ, and if a
+    # layer stopped on one process and not on another, their weights would differ from then on.
+    in_use = rows[0][half:]
+    i = 0
+    for factor in stored:
+        owners = factor.layout.owners
+        # which have one group: every owner adds the trace of its blocks
+        if owners is not None:
+            in_use[i] = sum(
+                row[half + i]
+                for rank, row in enumerate(rows)
+                if any(bounds[rank] < bounds[rank + 1] for bounds in owners.bounds)
+            )
+        i += factor.layout.cut.groups
     numbers_of = iter(new), iter(in_use)
-    for one in candidates:
+    for candidate in candidates:
         now, before = (
             [
-                [next(of) if one.has_numbers else 1.0 for _ in range(one.layer.kind.groups)]
-                for _ in one.factors
+                [next(of) if candidate.has_numbers else 1.0 for _ in range(groups)]
+                for groups in [candidate.layer.kind.groups] * len(candidate.factors)
             ]
             for of in numbers_of
         )
-        one.judge(now, before, relative)
-    invert_([factor for one in candidates for factor in one.new], processes)
+        candidate.judge(now, before, relative)
+    invert_([factor for candidate in candidates for factor in candidate.new], processes)
     # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises
     # from here on
-    return tuple(one.commit(report) for one in candidates)
+    return tuple(candidate.commit(report) for candidate in candidates)

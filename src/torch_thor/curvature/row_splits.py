@@ -84,8 +84,8 @@ def split_rows(module: nn.Module, sizes: Sequence[int] | int) -> None:
 
 def declared_of(module: nn.Module) -> Declared | None:
     """Return what ``split_rows`` has declared of a module."""
-    found: Declared | None = vars(module).get(_DECLARED)
-    return found
+    declared: Declared | None = vars(module).get(_DECLARED)
+    return declared
 
 
 def sizes_of(declared: Declared, outputs: int) -> tuple[int, ...] | None:
@@ -107,14 +107,14 @@ def geometry_of(module: nn.Module) -> Geometry | None:
     kind = kind_of(module)
     if kind is not None and kind.diagonal_input:
         return None
-    found = (
+    geometry = (
         matrix_of(module, parameter_names_of(module)[0], weight) if kind is None else kind.geometry
     )
-    if found is None or found.groups > 1:
+    if geometry is None or geometry.groups > 1:
         return None
-    is_by_columns = found.taps > 0 or (found.transposed and weight.dim() == 2)
-    is_by_rows = found.is_by_rows(tuple(weight.shape)) and not found.transposed
-    return found if is_by_columns or is_by_rows else None
+    is_by_columns = geometry.taps > 0 or (geometry.transposed and weight.dim() == 2)
+    is_by_rows = geometry.is_by_rows(tuple(weight.shape)) and not geometry.transposed
+    return geometry if is_by_columns or is_by_rows else None
 
 
 def _weight_of(module: nn.Module) -> Any:
@@ -123,9 +123,8 @@ def _weight_of(module: nn.Module) -> Any:
 
 def _has_parameter_like(module: nn.Module, weight: Tensor) -> bool:
     """Return whether a module has the weight, or computes it (pruning, a parametrization)."""
-    own = [p for p in module._parameters.values() if p is not None]
-    computed = nn.utils.parametrize.is_parametrized(module)
-    return computed or any(p.shape == weight.shape for p in own)
+    shapes = [p.shape for p in module._parameters.values() if p is not None]
+    return nn.utils.parametrize.is_parametrized(module) or weight.shape in shapes
 
 
 def _checked(sizes: Any) -> Declared:
@@ -169,9 +168,9 @@ _TAKEN: WeakSet[Taken] = WeakSet()
 
 def take(splits: Mapping[nn.Module, RowSplit]) -> Taken:
     """Note what an optimizer has taken, for as long as it keeps the result."""
-    found = Taken(splits)
-    _TAKEN.add(found)
-    return found
+    taken = Taken(splits)
+    _TAKEN.add(taken)
+    return taken
 
 
 def _check_not_taken(module: nn.Module, declared: Declared, outputs: int) -> None:

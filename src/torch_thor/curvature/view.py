@@ -78,17 +78,17 @@ class ParameterView:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The whole parameter."""
-        found = self.present
-        if found is None:
-            found = getattr(self.module, self.attribute)  # a lookup that the module defines itself
-        if not isinstance(found, nn.Parameter):
+        """The parameter with all its rows."""
+        parameter = self.present
+        if parameter is None:
+            parameter = getattr(self.module, self.attribute)  # where the module defines the lookup
+        if not isinstance(parameter, nn.Parameter):
             raise RuntimeError(
                 f"{self.attribute!r} of {self.module} is no parameter any more: it was pruned or "
                 "parametrised after the optimizer was made, and is computed from other "
                 "parameters. The next step trains those plainly"
             )
-        return found
+        return parameter
 
     @property
     def present(self) -> nn.Parameter | None:
@@ -96,15 +96,13 @@ class ParameterView:
 
         It is None if the module has none, or computes it from others (pruning).
         """
-        if self.divided is not None:
-            return self.divided
-        return self.module._parameters.get(self.attribute)
+        return self.module._parameters.get(self.attribute) if self.divided is None else self.divided
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter, also if the module computes it."""
-        found = getattr(self.module, self.attribute) if self.divided is None else self.divided
-        return tuple(found.shape)
+        """The shape of the parameter with all its rows, also if the module computes it."""
+        tensor = getattr(self.module, self.attribute) if self.divided is None else self.divided
+        return tuple(tensor.shape)
 
     def has_gradient(self) -> bool:
         """Return whether a loss has reached the parameter.

@@ -76,16 +76,16 @@ def count_rows(
     """
     counts: list[float] = []
     for layer in layers:
-        own = layer.statistics
-        counts += [own.rows, layer in reached, layer.name in inside_transform, *own.group_rows]
+        rows, group_rows = layer.statistics.rows, layer.statistics.group_rows
+        counts += [rows, layer in reached, layer.name in inside_transform, *group_rows]
     totals = iter([sum(column) for column in zip(*processes.gather(counts), strict=True)])
     for layer in layers:
-        own = layer.statistics
-        own.rows = int(next(totals))
+        statistics = layer.statistics
+        statistics.rows = int(next(totals))
         if next(totals):
             reached.add(layer)
         if next(totals):
             inside_transform.add(layer.name)
-        own.group_rows = [int(next(totals)) for _ in own.group_rows]
-        if own.rows:
-            own.sums()  # zeros on a process without rows, which takes part in the sum
+        statistics.group_rows = [int(next(totals)) for _ in statistics.group_rows]
+        if statistics.rows:
+            statistics.sums()  # zeros on a process without rows, which takes part in the sum

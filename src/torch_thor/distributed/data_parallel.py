@@ -47,9 +47,9 @@ class DataParallel(Processes):
         if not numbers:
             return [[] for _ in range(self.count)]
         # not every device has float64
-        own = torch.tensor(_as_integers(numbers), dtype=torch.int64, device=self._device)
-        gathered = own.new_empty(self.count * len(own))
-        all_gather(gathered, own, self._group)
+        bits = torch.tensor(_as_integers(numbers), dtype=torch.int64, device=self._device)
+        gathered = bits.new_empty(self.count * len(bits))
+        all_gather(gathered, bits, self._group)
         return [_as_floats(row) for row in gathered.view(self.count, -1).tolist()]
 
     def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
@@ -64,24 +64,24 @@ class DataParallel(Processes):
         for alike, flat, pieces, padded in self._flattened(parts, bounds):
             for rank, piece in enumerate(pieces):
                 _each(pack, alike, rank, piece)
-            own = pieces[self.rank]
+            local = pieces[self.rank]
             if padded:
-                own = torch.empty_like(own)
-                reduce_scatter(own, flat, self._group)
+                local = torch.empty_like(local)
+                reduce_scatter(local, flat, self._group)
             else:
                 dist.all_reduce(flat, group=self._group)
-            _each(unpack_, alike, self.rank, own)
+            _each(unpack_, alike, self.rank, local)
 
     def share_(self, parts: Sequence[Tensor], bounds: Bounds, among: Among = "all") -> None:
         """Send all blocks from owners to all ranks, in one collective per dtype and device."""
         group = self._among(among)
         rank = dist.get_rank(group)
         for alike, flat, pieces, padded in self._flattened(parts, bounds):
-            own = torch.zeros_like(pieces[rank]) if padded else pieces[rank]
-            _each(pack, alike, rank, own)
+            local = torch.zeros_like(pieces[rank]) if padded else pieces[rank]
+            _each(pack, alike, rank, local)
             owners = [i for i, piece in enumerate(pieces) if len(piece)]
             if padded:
-                all_gather(flat, own, group)
+                all_gather(flat, local, group)
             elif len(owners) == 1:
                 dist.broadcast(flat, dist.get_global_rank(group, owners[0]), group=group)
             else:
@@ -94,29 +94,31 @@ class DataParallel(Processes):
 
     def all_reduce(self, tensor: Tensor, among: Among = "all") -> Tensor:
         """Return the sum of a tensor over processes, in the widest dtype of their device."""
-        found = tensor.to(self._device, wide_dtype(self._device), copy=True)
-        dist.all_reduce(found, group=self._among(among))
-        return found
+        total = tensor.to(self._device, wide_dtype(self._device), copy=True)
+        dist.all_reduce(total, group=self._among(among))
+        return total
 
     def all_to_all(
         self, tensor: Tensor, sent: list[int], received: list[int], among: Among = "all"
     ) -> Tensor:
         """Exchange elements of a vector: as many of each process as ``received`` says."""
-        found = torch.empty(sum(received), dtype=tensor.dtype, device=self._device)
+        result = torch.empty(sum(received), dtype=tensor.dtype, device=self._device)
         dist.all_to_all_single(
-            found, tensor.to(self._device), received, sent, group=self._among(among)
+            result, tensor.to(self._device), received, sent, group=self._among(among)
         )
-        return found.to(tensor.device)
+        return result.to(tensor.device)
 
     def _flattened(
         self, parts: Sequence[Tensor], bounds: Bounds
     ) -> Iterator[tuple[_Alike, Tensor, Sequence[Tensor], bool]]:
-        """Yield blocks of one dtype and device, a tensor for all, and its pieces by owner."""
-        # Whether the pieces are padded is yielded too.
-        found: defaultdict[tuple[torch.dtype, torch.device], _Alike] = defaultdict(list)
+        """Yield blocks of one dtype and device, a tensor for all, and its pieces by owner.
+
+        With them, whether the pieces are padded to one size.
+        """
+        by_place: defaultdict[tuple[torch.dtype, torch.device], _Alike] = defaultdict(list)
         for part, of_ranks in zip(parts, bounds, strict=True):
-            found[part.dtype, part.device].append((part, of_ranks))
-        for alike in found.values():
+            by_place[part.dtype, part.device].append((part, of_ranks))
+        for alike in by_place.values():
             sizes = packed_sizes(
                 [(len(part), part.shape[-1]) for part, _ in alike], [of for _, of in alike]
             )

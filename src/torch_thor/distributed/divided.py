@@ -39,22 +39,22 @@ def owners_of(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersO
     for layout in (factor.layout for _, factor in factors):
         fixed += [None] * len(layout.cut.blocks) if layout.owners is None else layout.owners.bounds
     dealt = iter(deal_out(shapes, processes.count, tuple(fixed)))
-    found: OwnersOf = {}
+    owners: OwnersOf = {}
     for layer, factor in factors:
         bounds = tuple(tuple(next(dealt)) for _ in factor.layout.cut.blocks)
         if factor.layout.owners is None and factor.layout.cut.groups == 1:
-            owners = Owners(bounds, processes.rank, processes=processes)
-            found.setdefault(layer, {})[factor.side] = owners
-    return found
+            of_factor = Owners(bounds, processes.rank, processes=processes)
+            owners.setdefault(layer, {})[factor.side] = of_factor
+    return owners
 
 
 def divide(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
     """Divide the curvature of layers among the processes, and return the owners of its blocks."""
-    # of factors that are in the state, the own blocks stay
-    found = owners_of(layers, processes) if processes.count > 1 else {}
+    # of factors that are in the state, each process keeps its blocks
+    owners_of_blocks = owners_of(layers, processes) if processes.count > 1 else {}
     present = [
         (layer, factor, inverse, factor.read(inverse=inverse))
-        for layer, owners in found.items()
+        for layer, owners in owners_of_blocks.items()
         for factor in layer.stored
         if factor.side in owners and factor.layout.keys[0] in layer.state
         for inverse in (False, True)
@@ -62,35 +62,35 @@ def divide(layers: Iterable[LayerCurvature], processes: Processes) -> OwnersOf:
     # several layers may be rows of one entry, which all have been read now
     for layer, factor, inverse, _ in present:
         layer.state.pop(factor.layout.keys[inverse], None)
-    for layer, factor, inverse, whole in present:
-        own = found[layer][factor.side]
-        layout = layout_of(factor.side, layer.kind, layer.weight_view, layer.prefix, own)
-        blocks = Blocks(layout.local, whole.rows.new_zeros(layout.shape))
-        held = [part[own.held(i)] for i, part in enumerate(whole.parts)]
-        for into, part in zip(blocks.parts, [part for part in held if len(part)], strict=True):
+    for layer, factor, inverse, full in present:
+        owners = owners_of_blocks[layer][factor.side]
+        layout = layout_of(factor.side, layer.kind, layer.weight_view, layer.prefix, owners)
+        local = Blocks(layout.local, full.rows.new_zeros(layout.shape))
+        for into, part in zip(local.parts, owners.local_parts(full.parts), strict=True):
             into.copy_(part)
-        layer.state[layout.keys[inverse]] = blocks.rows
-    return found
+        layer.state[layout.keys[inverse]] = local.rows
+    return owners_of_blocks
 
 
 def turns_of_parameters(
     parameters: Iterable[nn.Parameter], bound: Any
 ) -> list[tuple[frozenset[int], list[Factor]]]:
     """Return in which turns inverses are collected, for some of the parameters (by id) each."""
-    needs: list[tuple[int, list[Factor]]] = []
-    for parameter in parameters:
-        shares = [share for share in bound.shares(parameter) if share.layer.refreshes]
-        if shares:
-            of_shares = [
-                (share, factor)
-                for share in shares
-                for factor in share.layer.stored
-                if factor.layout.is_partitioned
-            ]
-            needs.append(
-                (id(parameter), [f for share, f in of_shares if share.is_weight or f.side == "G"])
-            )
-    return list(turns_of(needs))
+    shares_of = {
+        id(parameter): [share for share in bound.shares(parameter) if share.layer.refreshes]
+        for parameter in parameters
+    }
+    needs = {
+        key: [
+            factor
+            for share in shares
+            for factor in share.layer.stored
+            if factor.layout.is_partitioned and (share.is_weight or factor.side == "G")
+        ]
+        for key, shares in shares_of.items()
+        if shares
+    }
+    return list(turns_of(needs.items()))
 
 
 def turns_of(

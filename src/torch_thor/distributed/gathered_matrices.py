@@ -40,34 +40,34 @@ def orthogonalise_whole_(
     matrices: Sequence[DividedMatrix], shards: RowShards, rows: int | None, processes: Processes
 ) -> None:
     """Replace matrices by their polar factors, or those of their blocks, each scaled to norm 1."""
-    owned = deal_out_matrices(tuple(one.cost(rows) for one in matrices), shards.count)
+    owned = deal_out_matrices(tuple(matrix.cost(rows) for matrix in matrices), shards.count)
     by_owner = [matrices[i] for of_owner in owned for i in of_owner]
     mine = [matrices[i] for i in owned[shards.source]]
     to_owners = [sum(matrices[i].own.numel() for i in of_owner) for of_owner in owned]
     # of each matrix the rows of each process, and for each process the elements of each matrix
-    held = [[last - first for first, last in itertools.pairwise(one.bounds)] for one in mine]
+    lengths = [[last - first for first, last in itertools.pairwise(m.bounds)] for m in mine]
     sizes = [
-        [n * one.own.shape[1:].numel() for one, n in zip(mine, of, strict=True)]
-        for of in zip(*held, strict=True)
+        [n * matrix.own.shape[1:].numel() for matrix, n in zip(mine, of_process, strict=True)]
+        for of_process in zip(*lengths, strict=True)
     ]
     from_processes = [sum(of_process) for of_process in sizes] or [0] * shards.count
-    sent = torch.cat([one.own.flatten() for one in by_owner])
+    sent = torch.cat([matrix.own.flatten() for matrix in by_owner])
     received = processes.all_to_all(sent, to_owners, from_processes, "shards")
     parts = received.split(list(itertools.chain(*sizes)))
-    whole = [
-        torch.cat(parts[i :: len(mine)]).view(-1, *one.own.shape[1:]) for i, one in enumerate(mine)
+    gathered = [
+        torch.cat(parts[i :: len(mine)]).view(-1, *matrix.own.shape[1:])
+        for i, matrix in enumerate(mine)
     ]
-    as_matrices = [one.geometry.to_matrix(tensor) for one, tensor in zip(mine, whole, strict=True)]
+    as_matrices = [m.geometry.to_matrix(tensor) for m, tensor in zip(mine, gathered, strict=True)]
     wide = [matrix.mT if matrix.shape[1] > matrix.shape[2] else matrix for matrix in as_matrices]
     for i, unit in enumerate(unit_polars(wide, rows)):
         wide[i].copy_(unit)  # a view of the matrix
-        mine[i].geometry.from_matrix_(as_matrices[i], whole[i])
-    by_process = zip(*[one.split(of) for one, of in zip(whole, held, strict=True)], strict=True)
-    results = [part.flatten() for of_process in by_process for part in of_process]
+        mine[i].geometry.from_matrix_(as_matrices[i], gathered[i])
+    pieces = [tensor.split(of_matrix) for tensor, of_matrix in zip(gathered, lengths, strict=True)]
+    results = [piece.flatten() for of_process in zip(*pieces, strict=True) for piece in of_process]
     returned = processes.all_to_all(
         torch.cat(results) if results else sent[:0], from_processes, to_owners, "shards"
     )
-    for one, result in zip(
-        by_owner, returned.split([one.own.numel() for one in by_owner]), strict=True
-    ):
-        one.own.copy_(result.view_as(one.own))
+    by_matrix = returned.split([matrix.own.numel() for matrix in by_owner])
+    for matrix, result in zip(by_owner, by_matrix, strict=True):
+        matrix.own.copy_(result.view_as(matrix.own))

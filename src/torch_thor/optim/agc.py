@@ -19,7 +19,7 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.kinds import kind_of, parameter_names_of
 from torch_thor.curvature.kinds.matrix import ConvKind
-from torch_thor.optim.excluding import check_dense, excluded_parameters, whole
+from torch_thor.optim.excluding import check_dense, excluded_parameters, gathered
 from torch_thor.optim.model_argument import parameters_of
 from torch_thor.optim.options import check
 
@@ -118,7 +118,7 @@ def linear_layers(model: nn.Module | None) -> list[tuple[str, nn.Linear]]:
 
 def units_of(model: nn.Module | None) -> dict[Tensor, Units]:
     """Find the units of the weights of all layers that have a kind."""
-    found: dict[Tensor, Units] = {}
+    of_weights: dict[Tensor, Units] = {}
     for module in [] if model is None else model.modules():
         weight = module._parameters.get(parameter_names_of(module)[0])
         if weight is None or weight.dim() < 2:
@@ -133,8 +133,8 @@ def units_of(model: nn.Module | None) -> dict[Tensor, Units]:
         geometry, dim = kind.geometry, int(kind.transposed)
         in_place = geometry.is_view and (weight.dim() == 2 or not geometry.transposed)
         units = geometry.groups * geometry.outputs
-        found[weight] = dim if in_place and weight.shape[dim] == units else geometry
-    return found
+        of_weights[weight] = dim if in_place and weight.shape[dim] == units else geometry
+    return of_weights
 
 
 def clip(
@@ -153,16 +153,17 @@ def clip(
         factors = torch.where(too_long, limits / of_gradients, 1.0)
         sizes = [len(matrix) for matrix, _ in rows]
         statistics.append(ClipStatistics(too_long.sum(), sum(sizes)))
-        for i, own in zip(
-            batch, factors.split(sizes) if len(batch) > 1 else [factors], strict=True
-        ):
-            gradients[i] = multiply(gradients[i], _spread(own, entries[i][2], gradients[i]))
+        of_entries = factors.split(sizes) if len(batch) > 1 else [factors]
+        for i, factor in zip(batch, of_entries, strict=True):
+            gradients[i] = multiply(gradients[i], _spread(factor, entries[i][2], gradients[i]))
     return gradients, statistics
 
 
 def add_up(statistics: list[ClipStatistics]) -> ClipStatistics:
     """Add up the statistics of several batches of parameters."""
-    clipped = [whole(each.clipped) for each in statistics] or [torch.zeros((), dtype=torch.int64)]
+    clipped = [gathered(each.clipped) for each in statistics] or [
+        torch.zeros((), dtype=torch.int64)
+    ]
     # the sum of counts without numbers has none either
     device = next((count for count in clipped if count.is_meta), clipped[0]).device
     on_one_device = torch.stack([count.to(device, non_blocking=True) for count in clipped])
@@ -201,7 +202,7 @@ def _rows(tensor: Tensor, units: Any) -> Tensor:
     elif isinstance(units, int):
         rows = tensor.movedim(units, 0)
     else:
-        matrix = units.to_matrix(whole(tensor))
+        matrix = units.to_matrix(gathered(tensor))
         rows = (matrix.mT if units.transposed else matrix).flatten(0, 1)
     rows = torch.view_as_real(rows) if rows.is_complex() else rows
     # DTensor flattens no uneven shards

@@ -153,22 +153,21 @@ class AGCSGD(ExcludingOptimizer):
         if group["momentum"]:
             self.state[parameter]["momentum_buffer"] = torch.full_like(parameter, -0.0)
 
-    def _update(self, found: list[list[Found]]) -> None:
-        parts: list[ClipStatistics] = []
-        for group, own in zip(self.param_groups, found, strict=True):
-            for part in [[one] for one in own] if group["foreach"] is False else [own]:
-                parts += self._update_together(group, part)
-        self.clip_statistics = add_up(parts)
+    def _update(self, of_groups: list[list[Found]]) -> None:
+        statistics: list[ClipStatistics] = []
+        for group, together in zip(self.param_groups, of_groups, strict=True):
+            for part in [[p] for p in together] if group["foreach"] is False else [together]:
+                statistics += self._update_together(group, part)
+        self.clip_statistics = add_up(statistics)
 
-    def _update_together(self, group: Group, found: list[Found]) -> list[ClipStatistics]:
-        params = [p for _, p, _ in found]
-        clipped, statistics = clip(
-            [(p, gradient, slot.units) for slot, p, gradient in found], group, torch.mul
-        )
+    def _update_together(self, group: Group, part: list[Found]) -> list[ClipStatistics]:
+        params = [p for _, p, _ in part]
+        entries = [(p, gradient, slot.units) for slot, p, gradient in part]
+        clipped, statistics = clip(entries, group, torch.mul)
         # copies of what is not clipped, too, because torch's foreach SGD adds the momentum into the
         # gradients
         gradients = [
-            new.to(g.dtype, copy=new is g) for new, (_, _, g) in zip(clipped, found, strict=True)
+            new.to(g.dtype, copy=new is g) for new, (_, _, g) in zip(clipped, part, strict=True)
         ]
         buffers = [self.state.get(p, {}).get("momentum_buffer") for p in params]
         # without a buffer torch's first step is not dampened; with a zero buffer it is

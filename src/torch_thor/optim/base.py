@@ -6,6 +6,7 @@ refresh of the layers' curvature, and reports.
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial, wraps
 from operator import attrgetter
 from types import MappingProxyType
@@ -38,8 +39,8 @@ from torch_thor.optim.options import (
     options_in,
     scoped,
 )
-from torch_thor.optim.plan import Bound
-from torch_thor.optim.preconditioner import Form, Preconditioner
+from torch_thor.optim.plan import Bound, Form
+from torch_thor.optim.preconditioner import Preconditioner
 from torch_thor.optim.state_dict import VERSION
 from torch_thor.torch_internals import (
     compiler_in_use,
@@ -93,9 +94,10 @@ class EagerStep(torch.optim.Optimizer):
 
     def _own_groups(self) -> None:
         """Take groups that other code has put in the place of the optimizer's as its own."""
-        for i, group in enumerate(self.param_groups):
-            if not isinstance(group, OptionGroup):
-                self.param_groups[i] = OptionGroup(group)
+        self.param_groups[:] = [
+            group if isinstance(group, OptionGroup) else OptionGroup(group)
+            for group in self.param_groups
+        ]
 
     def _check_group(self, group: Group) -> None:
         """Raise ValueError for an option that is out of range."""
@@ -189,13 +191,8 @@ class CurvatureOptimizer(EagerStep):
         skipped_steps: the number of steps that were skipped because a gradient was not finite.
     """
 
-    sides: ClassVar[tuple[str, ...]] = ("A", "G")  # the factors that are used: these or ("A",)
-    rest: ClassVar[Rest] = Rest("plain momentum")  # how it trains what has no factors, in words
-    # whether the damping is relative to the mean diagonal of a factor
-    relative_damping: ClassVar[bool] = False
-    # where a group has none
-    trace_thresholds: ClassVar[tuple[float, float]] = OPTIONS["trace_thresholds"].default
-    orthogonalises: ClassVar[bool] = False  # whether whole matrices can be asked for
+    # the factors that it uses, and how it trains what has none
+    form: ClassVar[Form] = Form(Rest("plain momentum"))
     # the lr that serves all tasks from scratch, so that another is told; None if there is none
     usual_lr: ClassVar[float | None] = None
 
@@ -211,30 +208,27 @@ class CurvatureOptimizer(EagerStep):
         options = options_in(given)
         more = {name: given.get(name, OPTIONS[name].default) for name in scoped("optimizer")}
         check(type(self), {**options, **more, "layers": None})  # they are selected in the model
-        self._distributed = more["distributed"] or Distributed()
-        if self._distributed.whole_matrices and not self.orthogonalises:
+        distributed = more["distributed"] or Distributed()
+        if distributed.whole_matrices and not self.form.orthogonalises:
             raise ValueError(
                 f"whole_matrices=True: must be False with {label}, which orthogonalises nothing; "
                 "leave it out"
             )
-        form = Form(
-            type(self),
-            tuple(options),
-            self.sides,
-            self.rest,
-            self.relative_damping,
-            self.trace_thresholds,
-            more["loss_reduction"],
-            more["fisher"],
+        form = replace(
+            self.form,
+            optimizer=type(self),
+            options=tuple(options),
+            loss_reduction=more["loss_reduction"],
+            fisher=more["fisher"],
         )
-        self._curvature = Preconditioner(model, form, more["layers"], self._distributed)
+        self._curvature = Preconditioner(model, form, more["layers"], distributed)
         self.loss_terms: LossTerms = None
         self.nonfinite = "raise"
         self.grad_scaler: Any = None
         self._skipped_steps = 0
         self._check: Check | None = None  # of the gradients of the step before, on an accelerator
-        # the entries that processes divide, collected
-        self._whole: dict[Tensor, dict[str, Any]] | None = None
+        # states with the entries that processes divide, collected
+        self._consolidated: dict[Tensor, dict[str, Any]] | None = None
         options.update(COUNTERS)
         super().__init__(params, options)
         bound = self._bound()
@@ -260,7 +254,7 @@ class CurvatureOptimizer(EagerStep):
         doc="The layers that are preconditioned, as they were given.",
     )
     distributed = property(
-        attrgetter("_distributed"), doc="How this optimizer trains with other processes."
+        attrgetter("_curvature.distributed"), doc="How this optimizer trains with other processes."
     )
     loss_reduction = property(
         attrgetter("_curvature.form.loss_reduction"),
@@ -307,8 +301,9 @@ class CurvatureOptimizer(EagerStep):
                 curvature.capture.discard()
                 self._skipped_steps += inputs.nonfinite
                 return loss
-            made = self._make_parameter_state, self._look
-            bound = curvature.refresh(inputs, *made, state_only=state_only)
+            bound = curvature.refresh(
+                inputs, self._make_parameter_state, self._look, state_only=state_only
+            )
             # nothing raises from here on, so a step is taken completely or not at all
             if not state_only:
                 with ExitStack() as precision:
@@ -370,15 +365,13 @@ class CurvatureOptimizer(EagerStep):
     def _advance(self, inputs: Inputs) -> None:
         """Count the step, and register the hooks that the next one needs."""
         if inputs.check is not None:
-            self._check, counters = (
-                inputs.check,
-                [(group["step"], group["next_refresh"]) for group in self.param_groups],
-            )
-            self._check.undo = partial(self._undo, counters)
-            self._check.send()
+            counters = [(group["step"], group["next_refresh"]) for group in self.param_groups]
+            inputs.check.send(undo=partial(self._undo, counters))
+            self._check = inputs.check
         for group, at in zip(self.param_groups, inputs.next_refreshes, strict=True):
             dict.update(group, step=group["step"] + 1, next_refresh=at)  # plain already
-        self._whole = None  # what consolidate_state_dict() has collected is that of the step before
+        # what consolidate_state_dict() has collected is that of the step before
+        self._consolidated = None
         warnings, bound = self._curvature.warnings, inputs.bound
         if not inputs.largest and bound.plan.first_shards is None:
             warnings.note_nothing_trained(bound, self._known)
@@ -448,8 +441,8 @@ class CurvatureOptimizer(EagerStep):
         """
         self._settle(raises=False)
         bound = self._curvature.bound
-        divided = bound is not None and bool(bound.owners)
-        with persistence.whole_state(self.state, self._whole, divided=divided):
+        is_divided = bound is not None and bool(bound.owners)
+        with persistence.consolidating(self.state, self._consolidated if is_divided else {}):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -466,7 +459,7 @@ class CurvatureOptimizer(EagerStep):
                 holds NaN or inf, an option that is out of range, or an unknown schedule.
         """
         persistence.load(self, self._curvature, super().load_state_dict, state_dict)
-        self._whole = None
+        self._consolidated = None
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Collect the curvature that is divided among the processes, for the next ``state_dict``.
@@ -478,8 +471,8 @@ class CurvatureOptimizer(EagerStep):
             to: the rank that collects, in the process group; None for all, as
                 torch.distributed.checkpoint needs it.
         """
-        self._whole = None
-        self._whole = persistence.consolidated(self._bound(), self._curvature, to)
+        self._consolidated = None
+        self._consolidated = persistence.consolidated(self._bound(), self._curvature, to)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

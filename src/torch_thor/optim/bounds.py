@@ -1,5 +1,7 @@
 """The two bounds of THOR: on a step beside its weight (``max_update_ratio``), and ``kl_clip``."""
 
+from operator import itemgetter
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from torch_thor.curvature.blocks import has_values, to_device
 from torch_thor.curvature.communication import Processes
 from torch_thor.optim.plan import Bound
 from torch_thor.optim.update import Directions, trust_ratios
-from torch_thor.optim.works import Work
+from torch_thor.optim.works import Work, dense
 
 # Elements of a direction: copying so many is cheaper than a kernel of their own.
 _SMALL = 2**16
@@ -54,8 +56,8 @@ def _shorten_on_device(work: Work, d: list[Tensor], lr: float, ratio: float) -> 
     rest = dict(enumerate(ratios))
     for batch in work.batches:
         if batch.result is not None:  # the directions of its members are views of it
-            own = [rest.pop(one.index) for one in batch.members]
-            batch.result.mul_(torch.stack(own)[:, None])
+            of_members = [rest.pop(matrix.index) for matrix in batch.members]
+            batch.result.mul_(torch.stack(of_members)[:, None])
     small = [i for i in rest if d[i].is_contiguous() and d[i].numel() <= _SMALL]
     if len(small) > 1:
         _multiply_as_vector(work, d, {i: rest.pop(i) for i in small})
@@ -89,25 +91,14 @@ def within_kl_clip(directions: Directions, bound: Bound, processes: Processes) -
             continue
         clipped.append((work, d))
         for i, (direction, gradient) in enumerate(zip(d, work.gradients, strict=True)):
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            product = torch.sum(direction * dense) * float(work.group["lr"]) ** 2
+            product = torch.sum(direction * dense(gradient)) * float(work.group["lr"]) ** 2
             products[work.weights[i] is not work.parameters[i]].append((work.order[i], product))
     if all(group["kl_clip"] is None for group in bound.groups):
         return
-    # in the order of the model, so that the sum does not depend on how parameters are grouped
-    sums = {
-        divided: [p for _, p in sorted(found, key=lambda pair: pair[0])]
-        for divided, found in products.items()
-    }
-    for divided, found in sums.items():  # those on the meta device count for nothing beside others
-        sums[divided] = [product for product in found if has_values(product)] or found
-    whole, rows = (
-        torch.stack([p.to(x[0].device) for p in x]).sum() if x else None for x in sums.values()
-    )
-    divergence = whole
+    divergence, of_rows = _sum(products[False]), _sum(products[True])
     if bound.plan.first_shards is not None:
-        of_all = processes.all_reduce(torch.zeros(()) if rows is None else rows, "shards")
-        divergence = of_all if whole is None else of_all + whole.to(of_all)
+        total = processes.all_reduce(torch.zeros(()) if of_rows is None else of_rows, "shards")
+        divergence = total if divergence is None else total + divergence.to(total)
     for work, d in clipped:
         assert divergence is not None
         limit = float(work.group["kl_clip"]) / divergence.clamp(
@@ -115,3 +106,13 @@ def within_kl_clip(directions: Directions, bound: Bound, processes: Processes) -
         )
         torch._foreach_mul_(d, limit.sqrt().clamp(max=1.0).to(d[0]))
         yield work, d
+
+
+def _sum(products: list[tuple[int, Tensor]]) -> Tensor | None:
+    """Return the sum of numbers in the order of the model, so that groups do not matter."""
+    ordered = [product for _, product in sorted(products, key=itemgetter(0))]
+    # those on the meta device count for nothing beside others
+    present = [product for product in ordered if has_values(product)] or ordered
+    if not present:
+        return None
+    return torch.stack([product.to(present[0].device) for product in present]).sum()

@@ -49,12 +49,12 @@ def refuse_divided_parameters(optimizer: str) -> None:
         if _package(frame) not in _DIVIDERS:
             continue
         caller = frame.f_locals.get("self")
-        found = _DIVIDING.intersection(base.__name__ for base in type(caller).__mro__)
-        if found and getattr(caller, "world_size", 1) > 1:
+        dividing = _DIVIDING.intersection(base.__name__ for base in type(caller).__mro__)
+        if dividing and getattr(caller, "world_size", 1) > 1:
             raise ValueError(
-                f"{found.pop()} gives each process the parameters of its own part, so {optimizer} "
-                "would have other layers on each, while the statistics of each layer come from "
-                f"all. Make {optimizer}(model, distributed=torch_thor.Distributed("
+                f"{dividing.pop()} gives each process the parameters of its own part, so "
+                f"{optimizer} would have other layers on each, while the statistics of each layer "
+                f"come from all. Make {optimizer}(model, distributed=torch_thor.Distributed("
                 "divide_curvature=True)), which divides the curvature among the processes, or "
                 "give FSDP2's fully_shard the model first, which divides momentum and weights too"
             )

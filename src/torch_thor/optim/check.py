@@ -7,7 +7,6 @@ then waits for the host. So on an accelerator the update is done unless the numb
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,24 +48,24 @@ class Check:
         # above it the step could overflow
         most = min(1.0, damping) * torch.finfo(torch.float32).max
         self.unless = 1.0 - (self._norms.max() <= most).to(torch.float32)  # 1 for NaN too
-        self._event: Any = None
-        self._found: Tensor | None = None
-        self.undo: Callable[[], None] = lambda: None  # puts the counters of the host back
 
-    def send(self) -> None:
-        """Start to copy the number to the host, without waiting for it."""
-        device = self.unless.device
+    def send(self, undo: Callable[[], None]) -> None:
+        """Start to copy the number to the host, without waiting for it.
+
+        Args:
+            undo: puts the counters of the host back, if the step has changed nothing.
+        """
+        self.undo, device = undo, self.unless.device
         pinned = device.type in WITH_PINNED_MEMORY
-        self._found = torch.empty((), dtype=torch.float32, pin_memory=pinned)
-        self._found.copy_(self.unless, non_blocking=True)
+        self._on_host = torch.empty((), dtype=torch.float32, pin_memory=pinned)
+        self._on_host.copy_(self.unless, non_blocking=True)
         self._event = torch.Event(device)
         self._event.record()
 
     def failed(self) -> bool:
         """Return whether the step has changed nothing; waits until the device has got so far."""
-        assert self._found is not None
         self._event.synchronize()
-        return bool(self._found)
+        return bool(self._on_host)
 
     def bad(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are not finite."""

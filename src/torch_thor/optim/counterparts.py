@@ -172,12 +172,12 @@ def refused(optimizer: Any, values: Mapping[str, Any]) -> str:
     )
 
 
-def check_group(optimizer: type, group: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_group(optimizer: type, group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raise ValueError for an option of another optimizer in a parameter group."""
     asked = {
         name: value
         for name, value in group.items()
-        if not (name in own or name in _ARGUMENTS or name in _OF_MODEL) and _asks(name, value)
+        if not (name in known or name in _ARGUMENTS or name in _OF_MODEL) and _asks(name, value)
     }
     if message := refused(optimizer, asked):
         raise ValueError(message)
@@ -192,11 +192,11 @@ def _asks(name: str, value: Any) -> bool:
 
 def names_counterparts(init: Callable[P, None]) -> Callable[P, None]:
     """Let a constructor refuse keywords of other optimizers with their counterparts."""
-    own = inspect.signature(init).parameters
+    known = inspect.signature(init).parameters
 
     @wraps(init)
     def checked(*args: P.args, **options: P.kwargs) -> None:
-        foreign = {name: value for name, value in options.items() if name not in own}
+        foreign = {name: value for name, value in options.items() if name not in known}
         if foreign and (message := refused(type(args[0]), foreign)):
             raise TypeError(message)
         init(*args, **options)

@@ -1,6 +1,7 @@
 """A base class of optimizers that treat the parameters of ``exclude`` in a way of their own."""
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch_thor.optim.base import EagerStep
 from torch_thor.optim.inputs import creates_state_only
 from torch_thor.optim.model_argument import Group, parameters_of
 from torch_thor.optim.options import check_complete, options_in, options_of
+from torch_thor.optim.plan import parameters
 
 
 class Slot(NamedTuple):
@@ -53,7 +55,7 @@ def check_dense(name: str, gradient: Tensor) -> None:
         )
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """Return a DTensor with what all processes hold of it, any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -105,11 +107,10 @@ class ExcludingOptimizer(EagerStep):
                     f"that holds them, or give them an optimizer of their own"
                 )
             names = [known[p] for p in params]
-        given = self.exclude
         chosen = (
             self._excluded_by_default(params)
-            if given is None
-            else excluded_parameters(given, self.model)
+            if self.exclude is None
+            else excluded_parameters(self.exclude, self.model)
         )
         return [Slot(name, p in chosen) for name, p in zip(names, params, strict=True)]
 
@@ -119,7 +120,7 @@ class ExcludingOptimizer(EagerStep):
         # ``closure`` is called first, with gradients enabled.
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._own_groups()
-        found: list[list[Found]] = []
+        of_groups: list[list[Found]] = []
         for i, (group, slots) in enumerate(zip(self.param_groups, self._slots, strict=True)):
             check_complete(type(self), i, group, options_of(self))
             self._check_group(group)
@@ -129,14 +130,9 @@ class ExcludingOptimizer(EagerStep):
                     f"{len(slots)}: it was changed without add_param_group; use that, or make a "
                     "new optimizer"
                 )
-            found.append(
-                [
-                    (s, p, p.grad)
-                    for s, p in zip(slots, group["params"], strict=True)
-                    if p.grad is not None
-                ]
-            )
-            for slot, _, gradient in found[-1]:
+            pairs = zip(slots, group["params"], strict=True)
+            of_groups.append([(slot, p, p.grad) for slot, p in pairs if p.grad is not None])
+            for slot, _, gradient in of_groups[-1]:
                 check_dense(repr(slot.name), gradient)
         if self._placeholder:
             self.state.clear()
@@ -144,7 +140,7 @@ class ExcludingOptimizer(EagerStep):
         if self._placeholder:
             self._make_states()
         else:
-            self._update(found)
+            self._update(of_groups)
         return loss
 
     def _make_states(self) -> None:
@@ -182,12 +178,9 @@ class ExcludingOptimizer(EagerStep):
 
     def _names(self) -> dict[Tensor, str]:
         """Return the name of each parameter."""
-        pairs = zip(self.param_groups, self._slots, strict=True)
-        return {
-            parameter: slot.name
-            for group, slots in pairs
-            for parameter, slot in zip(group["params"], slots, strict=True)
-        }
+        slots = chain.from_iterable(self._slots)
+        pairs = zip(parameters(self.param_groups), slots, strict=True)
+        return {parameter: slot.name for parameter, slot in pairs}
 
     def _complete(self) -> None:
         """Fit the state that was loaded to the parameters."""
@@ -203,11 +196,12 @@ class ExcludingOptimizer(EagerStep):
         names = self._names()
         state_dicts.check_loaded(self.state, names, names.__getitem__)
 
-    def _adopt(self, group: Group, own: Group) -> None:
+    def _adopt(self, group: Group, present: Group) -> None:
         """Complete a saved group by the options that the optimizer has."""
-        state_dicts.take_missing(self, group, own)
+        state_dicts.take_missing(self, group, present)
         self._check_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("model", "exclude", "_slots", "_placeholder")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        return super().__getstate__() | {
+            name: getattr(self, name) for name in ("model", "exclude", "_slots", "_placeholder")
+        }

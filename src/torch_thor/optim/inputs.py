@@ -48,7 +48,7 @@ class Inputs:
     # for each parameter group, the step of its next refresh as of the end of this step
     next_refreshes: tuple[int, ...]
     # N, the number of loss terms of all processes together; 0 if no layer has counted any
-    terms: int = 0
+    loss_terms: int = 0
     output_scale: float = 1.0  # makes captured output gradients those of one loss term
     # the largest norm of a gradient; 0 without gradients, or if parameters are divided
     largest: float = 0.0
@@ -100,7 +100,7 @@ class CheckedOptions:
 
 def next_refreshes(bound: Bound) -> tuple[int, ...]:
     """Return for each group the step of its next refresh as of the end of this step."""
-    found = []
+    steps = []
     for group in bound.groups:
         if not (type(group["step"]) is type(group["next_refresh"]) is int):
             check(type(bound), {name: group[name] for name in COUNTERS})
@@ -114,8 +114,8 @@ def next_refreshes(bound: Bound) -> tuple[int, ...]:
             for layer in bound.plan.layers.values():
                 if layer.weight_view.options is group and not layer.stopped and not layer.due:
                     at = step + 1  # next_refresh was set back by hand: the next step has statistics
-        found.append(at)
-    return tuple(found)
+        steps.append(at)
+    return tuple(steps)
 
 
 def check_split(layer: LayerCurvature) -> None:
@@ -218,9 +218,11 @@ def real_elements(gradient: Tensor) -> Tensor:
 def nonfinite_message(bound: Bound, parameters: Sequence[Tensor] | None = None) -> str:
     """Return the text of the error for gradients that are not finite; None: those of this step."""
     if parameters is None:
-        found = parameters_with_gradient(bound.groups)
-        with_values = [(p, real_elements(g)) for _, p, g in found if has_values(g)]
-        parameters = [p for p, elements in with_values if not bool(elements.isfinite().all())]
+        parameters = [
+            parameter
+            for _, parameter, gradient in parameters_with_gradient(bound.groups)
+            if has_values(gradient) and not bool(real_elements(gradient).isfinite().all())
+        ]
     names = [bound.plan.name(p) for p in parameters]
     return (
         f"step {bound.groups[0]['step']}: the gradients of {some(names) or 'the model'} hold NaN, "

@@ -14,7 +14,7 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype, has_values
 from torch_thor.curvature.factor import local
 from torch_thor.optim import counterparts as foreign
-from torch_thor.optim.excluding import ExcludingOptimizer, Found, whole
+from torch_thor.optim.excluding import ExcludingOptimizer, Found, gathered
 from torch_thor.optim.model_argument import Group
 
 
@@ -90,10 +90,10 @@ class LAMB(ExcludingOptimizer):
             state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide)
 
-    def _adopt(self, group: Group, own: Group) -> None:
+    def _adopt(self, group: Group, present: Group) -> None:
         if group.pop("amsgrad", None) is not None:  # AdamW's, for which these have another meaning
-            group.update({name: own[name] for name in ("lr", "eps", "weight_decay")})
-        super()._adopt(group, own)
+            group.update({name: present[name] for name in ("lr", "eps", "weight_decay")})
+        super()._adopt(group, present)
 
     def _complete(self) -> None:
         for parameter, state in self.state.items():  # AdamW's moments may be narrower
@@ -101,17 +101,16 @@ class LAMB(ExcludingOptimizer):
                 state[key] = state[key].to(factor_dtype(parameter.dtype))
         super()._complete()
 
-    def _update(self, found: list[list[Found]]) -> None:
+    def _update(self, of_groups: list[list[Found]]) -> None:
         # of all, so that a checkpoint has the same keys on every rank and at every time
         self._make_states()
-        for group, own in zip(self.param_groups, found, strict=True):
+        for group, with_gradients in zip(self.param_groups, of_groups, strict=True):
             parts: dict[tuple[object, ...], list[list[Tensor]]] = {}
-            for slot, p, gradient in own:
+            for slot, p, gradient in with_gradients:
                 state = self.state[p]
-                tensors = (p, gradient, state["exp_avg"], state["exp_avg_sq"])
                 reals = [
                     torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                    for tensor in tensors
+                    for tensor in (p, gradient, state["exp_avg"], state["exp_avg_sq"])
                 ]
                 alone = len(parts) if group["foreach"] is False else None
                 key = (slot.excluded, p.device, p.dtype, gradient.dtype, type(gradient), alone)
@@ -144,7 +143,7 @@ def _update(group: Group, part: list[list[Tensor]], *, adapted: bool) -> None:
             torch._foreach_add_(updates, weights, alpha=weight_decay)
         # torch 2.9 can neither stack norms of DTensors nor unbind them
         norms = [
-            torch.stack([whole(norm) for norm in torch._foreach_norm(x, 2)])
+            torch.stack([gathered(norm) for norm in torch._foreach_norm(x, 2)])
             for x in (weights, updates)
         ]
         ratios = torch.where((norms[0] > 0) & (norms[1] > 0), norms[0] / norms[1], 1.0)

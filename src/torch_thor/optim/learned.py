@@ -67,11 +67,10 @@ class Look(Beside):
 
     def __init__(self, bound: Bound, note: Callable[[str], None]) -> None:
         self.bound, self.note = bound, note
-        values = _dependences(bound.plan.model.parameters())
-        self.keys = [*values]
-        device = bound.plan.device
-        found = [value.float().to(device) for value in values.values()]
-        super().__init__(torch.stack(found) if found else torch.zeros(0, device=device))
+        by_parameter = _dependences(bound.plan.model.parameters())
+        self.keys, device = [*by_parameter], bound.plan.device
+        values = [value.float().to(device) for value in by_parameter.values()]
+        super().__init__(torch.stack(values) if values else torch.zeros(0, device=device))
 
     def take(self) -> None:
         """Decide on the factors of the parameters that have none, and store them."""
@@ -140,7 +139,7 @@ def _are_trained(dependences: Collection[float]) -> bool:
 
 def _dependences(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
     """Return the dependence of each parameter with rows and columns, frozen or not, by its id."""
-    found: dict[int, Tensor] = {}
+    dependences: dict[int, Tensor] = {}
     for parameter in parameters:
         lazy = isinstance(parameter, nn.UninitializedParameter)
         if lazy or parameter.dim() < 2 or not has_values(parameter):
@@ -154,14 +153,13 @@ def _dependences(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
             views = weight.flatten(1), weight.flatten(0, -2)
             used = views if weight.dim() > 2 and min(views[1].shape) > 1 else views[:1]
             values = [dependence(_thinned(view)) for view in used]
-            found[id(parameter)] = torch.stack(values).amax()
+            dependences[id(parameter)] = torch.stack(values).amax()
         elif quantised and not parameter.requires_grad:  # which is done to what is trained
-            found[id(parameter)] = torch.tensor(math.inf)
-    return found
+            dependences[id(parameter)] = torch.tensor(math.inf)
+    return dependences
 
 
 def _thinned(matrix: Tensor) -> Tensor:
     """Return evenly spaced rows and columns in float64, because sums of fourth powers cancel."""
     rows, columns = (math.ceil(size / MOST_ROWS) for size in matrix.shape)
-    matrix = matrix[::rows, ::columns]
-    return widened(matrix)
+    return widened(matrix[::rows, ::columns])

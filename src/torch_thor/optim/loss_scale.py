@@ -21,9 +21,9 @@ class LossScale:
     def __init__(self, optimizer: Any) -> None:
         self._scaler = optimizer.grad_scaler
         self._in_use = hasattr(optimizer, "found_inf")
-        found = getattr(optimizer, "found_inf", None)
+        found_inf = getattr(optimizer, "found_inf", None)
         # a synchronisation that the scaler would make itself
-        self.found_inf = found is not None and float(found) > 0
+        self.found_inf = found_inf is not None and float(found_inf) > 0
         self._of_gradients: Tensor | None = getattr(optimizer, "grad_scale", None)
 
     def unscale_(self, gradients: Iterable[Tensor]) -> None:

@@ -104,7 +104,7 @@ def fused_layers(
 
     ``declared``: what ``split_rows`` has declared of each module, which counts more than its class.
     """
-    found, unfit = {}, []
+    fused, unfit = {}, []
     known = dict(_known_layers(model))
     for name, module in model.named_modules():
         sizes = declared.get(module)
@@ -115,16 +115,17 @@ def fused_layers(
             unfit.append(f"split_rows of layer {name!r}: its weight must be one matrix; {_UNDO}")
             continue
         rows = None if sizes is None else sizes_of(sizes, geometry.outputs)
-        split = known.get(module) if sizes is None else None if rows is None else RowSplit(rows)
-        if split is not None:
-            found[module] = Fused(name, split, is_declared=sizes is not None)
+        if sizes is None:
+            fused[module] = Fused(name, known[module], is_declared=False)
+        elif rows is not None:
+            fused[module] = Fused(name, RowSplit(rows), is_declared=True)
         else:
             rule, remedy = _OF_SIZES if isinstance(sizes, tuple) else _OF_A_NUMBER
             unfit.append(
                 f"split_rows of layer {name!r}: {sizes} must {rule} its {geometry.outputs} "
                 f"outputs; {remedy}"
             )
-    return found, unfit
+    return fused, unfit
 
 
 _UNDO = "undo it with split_rows(layer, 1)"
@@ -186,10 +187,10 @@ def row_splits_of(
     Raises:
         ValueError: layers that share a weight declare other projections.
     """
-    found = {}
-    for key, kind in matrices.items():
+    splits = {}
+    for key, geometry in matrices.items():
         sharing = [fused[module] for module in modules[key] if module in fused]
-        layers = [layer for layer in sharing if sum(layer.split.sizes) == kind.outputs]
+        layers = [layer for layer in sharing if sum(layer.split.sizes) == geometry.outputs]
         layers.sort(key=lambda layer: not layer.is_declared)
         for layer in layers:
             if layer.is_declared and layer.split != layers[0].split:
@@ -199,8 +200,8 @@ def row_splits_of(
                     "declare the same of both"
                 )
         if layers and len(layers[0].split.sizes) > 1:
-            found[key] = layers[0].split
-    return found
+            splits[key] = layers[0].split
+    return splits
 
 
 def check_are_matrices(

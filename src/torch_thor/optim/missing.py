@@ -10,21 +10,16 @@ from torch_thor.curvature.layer import LayerCurvature
 def silent_layers(
     layers: Collection[LayerCurvature], capture: Capture
 ) -> list[tuple[LayerCurvature, str]]:
-    """Return the layers without statistics, and why."""
-    # Raise an error if no layer has any on any process.
-    required = [layer for layer in layers if layer in capture.awaited]
-    silent = [
-        layer
-        for layer in required
-        if layer not in capture.reached and layer.weight_view.has_gradient()
-    ]
+    """Return the layers without statistics, and why; an error if no process has any of any."""
+    required = capture.awaited - capture.reached
+    silent = [layer for layer in layers if layer in required and layer.weight_view.has_gradient()]
     if silent and not any(layer in capture.reached for layer in layers):
         message = _why_nothing_seen(silent, capture)
         capture.evidence = Evidence()
         capture.discard()
         capture.listen(unseen=True)
         raise RuntimeError(message)
-    found = []
+    reasons = []
     for layer in silent:
         if layer not in capture.evidence.late:  # whose statistics come with the next step
             then = "keeps the inverses that it has" if layer.refreshes else "is trained plainly"
@@ -33,8 +28,8 @@ def silent_layers(
                 f"from now on, unless statistics come in a later refresh; layers= leaves it out "
                 f"from the start"
             )
-            found.append((layer, what))
-    return found
+            reasons.append((layer, what))
+    return reasons
 
 
 def _first(rules: Iterable[tuple[object, str]]) -> str:

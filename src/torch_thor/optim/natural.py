@@ -6,14 +6,13 @@ shape are views of one tensor, the result of a batched product.
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype
-from torch_thor.curvature.factor import Factor
-from torch_thor.distributed.divided import turns_of_parameters
 from torch_thor.optim.model_argument import Group
 from torch_thor.optim.plan import Bound, free_rows
 from torch_thor.optim.works import (
@@ -23,6 +22,7 @@ from torch_thor.optim.works import (
     Turn,
     Work,
     batches_of,
+    collecting_turns,
     dense,
     grouped,
     rows_of,
@@ -49,37 +49,32 @@ def _new_directions(work: Work, memory: dict[Any, Tensor]) -> list[Any]:
     """
     if work.layout is not None:
         size, shape, strides = work.layout
-        found = memory.get(work.dtype)
-        if found is None or found.numel() < size:
-            found = memory[work.dtype] = torch.empty(size, dtype=work.dtype)
-        return [found[:size].as_strided(shape, strides)]
-    weights, dtype = work.weights, work.dtype
-    made: list[Any] = [None] * len(weights)
+        buffer = memory.get(work.dtype)
+        if buffer is None or buffer.numel() < size:
+            buffer = memory[work.dtype] = torch.empty(size, dtype=work.dtype)
+        return [buffer[:size].as_strided(shape, strides)]
+    directions: list[Any] = [None] * len(work.weights)
     for batch in work.batches:
-        if len(batch.members) > 1:
-            for one in batch.members:
-                weight = weights[one.index]
-                is_view = one.right is None or one.geometry.is_view
-                if one.rows is None and weight.is_contiguous() and is_view:
-                    made[one.index] = weight.shape
+        for matrix in batch.members if len(batch.members) > 1 else ():
+            weight, is_bias = work.weights[matrix.index], matrix.right is None
+            is_view = weight.is_contiguous() and (is_bias or matrix.geometry.is_view)
+            if matrix.rows is None and is_view:
+                directions[matrix.index] = weight.shape
     return [
-        torch.empty_like(w, dtype=dtype) if one is None else one
-        for w, one in zip(weights, made, strict=True)
+        torch.empty_like(weight, dtype=work.dtype) if shape is None else shape
+        for weight, shape in zip(work.weights, directions, strict=True)
     ]
 
 
 def _natural_gradient(work: Work, memory: dict[Any, Tensor]) -> list[Tensor]:
     """Return the natural gradient of each parameter, and ∇W of rows without factors."""
-    # The natural gradient is ``(1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹``.
     if not work.is_natural:
         copy = bool(work.group["weight_decay"])  # it is added in place
         return [dense(gradient).to(work.dtype, copy=copy) for gradient in work.gradients]
     directions = _new_directions(work, memory)
     for rows in work.plain:
-        gradient = work.gradients[rows.index]
-        rows.of(directions[rows.index]).zero_().add_(
-            rows.of(gradient.to_dense() if gradient.is_sparse else gradient)
-        )
+        gradient = rows.of(dense(work.gradients[rows.index]))
+        rows.of(directions[rows.index]).zero_().add_(gradient)
     for batch in work.batches:
         _solve(batch, work.gradients, directions)
     return directions
@@ -87,24 +82,19 @@ def _natural_gradient(work: Work, memory: dict[Any, Tensor]) -> list[Tensor]:
 
 def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
     """Write ``d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` of each member (THOR)."""
-    left, right = batch.left, batch.right
+    left, right, first = batch.left, batch.right, batch.members[0]
     assert left is not None
-    if len(batch.members) == 1:
-        one = batch.members[0]
-        source, target, rows = gradients[one.index], into[one.index], one.rows
-        source, target = (source, target) if rows is None else (source[rows], target[rows])
-        _solve_one(one, left, right, source, target)
+    sources = [matrix.of(gradients[matrix.index]) for matrix in batch.members]
+    if len(sources) == 1:
+        _solve_one(first, left, right, sources[0], first.of(into[first.index]))
         return
-    sources = [one.of(gradients[one.index]) for one in batch.members]
-    first, dtype = batch.members[0], left.rows.dtype
     if right is None:  # a bias has the constant input 1, so its A is 1
         groups = left.cut.groups // len(sources)
-        columns = torch.cat([source.to(dtype).reshape(groups, -1, 1) for source in sources])
-        solved = left.left_multiply(columns)
+        columns = torch.cat([source.reshape(groups, -1, 1) for source in sources])
+        solved = left.left_multiply(columns.to(left.rows.dtype))
     else:
-        before = left.left_multiply(
-            torch.cat([first.geometry.to_matrix(source).to(dtype) for source in sources])
-        )
+        stacked = torch.cat([first.geometry.to_matrix(source) for source in sources])
+        before = left.left_multiply(stacked.to(left.rows.dtype))
         solved = torch.empty_like(before)
         right.write_right_product_(before, 1.0, solved)
     _put(batch, solved, into)
@@ -113,17 +103,17 @@ def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
 def _put(batch: Batch, result: Tensor, into: list[Any]) -> None:
     """Store the results of all members, ``(n · groups, …)``."""
     # Where there is no memory for one, it is stored as a view.
-    if not any(isinstance(into[one.index], Tensor) for one in batch.members):
+    if not any(isinstance(into[matrix.index], Tensor) for matrix in batch.members):
         batch.result = result.view(len(batch.members), -1)
-    for one, own in zip(batch.members, result.chunk(len(batch.members)), strict=True):
-        if not isinstance(into[one.index], Tensor):
-            into[one.index] = own.view(into[one.index])  # the shape of the parameter
+    for matrix, solved in zip(batch.members, result.chunk(len(batch.members)), strict=True):
+        if not isinstance(into[matrix.index], Tensor):
+            into[matrix.index] = solved.view(into[matrix.index])  # the shape of the parameter
             continue
-        target = one.of(into[one.index])
-        if one.right is None or own.shape[-1] == 1:
-            target.copy_(own.reshape(target.shape))
+        target = matrix.of(into[matrix.index])
+        if matrix.right is None or solved.shape[-1] == 1:
+            target.copy_(solved.reshape(target.shape))
         else:
-            one.geometry.write_(own, target)
+            matrix.geometry.write_(solved, target)
 
 
 def _solve_one(
@@ -163,18 +153,16 @@ def _solve_rows(a: Blocks, g: Blocks, gradient: Tensor, scale: float, into: Tens
 
 def turns_of(bound: Bound, group: Group) -> list[Turn]:
     """Return the works of a group, in the turns in which their inverses are collected."""
-    rows = [of for of in rows_of(bound, group) if of.own.numel()]  # without shards that have none
+    rows = [of for of in rows_of(bound, group) if of.local.numel()]  # without shards without rows
     natural = [of for of in rows if any(s.layer.refreshes for s in bound.shares(of.parameter))]
-    plain = [of for of in rows if of not in natural]
-    turns = [Turn([_work_of(group, alike, bound) for alike in grouped(plain, _kernels_of)])]
+    plain = grouped([of for of in rows if of not in natural], _KERNELS)
+    turns = [Turn([_work_of(group, alike, bound) for alike in plain])]
     # one parameter after the other: it and its direction then stay in the cache of a CPU
     one_by_one = group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
-    everything = frozenset(id(of.parameter) for of in natural), list[Factor]()
-    turns_of_group = turns_of_parameters(group["params"], bound) if bound.owners else [everything]
-    for ready, factors in turns_of_group:
+    for ready, factors in collecting_turns(group["params"], bound):
         works = []
-        for alike in grouped((of for of in natural if id(of.parameter) in ready), _kernels_of):
-            if one_by_one and alike[0].own.device.type == "cpu":
+        for alike in grouped([of for of in natural if id(of.parameter) in ready], _KERNELS):
+            if one_by_one and alike[0].local.device.type == "cpu":
                 works += [_natural_work_of(group, [of], bound, alone=True) for of in alike]
             else:
                 works.append(_natural_work_of(group, alike, bound))
@@ -182,19 +170,16 @@ def turns_of(bound: Bound, group: Group) -> list[Turn]:
     return turns
 
 
-def _kernels_of(rows: Rows) -> Any:
-    """Return what parameters must have in common to share kernels."""
-    return rows.own.device, rows.own.dtype
+# what parameters must have in common to share kernels
+_KERNELS = attrgetter("local.device", "local.dtype")
 
 
 def _work_of(group: Group, rows: Sequence[Rows], bound: Bound) -> Work:
-    if group["momentum"]:
-        for of in rows:  # a parameter whose gradient was set by hand has no state
-            if "momentum_buffer" not in of.state:
-                of.state["momentum_buffer"] = torch.zeros_like(
-                    of.parameter, dtype=factor_dtype(of.own.dtype)
-                )
     keys = ("momentum_buffer",) if group["momentum"] else ()
+    for of in rows:  # a parameter whose gradient was set by hand has no state
+        for key in keys:
+            if key not in of.state:
+                of.state[key] = torch.zeros_like(of.parameter, dtype=factor_dtype(of.local.dtype))
     return work_of(Work, group, rows, keys, bound)
 
 
@@ -203,9 +188,9 @@ def _natural_work_of(
 ) -> Work:
     work = _work_of(group, rows, bound)
     work.is_natural = True
-    found = [one for index, of in enumerate(rows) for one in _matrices_of(index, of, bound)]
-    work.plain = [one for one in found if one.geometry is None]
-    matrices = [one for one in found if one.geometry is not None]
+    matrices = [m for index, of in enumerate(rows) for m in _matrices_of(index, of, bound)]
+    work.plain = [matrix for matrix in matrices if matrix.geometry is None]
+    matrices = [matrix for matrix in matrices if matrix.geometry is not None]
     work.batches = batches_of(matrices, id if work.on_cpu else partial(_shape_of, work))
     if alone:
         work.layout = work.weights[0].numel(), work.weights[0].shape, work.moments[0][0].stride()
@@ -228,10 +213,10 @@ def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:
     """Yield the matrices of a parameter, and without a kind its rows that have no factors."""
     shares = bound.shares(rows.parameter)
     of_layers = [share.view.local_rows for share in shares]
-    for free in [] if of_layers[0] is None else free_rows(of_layers, len(rows.own)):
+    for free in [] if of_layers[0] is None else free_rows(of_layers, len(rows.local)):
         yield Matrix(index, free)
-    for share in shares:
-        layer, taken, geometry = share.layer, share.view.local_rows, share.layer.geometry
+    for share, taken in zip(shares, of_layers, strict=True):
+        layer, geometry = share.layer, share.layer.geometry
         if taken is not None and taken.start == taken.stop:  # another process holds these rows
             continue
         if not layer.refreshes:  # one projection of a fused weight may have no factors yet
@@ -245,6 +230,6 @@ def _matrices_of(index: int, rows: Rows, bound: Bound) -> Iterator[Matrix]:
         scales = None
         # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
         if layer.kind.routed:
-            terms = layer.state[layer.prefix + "group_rows_per_term"]
-            scales = torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]
+            rows_per_term = layer.state[layer.prefix + "group_rows_per_term"]
+            scales = torch.where(rows_per_term > 0, rows_per_term, 1.0).rsqrt()[:, None, None]
         yield Matrix(index, taken, geometry, g, None, scale, scales)

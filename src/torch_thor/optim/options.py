@@ -57,13 +57,13 @@ def real(test: Callable[[float], bool]) -> Callable[[Any], bool]:
     """Return a test for finite numbers."""
 
     def holds(value: Any) -> bool:
-        found = number(value)
-        return found is not None and math.isfinite(found) and test(found)
+        exact = number(value)
+        return exact is not None and math.isfinite(exact) and test(exact)
 
     return holds
 
 
-def whole(value: Any) -> bool:
+def whole_number(value: Any) -> bool:
     """Return whether a value is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -74,7 +74,7 @@ def flag(value: Any) -> bool:
 
 
 def _thresholds(value: Any) -> bool:
-    numbers = [number(one) for one in value] if isinstance(value, tuple | list) else []
+    numbers = [number(each) for each in value] if isinstance(value, tuple | list) else []
     if len(numbers) != 2:
         return False
     first, second = numbers
@@ -85,7 +85,7 @@ def _interval(value: Any) -> bool:
     if isinstance(value, Mapping):
         schedule_of(value)  # raises the error of its kind
         return True
-    return callable(value) or whole(value)
+    return callable(value) or whole_number(value)
 
 
 def _one_of(*values: str) -> tuple[Callable[[Any], bool], str, str]:
@@ -93,7 +93,7 @@ def _one_of(*values: str) -> tuple[Callable[[Any], bool], str, str]:
 
 
 def _patterns(value: Any) -> bool:
-    several = isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+    several = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
     return value is None or isinstance(value, str) or callable(value) or several
 
 
@@ -112,8 +112,16 @@ def _count(value: Any) -> bool:
 
 
 def _counter(meaning: str, *, compared: bool = True) -> Option:
-    remedy = "step() counts it: put it back"
-    return Option(_count, "a whole number ≥ 0", remedy, meaning, int, 0, "counter", compared)
+    return Option(
+        _count,
+        "a whole number ≥ 0",
+        "step() counts it: put it back",
+        meaning,
+        int,
+        default=0,
+        scope="counter",
+        compared=compared,
+    )
 
 
 _positive = real(lambda v: v > 0)
@@ -201,7 +209,7 @@ OPTIONS: dict[str, Option] = {
         default=(0.01, 0.0),
     ),
     "split_dim": Option(
-        lambda v: v is None or whole(v),
+        lambda v: v is None or whole_number(v),
         "a whole number ≥ 1, or None for unsplit factors",
         "use 128, the paper's choice for ResNet-50, or choose_split_dim(model, batch).split_dim",
         "block size of the factors; null: whole ones; auto measures it at the start",
@@ -293,7 +301,7 @@ OPTIONS: dict[str, Option] = {
         scope="attribute",
     ),
     "loss_terms": Option(
-        lambda v: v is None or callable(v) or whole(v),
+        lambda v: v is None or callable(v) or whole_number(v),
         "a whole number ≥ 1, the terms that the loss of one step averages over",
         "None takes the leading dimension of the batch",
         "N, or a callable that returns it",
@@ -344,8 +352,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[str]:
 def check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
     """Raise ValueError for an option of an optimizer that is out of range in a group."""
     # trainers leave options of other optimizers in groups
-    own = {name: group[name] for name in options_of(optimizer) if name in group}
-    check(type(optimizer), own)
+    check(type(optimizer), {k: group[k] for k in options_of(optimizer) if k in group})
 
 
 class OptionGroup(dict[str, Any]):

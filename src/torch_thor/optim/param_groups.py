@@ -57,13 +57,13 @@ def param_groups(
         decays = parameter.dim() > 1 and name not in excluded
         depth = blocks.index(_block(name)) if layer_decay < 1 else len(blocks) - 1
         groups.setdefault((depth, decays), []).append(parameter)
-    found = []
+    options = []
     for (depth, decays), members in groups.items():
         scale = layer_decay ** (len(blocks) - 1 - depth)
         rate = {"lr_scale": scale} if layer_decay < 1 else {}
         rate = rate if lr is None else {"lr": lr * scale}
-        found.append({"params": members, "weight_decay": weight_decay if decays else 0.0, **rate})
-    return found
+        options.append({"params": members, "weight_decay": weight_decay if decays else 0.0, **rate})
+    return options
 
 
 def _block(name: str) -> str:

@@ -29,7 +29,7 @@ from torch_thor.optim.options import check_group
 from torch_thor.optim.plan import Bound, parameters
 from torch_thor.optim.preconditioner import Preconditioner
 from torch_thor.optim.state_dict import MOMENTS, StateDict, check_loaded, take_missing
-from torch_thor.optim.state_dict import load as load_whole
+from torch_thor.optim.state_dict import load as load_at_once
 
 _CALLABLE = "callable"  # stands for a callable, which no state dict holds
 
@@ -53,16 +53,16 @@ def load(
     before = curvature.current(optimizer.param_groups, optimizer.state)
     plan = before.plan
 
-    def adopt(group: Group, own: Group) -> None:
-        take_missing(optimizer, group, own)
-        own_interval = own["update_interval"]
-        is_function = callable(own_interval) and not isinstance(own_interval, Interval)
+    def adopt(group: Group, present: Group) -> None:
+        take_missing(optimizer, group, present)
+        interval = present["update_interval"]
+        is_function = callable(interval) and not isinstance(interval, Interval)
         if is_function or group["update_interval"] == _CALLABLE:
-            group["update_interval"] = own_interval
+            group["update_interval"] = interval
         check_group(optimizer, group)
 
     def complete() -> None:
-        # loaded tensors are whole; the next step divides them
+        # loaded tensors have all blocks; the next step divides them
         bound = Bound(plan, optimizer.param_groups, optimizer.state, {}).take_effect()
         curvature.bound = bound
         _fit_rows(bound, curvature)
@@ -70,7 +70,7 @@ def load(
         check_loaded(optimizer.state, parameters(bound.groups), plan.name, bound.factors.items())
 
     try:
-        load_whole(
+        load_at_once(
             optimizer, load_plainly, state_dict, adopt=adopt, complete=complete, name=plan.name
         )
     except BaseException:
@@ -81,22 +81,20 @@ def load(
 
 def _check_layers(bound: Bound) -> None:
     """Check that the loaded state has exactly all entries of the layers preconditioned here."""
-    plan = bound.plan
     # the others are pruned
-    present = [one for one in plan.left_out if one.weight.present is not None]
+    present = [layer for layer in bound.plan.left_out if layer.weight.present is not None]
     saved = [
-        one.name
-        for one in present
-        if f"{one.prefix}refreshes" in bound.states.get(one.weight.parameter, {})
+        layer.name
+        for layer in present
+        if f"{layer.prefix}refreshes" in bound.states.get(layer.weight.parameter, {})
     ]
-    layers = [layer for layer in plan.layers.values() if layer.state]
+    layers = [layer for layer in bound.plan.layers.values() if layer.state]
     missing = {layer.name: layer.missing_entries() for layer in layers}
     lacking = [f"{keys[-1]} of layer {name!r}" for name, keys in missing.items() if keys]
-    if saved or lacking:
-        differences = (
-            [f"it has factors of {some(saved)}, which layers= leaves out here"] if saved else []
-        )
-        differences += [f"it lacks {some(lacking)}"] if lacking else []
+    left_out = f"it has factors of {some(saved)}, which layers= leaves out here"
+    differences = [left_out] if saved else []
+    differences += [f"it lacks {some(lacking)}"] if lacking else []
+    if differences:
         raise ValueError(
             "the state dict was saved with other preconditioned layers, or is not whole: "
             f"{', and '.join(differences)}. Make the optimizer with the layers= that it was saved "
@@ -118,14 +116,14 @@ def _fit_rows(bound: Bound, curvature: Preconditioner) -> None:
     for parameter in parameters(bound.groups):
         entries, shards = bound.states.get(parameter, {}), bound.plan.shards_of(parameter)
         layers = [share.layer for share in bound.shares(parameter) if share.is_weight]
-        factors = [(one, of) for one in layers for of in one.stored if of.layout.by_rows]
-        shape = factors[0][1].layout.shape if factors else ()
+        factors = [(layer, f) for layer in layers for f in layer.stored if f.layout.by_rows]
         keys = factors[0][1].layout.keys if factors else ()
-        if shards is not None:
-            for key, kept in [(key, entries[key]) for key in (*MOMENTS, *keys) if key in entries]:
-                is_whole = isinstance(kept, Tensor) and not hasattr(kept, "to_local")
-                if is_whole and kept.shape[:1] == parameter.shape[:1]:
-                    entries[key] = shards.wrap(kept[shards.own].to(parameter.device, copy=True))
+        shape = factors[0][1].layout.shape if factors else ()
+        for key in entries.keys() & {*MOMENTS, *keys}:
+            full = entries[key]
+            has_all_rows = isinstance(full, Tensor) and not hasattr(full, "to_local")
+            if shards is not None and has_all_rows and full.shape[:1] == parameter.shape[:1]:
+                entries[key] = shards.wrap(full[shards.own].to(parameter.device, copy=True))
         if not factors or any(getattr(entries.get(key), "shape", None) != shape for key in keys):
             continue
         before, entries[SHARDS] = int(entries.get(SHARDS, 1)), 1 if shards is None else shards.count
@@ -142,16 +140,14 @@ def _cut_again_(
     view, damping = layer.weight_view, float(layer.weight_view.options["damping"])
     new = factor.layout.cut
     old = cut_of(factor.side, layer.kind, view, shard_bounds(rows, before))
-    own = slice(None)  # the rows of the layer that this process holds
+    here = slice(None)  # the rows of the layer that this process holds
     if view.shards is not None:
         first = max(view.shards.own.start - (view.rows.start if view.rows is not None else 0), 0)
-        own = slice(first, first + factor.layout.local.rows)
+        here = slice(first, first + factor.layout.local.rows)
     stored, inverse = factor.read(), factor.read(inverse=True)
-    moved = torch.zeros(
-        (new.rows, stored.rows.shape[1]), dtype=stored.rows.dtype, device=stored.rows.device
-    )
-    moved[own] = stored.rows
-    stored.rows.copy_(cut_again(moved, old, new)[own])
+    moved = stored.rows.new_zeros(new.rows, stored.rows.shape[1])
+    moved[here] = stored.rows
+    stored.rows.copy_(cut_again(moved, old, new)[here])
     if curvature.form.relative_damping:
         trace = stored.traces().sum()
         if view.shards is not None:
@@ -166,7 +162,7 @@ def _cut_again_(
             f"for other shards cannot be inverted with the damping {damping:g}; load the "
             f"checkpoint on {before} processes, or raise damping"
         )
-    changed = (block_of_rows(old) != block_of_rows(new)).any(1, keepdim=True)[own]
+    changed = (block_of_rows(old) != block_of_rows(new)).any(1, keepdim=True)[here]
     inverse.rows.copy_(torch.where(changed.to(again.rows.device), again.rows, inverse.rows))
 
 
@@ -177,10 +173,8 @@ def consolidated(
     bound: Bound, curvature: Preconditioner, to: int | None
 ) -> dict[Tensor, dict[str, Any]] | None:
     """Collect the curvature that is divided among the processes, for the next state dict."""
-    if not bound.owners:
-        return None
     keeps = to is None or curvature.processes.rank == to
-    whole: dict[Tensor, dict[str, Any]] = {}
+    states: dict[Tensor, dict[str, Any]] = {}
     factors = [(layer, factor) for layer in bound.owners for factor in layer.stored]
     for layer, factor in factors:
         view = layer.weight_view
@@ -189,7 +183,7 @@ def consolidated(
             rows = collected([factor], inverse=inverse)[0].rows
             if not keeps:
                 continue
-            entries = whole.setdefault(view.parameter, dict(bound.states[view.parameter]))
+            entries = states.setdefault(view.parameter, dict(bound.states[view.parameter]))
             del entries[factor.layout.keys[inverse]]
             zeros = torch.zeros(layout.shape, dtype=rows.dtype)
             into = entries.setdefault(layout.keys[inverse], zeros)
@@ -197,28 +191,28 @@ def consolidated(
                 entries.setdefault(SHARDS, 1)
                 into = view.of(into)
             into[:, : rows.shape[1]].copy_(rows)
-    return whole if keeps else None
+    return states if keeps else None
 
 
 @contextmanager
-def whole_state(
-    states: States, whole: dict[Tensor, dict[str, Any]] | None, *, divided: bool
+def consolidating(
+    states: States, consolidated: dict[Tensor, dict[str, Any]] | None
 ) -> Iterator[None]:
-    """Replace the state by one in which nothing is divided."""
-    # Raise RuntimeError if it was not collected.
-    if not divided:
-        yield
-        return
-    if whole is None:
+    """Replace the states of some parameters by those in which nothing is divided.
+
+    Raises:
+        RuntimeError: they have not been collected.
+    """
+    if consolidated is None:
         raise RuntimeError(
             "the curvature is divided among the processes (divide_curvature=True), and this one "
             "has a part of it: call optimizer.consolidate_state_dict(to=RANK) on all processes "
             "after the last step, then state_dict() on that rank; with "
             "torch.distributed.checkpoint, to=None and state_dict() on all"
         )
-    own = {parameter: states[parameter] for parameter in whole}
-    states.update(whole)
+    divided = {parameter: states[parameter] for parameter in consolidated}
+    states.update(consolidated)
     try:
         yield
     finally:
-        states.update(own)
+        states.update(divided)

@@ -12,6 +12,7 @@ new ones gather from the next step on.
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch_thor.capture.coverage import Covered, Rest, covered
 from torch_thor.capture.hooks import ModuleHook
 from torch_thor.capture.inspection import inspect
-from torch_thor.capture.layers import Owner, hooks_of, owners_of
+from torch_thor.capture.layers import Owner, hooks_of
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.reasons import LEFT_OUT
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
@@ -42,6 +43,27 @@ from torch_thor.optim.model_argument import Group, States
 
 
 @dataclass(frozen=True)
+class Form:
+    """What a class of optimizers needs of the curvature, and what one of them was made with."""
+
+    rest: Rest  # how it trains what has no factors, in words
+    factor_names: tuple[str, ...] = ("A", "G")  # the factors that are used: these or ("A",)
+    # whether the damping is relative to the mean diagonal of a factor
+    relative_damping: bool = False
+    orthogonalises: bool = False  # whether whole matrices can be asked for
+    # of one optimizer: its class, for messages and options, and what every parameter group has
+    optimizer: type = torch.optim.Optimizer
+    options: tuple[str, ...] = ()
+    loss_reduction: str = "mean"
+    fisher: str = "empirical"
+
+    @cached_property
+    def has_g(self) -> bool:
+        """Whether G is used beside A, so that gradients of outputs are needed."""
+        return "G" in self.factor_names
+
+
+@dataclass(frozen=True)
 class Share:
     """The share of a layer in a parameter."""
 
@@ -60,75 +82,66 @@ class Plan:
         self,
         model: nn.Module,
         trained: Sequence[nn.Parameter],
-        sides: tuple[str, ...],
-        rest: Rest,
+        form: Form,
         chosen: Patterns,
         before: "Plan | None" = None,
     ) -> None:
-        self.model, self._rest = model, rest
-        found = inspect(model, trained, chosen=chosen, inputs_alone="G" not in sides)
-        matrices = {} if rest.matrix is None else plain_matrices(model, found)
-        self.entries: tuple[Covered, ...] = tuple(covered(model, found, rest, matrices))
-        self.left_out: tuple[Layer, ...] = tuple(found.left_out)
-        self.names: dict[int, str] = {}
-        # parameters that are DTensors, and how their rows are divided, by name
-        self.sharded: dict[str, tuple[nn.Parameter, RowShards | None]] = {}
-        self.attributes: list[tuple[str, nn.Module, str]] = []
-        owners = owners_of(model)
-        # the parameter of each place: FSDP2 replaces those of modules while they run
-        self.places: dict[tuple[int, str], nn.Parameter] = {}
-        for name, parameter in model.named_parameters():
-            owner = owners[id(parameter)][0]
-            self.places.update(
-                {(id(o.module), o.attribute): parameter for o in owners[id(parameter)]}
-            )
-            self.names[id(parameter)] = name
-            self.attributes.append((name, owner.module, owner.attribute))
-            if is_sharded(parameter):
-                known = before.sharded.get(name) if before is not None else None
-                same = known is not None and known[0] is parameter
-                self.sharded[name] = (
-                    known if same and known else (parameter, row_shards_of(parameter))
-                )
-        # the place of each parameter in the model
-        self.order = {key: i for i, key in enumerate(self.names)}
+        self.model, self._form = model, form
+        inspection = inspect(model, trained, chosen=chosen, inputs_alone=not form.has_g)
+        matrices = {} if form.rest.matrix is None else plain_matrices(model, inspection)
+        self.entries: tuple[Covered, ...] = tuple(covered(model, inspection, form.rest, matrices))
+        self.left_out: tuple[Layer, ...] = tuple(inspection.left_out)
+        self._take_parameters(inspection.owners)
         self._check_present(trained, before)
-        self.first_shards = next(
-            (shards for _, shards in self.sharded.values() if shards is not None), None
-        )
-        self.layers: dict[str, LayerCurvature] = {}
-        for name, layer in found.layers.items():
-            old = None if before is None else before.layers.get(name)
-            is_same = old is not None and self._is_same(old, layer)
-            self.layers[name] = old if old and is_same else LayerCurvature(layer, sides)
-        self.hooks: tuple[ModuleHook, ...] = tuple(hooks_of(found.layers, self.layers))
+        known = {} if before is None else before.layers
+        self.layers: dict[str, LayerCurvature] = {
+            name: self._curvature_of(layer, known.get(name))
+            for name, layer in inspection.layers.items()
+        }
+        self.hooks: tuple[ModuleHook, ...] = tuple(hooks_of(inspection.layers, self.layers))
         # parameters that are matrices without factors, by id
         self.matrix_of: dict[int, Geometry] = {
             key: matrices[name] for key, name in self.names.items() if name in matrices
         }
-        # the parameters of the layers that are there, by id
-        self.preconditioned = {
-            id(self.places[id(view.module), view.attribute])
-            for layer in self.layers.values()
-            for view in layer.layer.views
-        }
         # What is declared of each module. A later declaration changes nothing between two steps.
+        declared = {} if before is None else before.declared
         self.declared: dict[nn.Module, Declared | None] = {
-            module: before.declared[module]
-            if before is not None and module in before.declared
-            else declared_of(module)
+            module: declared[module] if module in declared else declared_of(module)
             for module in model.modules()
         }
         # parameters that are several projections in one, by id; only matrices are orthogonalised
         self.row_splits: dict[int, RowSplit] = {}
+        # why declarations of layers that came later do not hold
+        self.unfit: list[str] = []
         fused, unfit = fused_layers(model, self.declared)
         if before is None and unfit:
             raise ValueError(unfit[0])
-        # why declarations of layers that came later do not hold
-        self.unfit: list[str] = []
-        if "G" not in sides:
+        if not form.has_g:
             self.unfit = unfit
-            self._take_projections(fused, owners, is_new=before is None)
+            self._take_projections(fused, inspection.owners, is_new=before is None)
+
+    def _take_parameters(self, owners: Mapping[int, Sequence[Owner]]) -> None:
+        """Note the name and the places of each parameter, and how its rows are divided."""
+        named = dict(self.model.named_parameters())
+        self.names = {id(parameter): name for name, parameter in named.items()}
+        # the place of each parameter in the model
+        self.order = {key: i for i, key in enumerate(self.names)}
+        # the module that holds each parameter first, and its name there
+        self.attributes = [(self.names[key], owners[key][0]) for key in self.names]
+        # the parameter of each place: FSDP2 replaces those of modules while they run
+        self.places: dict[tuple[int, str], nn.Parameter] = {
+            (id(owner.module), owner.attribute): parameter
+            for parameter in named.values()
+            for owner in owners[id(parameter)]
+        }
+        # parameters that are DTensors, and how their rows are divided, by name
+        self.sharded: dict[str, tuple[nn.Parameter, RowShards | None]] = {
+            name: (parameter, row_shards_of(parameter))
+            for name, parameter in named.items()
+            if is_sharded(parameter)
+        }
+        divided = (shards for _, shards in self.sharded.values() if shards is not None)
+        self.first_shards = next(divided, None)
 
     def _take_projections(
         self,
@@ -140,18 +153,20 @@ class Plan:
         """Take the projections of matrices from fused layers."""
         modules = modules_by_weight(self.model, owners)
         if is_new:
-            entries = dict(zip(self.names, self.entries, strict=True))
+            entries = zip(self.names, self.entries, strict=True)
             plain = {
                 key: entry
-                for key, entry in entries.items()
-                if entry.trained and entry.rest == self._rest.plain and entry.reason != LEFT_OUT
+                for key, entry in entries
+                if entry.trained
+                and entry.rest == self._form.rest.plain
+                and entry.reason != LEFT_OUT
             }
             check_are_matrices(fused, modules, plain)
-        matrices: dict[int, Geometry] = dict(self.matrix_of)
+        matrices = dict(self.matrix_of)
         for layer in self.layers.values():
             view = layer.weight_view
             if view.rows is None:
-                matrices[id(self.places[id(view.module), view.attribute])] = layer.kind.geometry
+                matrices[id(self.parameter_of(view))] = layer.kind.geometry
         self.row_splits = row_splits_of(fused, modules, matrices)
         self._taken = take(
             {
@@ -161,23 +176,16 @@ class Plan:
             }
         )
 
-    def _is_same(self, old: LayerCurvature, new: Layer) -> bool:
-        """Return whether a layer of the plan before is still this one."""
-        # It must have the same weight, divided in the same way.
-        view = old.weight_view
-        return (
-            (view.module, view.attribute, view.rows)
-            == (new.weight.module, new.weight.attribute, new.weight.rows)
-            and len(old.layer.biases) == len(new.biases)
-            and view.shards == self.shards_of(new.weight.parameter)
-        )
-
-    def has_lost_modules(self) -> bool:
-        """Return whether a module that owns a parameter has been removed from the model.
-
-        Finding this out takes time.
-        """
-        return not {id(m) for _, m, _ in self.attributes} <= {id(m) for m in self.model.modules()}
+    def _curvature_of(self, layer: Layer, before: LayerCurvature | None) -> LayerCurvature:
+        """Return the curvature of a layer, which stays if the layer of the plan before is this."""
+        if before is not None:
+            # It must have the same weight, divided in the same way.
+            old, new = before.weight_view, layer.weight
+            is_same = (old.module, old.attribute, old.rows) == (new.module, new.attribute, new.rows)
+            has_biases = len(before.layer.biases) == len(layer.biases)
+            if is_same and has_biases and old.shards == self.shards_of(new.parameter):
+                return before
+        return LayerCurvature(layer, self._form.factor_names)
 
     def _check_present(self, trained: Sequence[nn.Parameter], before: "Plan | None") -> None:
         """Raise an error if the groups hold nothing of the model, or weights were newly tied."""
@@ -200,10 +208,11 @@ class Plan:
             )
         if before is None:
             return
-        of_layers = {before.names[key] for key in before.preconditioned}
+        views = [view for layer in before.layers.values() for view in layer.layer.views]
+        of_layers = {before.name(before.parameter_of(view)) for view in views}
         first: dict[int, str] = {}
-        for name, module, attribute in before.attributes:
-            now = module._parameters.get(attribute)
+        for name, owner in before.attributes:
+            now = owner.module._parameters.get(owner.attribute)
             other = name if now is None else first.setdefault(id(now), name)
             if other != name and not of_layers.isdisjoint((other, name)):
                 raise RuntimeError(
@@ -221,6 +230,10 @@ class Plan:
             return device_of_mesh(parameter)
         weights = [layer.weight for layer in self.layers.values()] or [*self.model.parameters()]
         return next((weight for weight in weights if has_values(weight)), weights[0]).device
+
+    def parameter_of(self, view: ParameterView) -> nn.Parameter:
+        """Return the parameter of which a view shows all rows or some."""
+        return self.places[id(view.module), view.attribute]
 
     def name(self, parameter: Tensor) -> str:
         """Return a parameter's name in the model."""
@@ -258,7 +271,7 @@ class Bound:
         self._turns: tuple[list[bool], list[Any]] | None = None
         for layer in plan.layers.values():
             for view in layer.layer.views:
-                parameter = plan.places[id(view.module), view.attribute]
+                parameter = plan.parameter_of(view)
                 shards = plan.shards_of(parameter)
                 bound = replace(
                     view,
@@ -290,8 +303,11 @@ class Bound:
 
     def is_current(self, groups: list[Group], states: States, *, modules: bool) -> bool:
         """Return whether this is still true; ``modules``: look for removed modules too."""
-        lost = modules and self.plan.has_lost_modules()
-        return not lost and self._fingerprint == fingerprint(self.plan, groups, states)
+        if modules:  # finding a removed module takes time
+            present = {id(module) for module in self.plan.model.modules()}
+            if any(id(owner.module) not in present for _, owner in self.plan.attributes):
+                return False
+        return self._fingerprint == fingerprint(self.plan, groups, states)
 
     def shares(self, parameter: Tensor) -> list[Share]:
         """Return the shares of the layers that precondition a parameter."""
@@ -311,9 +327,9 @@ class Bound:
 
     def refreshed(self) -> "Bound":
         """Return the same for steps with other factors."""
-        found = copy.copy(self)
-        found._turns = None
-        return found
+        bound = copy.copy(self)
+        bound._turns = None
+        return bound
 
 
 def parameters(groups: Iterable[Group]) -> list[nn.Parameter]:
@@ -323,24 +339,27 @@ def parameters(groups: Iterable[Group]) -> list[nn.Parameter]:
 
 def fingerprint(plan: Plan, groups: Iterable[Group], states: States) -> list[Any]:
     """Return everything on which a bound plan depends, but for the modules of the model."""
-    found: list[Any] = [len(states)]
+    facts: list[Any] = [len(states)]
     # FSDP2 replaces the parameters of modules while they run, and those of groups stay
     if not plan.sharded:
-        for _, module, attribute in plan.attributes:
-            found.append(id(module._parameters.get(attribute)))
+        facts += [id(o.module._parameters.get(o.attribute)) for _, o in plan.attributes]
     for group in groups:
-        # how works are formed
-        works = (
-            bool(group["momentum"]),
-            group.get("nesterov"),
-            group.get("kl_clip") is None,
-            group.get("auto_lr"),
+        facts.append(
+            (
+                id(group),
+                len(group["params"]),
+                group["split_dim"],
+                # how works are formed
+                bool(group["momentum"]),
+                group.get("nesterov"),
+                group.get("kl_clip") is None,
+                group.get("auto_lr"),
+            )
         )
-        found.append((id(group), group["split_dim"], len(group["params"]), *works))
         for p in group["params"]:
             shape = None if isinstance(p, nn.UninitializedParameter) else p.shape
-            found.append((id(p), p.requires_grad, shape, p.dtype, p.device, id(states.get(p))))
-    return found
+            facts.append((id(p), p.requires_grad, shape, p.dtype, p.device, id(states.get(p))))
+    return facts
 
 
 def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
@@ -348,7 +367,7 @@ def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
 
     Such rows are, for example, those of a projection that the user has left out.
     """
-    rows = sorted((0, length) if one is None else (one.start, one.stop) for one in taken)
+    rows = sorted((0, length) if of is None else (of.start, of.stop) for of in taken)
     rows = [(start, stop) for start, stop in rows if start < stop]
     starts, stops = [0, *(stop for _, stop in rows)], [*(start for start, _ in rows), length]
     return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

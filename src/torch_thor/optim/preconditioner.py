@@ -7,16 +7,14 @@ set, and returns values: a :class:`torch_thor.optim.plan.Bound`, which the updat
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from torch_thor.capture.coverage import Rest
 from torch_thor.capture.gathering import Capture, loss_terms_of_step
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import has_values
@@ -43,28 +41,9 @@ from torch_thor.optim.inputs import (
 from torch_thor.optim.learned import Look
 from torch_thor.optim.missing import silent_layers
 from torch_thor.optim.model_argument import Group, States, parameters_with_gradient
-from torch_thor.optim.options import check
-from torch_thor.optim.plan import Bound, Plan, parameters
+from torch_thor.optim.options import OPTIONS, check
+from torch_thor.optim.plan import Bound, Form, Plan, parameters
 from torch_thor.optim.state_dict import conform
-
-
-@dataclass(frozen=True)
-class Form:
-    """What an optimizer needs of the curvature, and how its loss is."""
-
-    optimizer: type  # its class, for messages and options
-    options: tuple[str, ...]  # what every parameter group has
-    sides: tuple[str, ...]  # the factors that are used: ("A", "G") or ("A",)
-    rest: Rest  # how it trains what has no factors
-    relative_damping: bool  # whether the damping is relative to the mean diagonal of a factor
-    trace_thresholds: tuple[float, float]  # where a group has none
-    loss_reduction: str = "mean"
-    fisher: str = "empirical"
-
-    @cached_property
-    def has_g(self) -> bool:
-        """Whether G is used beside A, so that gradients of outputs are needed."""
-        return "G" in self.sides
 
 
 class Preconditioner:
@@ -99,8 +78,7 @@ class Preconditioner:
         if before is not None and before.is_current(groups, states, modules=modules):
             return before
         known, owners = (None, {}) if before is None else (before.plan, before.owners)
-        form = self.form
-        plan = Plan(self.model, parameters(groups), form.sides, form.rest, self.chosen, known)
+        plan = Plan(self.model, parameters(groups), self.form, self.chosen, known)
         bound = Bound(plan, groups, states, owners)
         if before is not None:
             if not plan.layers and self.form.has_g:
@@ -117,15 +95,13 @@ class Preconditioner:
     def processes(self) -> Processes:
         """The processes that train together at this time."""
         group: Any = self.distributed.process_group
-        available = dist.is_available() and dist.is_initialized()
-        if group is False or self.bound is None or not available:
-            return ALONE
-        group = dist.group.WORLD if group is None else group
-        if dist.get_world_size(group) == 1:
+        available = dist.is_available() and dist.is_initialized() and group is not False
+        if self.bound is None or not available or dist.get_world_size(group) == 1:
             return ALONE
         plan = self.bound.plan
         divided: list[Any] = [p for p, shards in plan.sharded.values() if shards is not None]
         mesh = divided[0].device_mesh if divided else None
+        group = dist.group.WORLD if group is None else group
         return DataParallel(group, plan.device, self.distributed.communication_dtype, mesh)
 
     def listen(self) -> None:
@@ -145,19 +121,21 @@ class Preconditioner:
         processes = self._deciding(groups, request)
         if processes.count == 1:
             return self._read(groups, states, request, processes)
-        own, error, facts, numbers = None, None, [], [0.0] * NUMBERS
+        inputs, error, facts, numbers = None, None, [], [0.0] * NUMBERS
         try:
-            own = self._read(groups, states, request, processes)
-            facts = [*self._facts(request), *facts_of_groups(own)]
-            numbers = [own.terms, own.skip, own.nonfinite, own.largest]
+            inputs = self._read(groups, states, request, processes)
+            facts = [*self._facts(request), *facts_of_groups(inputs)]
+            numbers = [inputs.loss_terms, inputs.skip, inputs.nonfinite, inputs.largest]
         except Exception as problem:  # it is raised on every process
             error = problem
-        terms, skip, nonfinite, largest = zip(*agree(processes, error, facts, numbers), strict=True)
-        assert own is not None  # agree() raises the error of this process
+        loss_terms, skip, nonfinite, largest = zip(
+            *agree(processes, error, facts, numbers), strict=True
+        )
+        assert inputs is not None  # agree() raises the error of this process
         if any(skip):
-            return replace(own, skip=True, nonfinite=any(nonfinite))
+            return replace(inputs, skip=True, nonfinite=any(nonfinite))
         check_same_gradients(largest)
-        return replace(own, terms=int(sum(terms)))
+        return replace(inputs, loss_terms=int(sum(loss_terms)))
 
     def _deciding(self, groups: list[Group], request: Request) -> Processes:
         """Return the processes that agree on this step."""
@@ -165,34 +143,32 @@ class Preconditioner:
         # that raises or skips leaves the others waiting, or if a step may be skipped, because that
         # process would refresh later.
         assert self.bound is not None
-        sends, plan = self.distributed.divide_curvature, self.bound.plan
-        if plan.first_shards is not None:
-            sends = (
-                sends or self.distributed.whole_matrices or any(g.get("kl_clip") for g in groups)
-            )
+        sends = self.distributed.divide_curvature
+        if self.bound.plan.first_shards is not None:
+            sends |= self.distributed.whole_matrices or any(g.get("kl_clip") for g in groups)
         if not (self.capture.awaited or sends or request.nonfinite == "skip") or request.state_only:
             return ALONE
         return self.processes
 
-    def _facts(self, request: Request) -> Iterator[str]:
-        """Yield lines of text that must be the same on all processes."""
-        distributed, sampler = self.distributed, self.capture.sampler
-        yield f"loss_reduction={self.form.loss_reduction!r}, fisher={self.form.fisher!r}"
-        # with 'skip' ranks agree on every step, not on refreshes alone
-        yield f"nonfinite={request.nonfinite!r}"
-        yield (
+    def _facts(self, request: Request) -> list[str]:
+        """Return lines of text that must be the same on all processes."""
+        form, distributed, sampler = self.form, self.distributed, self.capture.sampler
+        facts = [
+            f"loss_reduction={form.loss_reduction!r}, fisher={form.fisher!r}",
+            # with 'skip' ranks agree on every step, not on refreshes alone
+            f"nonfinite={request.nonfinite!r}",
             f"divide_curvature={distributed.divide_curvature}, "
-            f"whole_matrices={distributed.whole_matrices}"
-        )
-        yield f"communication_dtype={distributed.communication_dtype}"
+            f"whole_matrices={distributed.whole_matrices}",
+            f"communication_dtype={distributed.communication_dtype}",
+        ]
         if sampler is not None:
-            yield f"sampled labels: {'yes' if sampler.passes else 'no'}"
+            facts.append(f"sampled labels: {'yes' if sampler.passes else 'no'}")
+        return facts
 
     def _read(
         self, groups: list[Group], states: States, request: Request, processes: Processes
     ) -> Inputs:
-        """Return the inputs of this process."""
-        # Raise an error for an option, a state or a gradient that cannot be used.
+        """Return the inputs of this process, whose options, state and gradients can be used."""
         capture = self.capture
         self.options.check(groups)
         self.options.check_values({"nonfinite": request.nonfinite}, ("nonfinite",))
@@ -202,7 +178,7 @@ class Preconditioner:
         scale = None if request.scale is None else request.scale()
         if scale is not None and scale.found_inf:
             return Inputs(*known, skip=True)
-        terms, of_outputs = self._loss_terms(request, due), 1.0
+        loss_terms, of_outputs = self._loss_terms(request, due), 1.0
         # then captured gradients are those of single loss terms already
         sampled = capture.sampler is not None
         if scale is not None:
@@ -216,11 +192,17 @@ class Preconditioner:
                 return Inputs(*known, skip=True, nonfinite=True)
             raise FloatingPointError(nonfinite_message(bound))
         self._check_mask(due)
-        output_scale = terms if terms and self.form.loss_reduction == "mean" and not sampled else 1
+        is_mean = self.form.loss_reduction == "mean" and loss_terms > 0 and not sampled
         if bound.plan.first_shards is not None:
             largest = 0.0  # every process has other rows, whose gradients differ
-        unless = None if later is None else later.unless
-        return Inputs(*known, terms, output_scale / of_outputs, largest, check=later, unless=unless)
+        return Inputs(
+            *known,
+            loss_terms,
+            output_scale=(loss_terms if is_mean else 1) / of_outputs,
+            largest=largest,
+            check=later,
+            unless=None if later is None else later.unless,
+        )
 
     def _check_later(
         self, bound: Bound, request: Request, due: Sequence[LayerCurvature]
@@ -245,13 +227,16 @@ class Preconditioner:
 
     def _due(self, bound: Bound) -> list[LayerCurvature]:
         """Return the layers that refresh in this step."""
-        found = []
-        for layer in bound.plan.layers.values() if self.capture.awaited else ():
-            # one that was made just now gathers nothing yet
-            if layer in self.capture.gathering and layer.weight.requires_grad:
-                check_split(layer)
-                found.append(layer)
-        return found
+        # one that was made just now gathers nothing yet
+        gathering = self.capture.gathering if self.capture.awaited else ()
+        due = [
+            layer
+            for layer in bound.plan.layers.values()
+            if layer in gathering and layer.weight.requires_grad
+        ]
+        for layer in due:
+            check_split(layer)
+        return due
 
     def _loss_terms(self, request: Request, due: Sequence[LayerCurvature]) -> int:
         """Return N, the number of loss terms of this process; 0 if it is not needed."""
@@ -262,12 +247,12 @@ class Preconditioner:
         if not (due and self.form.has_g):
             return 0
         if self.capture.sampler is not None:
-            return self.capture.sampler.terms
-        terms, uncertain = loss_terms_of_step(self.capture.passes.values())
+            return self.capture.sampler.loss_terms
+        loss_terms, uncertain = loss_terms_of_step(self.capture.passes.values())
         if uncertain is not None:
             label = self.form.optimizer.__name__
             self.warnings.note("loss terms", _UNCERTAIN.format(*uncertain, label=label))
-        return terms
+        return loss_terms
 
     def _check_mask(self, due: Sequence[LayerCurvature]) -> None:
         mask = self.capture.row_mask
@@ -294,8 +279,7 @@ class Preconditioner:
         *,
         state_only: bool,
     ) -> Bound:
-        """Create missing state, and take new factors for the layers that are due."""
-        # Return the plan bound to them.
+        """Create missing state, take new factors for the layers that are due, and bind the plan."""
         bound, due, capture = inputs.bound, inputs.due, self.capture
         if bound.complete and not due:
             return bound
@@ -306,7 +290,7 @@ class Preconditioner:
                 looked = look(bound)
             if due and not state_only:
                 is_first = not any(layer.refreshes for layer in bound.plan.layers.values())
-                candidates = self._candidates(due, inputs.terms)
+                candidates = self._candidates(due, inputs.loss_terms)
                 try:
                     self.last_refresh = refresh(
                         candidates,
@@ -319,13 +303,13 @@ class Preconditioner:
                 except FloatingPointError as error:
                     raise FloatingPointError(nonfinite_message(bound)) from error
                 bound = bound.refreshed()
-                if is_first and inputs.terms > 1:
-                    self._note_summed_loss(candidates, inputs.terms)
+                if is_first and inputs.loss_terms > 1:
+                    self._note_summed_loss(candidates, inputs.loss_terms)
                 for layer, what in silent:
                     self.warnings.note_layer(layer, what)
                 capture.finish_refresh(due, self.last_refresh, [layer for layer, _ in silent])
-                for group in bound.groups if inputs.terms else ():
-                    dict.update(group, last_loss_terms=inputs.terms)  # plain already
+                for group in bound.groups if inputs.loss_terms else ():
+                    dict.update(group, last_loss_terms=inputs.loss_terms)  # plain already
             if looked is not None:
                 looked.take()
             self.bound = bound
@@ -336,8 +320,7 @@ class Preconditioner:
         return bound
 
     def _pool(self, inputs: Inputs, *, state_only: bool) -> list[tuple[LayerCurvature, str]]:
-        """Scale the sums of output gradients, and count the rows of all processes."""
-        # Return the layers without statistics.
+        """Scale the sums of gradients, count all rows, and return the layers without statistics."""
         due, capture, scale = inputs.due, self.capture, inputs.output_scale
         if not due:
             return []
@@ -369,12 +352,12 @@ class Preconditioner:
         if self.distributed.divide_curvature and divides:
             new = [layer for layer in bound.plan.layers.values() if layer not in owners]
             owners = owners | divide(new, self.processes)
-        found = Bound(bound.plan, bound.groups, bound.states, owners, complete=True).take_effect()
+        bound = Bound(bound.plan, bound.groups, bound.states, owners, complete=True).take_effect()
         for layer in bound.plan.layers.values():
             layer.make_state()
-        return found
+        return bound
 
-    def _candidates(self, layers: Sequence[LayerCurvature], terms: int) -> list[Candidate]:
+    def _candidates(self, layers: Sequence[LayerCurvature], loss_terms: int) -> list[Candidate]:
         """Return a candidate for each layer that has rows."""
         # The memory of its statistics becomes that of its factors.
         candidates = []
@@ -382,14 +365,12 @@ class Preconditioner:
             options, rows = layer.weight_view.options, layer.statistics.rows
             if layer.weight.grad is None:
                 continue
-            group_terms, without_rows, group_rows = None, [], layer.statistics.group_rows
-            if group_rows:
-                without_rows = [not own for own in group_rows] if layer.refreshes else []
-                if layer.g is not None:
-                    before = layer.state[layer.prefix + "group_rows_per_term"]
-                    now = before.new_tensor(group_rows) / terms
-                    group_terms = torch.where(now > 0, now, before)
-            factors = layer.statistics.take(terms)
+            group_rows, group_rows_per_term = layer.statistics.group_rows, None
+            if group_rows and layer.g is not None:
+                before = layer.state[layer.prefix + "group_rows_per_term"]
+                now = before.new_tensor(group_rows) / loss_terms
+                group_rows_per_term = torch.where(now > 0, now, before)
+            factors = layer.statistics.take(loss_terms)
             if factors is None:
                 if layer in self.capture.reached:
                     then = (
@@ -399,25 +380,25 @@ class Preconditioner:
                         layer, f"it saw no rows (an empty batch, or every row masked): {then}"
                     )
                 continue
-            thresholds = options.get("trace_thresholds", self.form.trace_thresholds)
+            thresholds = options.get("trace_thresholds", OPTIONS["trace_thresholds"].default)
             candidates.append(
                 Candidate(
                     layer,
                     options["step"],
                     factors,
                     # T weights the product of A and G, so it is 1 for a layer without G
-                    rows_per_term=rows / terms if group_terms is None and len(factors) > 1 else 1.0,
+                    rows_per_term=rows / loss_terms if len(factors) > 1 and not group_rows else 1.0,
                     damping=float(options["damping"]),
                     thresholds=(float(thresholds[0]), float(thresholds[1])),
                     decay=float(options["factor_decay"]),
-                    group_rows_per_term=group_terms,
-                    without_rows=without_rows,
+                    group_rows_per_term=group_rows_per_term,
+                    without_rows=[not count for count in group_rows] if layer.refreshes else [],
                     has_numbers=has_values(factors[0].rows),
                 )
             )
         return candidates
 
-    def _note_summed_loss(self, candidates: Sequence[Candidate], terms: int) -> None:
+    def _note_summed_loss(self, candidates: Sequence[Candidate], loss_terms: int) -> None:
         """Warn of a loss that looks like a sum over the batch although it is to be a mean."""
         # N² times too large a Fisher matrix makes damping void and the natural gradient N times too
         # short
@@ -426,25 +407,21 @@ class Preconditioner:
             return
         # the mean square of the output gradients of each layer
         squares = []
-        for one in candidates:
-            kind = one.layer.kind
+        for candidate in candidates:
+            kind = candidate.layer.kind
             # a row of routed experts belongs to one group
             groups = 1 if kind.routed else kind.groups
-            squares.append(max(0.0, math.fsum(one.traces[1])) / (groups * kind.outputs))
+            squares.append(max(0.0, math.fsum(candidate.traces[1])) / (groups * kind.outputs))
         if not squares:
             return
         middle = math.sqrt(statistics.median_low(squares))
-        largest = math.sqrt(max(squares))
-        if (
-            middle > max(_MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM * terms)
-            and largest <= _LARGEST_PER_TERM * terms
-        ):
+        is_large = middle > max(_MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM * loss_terms)
+        if is_large and math.sqrt(max(squares)) <= _LARGEST_PER_TERM * loss_terms:
             message = (
-                f"{self.form.optimizer.__name__}: the gradients are so large that the loss looks "
-                f"like a sum over the {terms} "
-                f'loss terms of the batch, not their mean; pass loss_reduction="sum", or average '
-                f"the loss over the batch. "
-                f"If it is an average, bring its targets to a scale of about 1"
+                f"{form.optimizer.__name__}: the gradients are so large that the loss looks like a "
+                f"sum over the {loss_terms} loss terms of the batch, not their mean; pass "
+                'loss_reduction="sum", or average the loss over the batch. If it is an average, '
+                "bring its targets to a scale of about 1"
             )
             self.warnings.note("summed loss", message)
 

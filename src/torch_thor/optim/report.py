@@ -22,7 +22,7 @@ _UNCALLED = "the weight is used without calling the module, so no statistics com
 
 def current(bound: Bound) -> list[Covered]:
     """Return the entries of an inspection as they are now."""
-    named, found = dict(bound.plan.model.named_parameters()), []
+    named, entries = dict(bound.plan.model.named_parameters()), []
     for entry in bound.plan.entries:
         parameter = named.get(entry.name)
         if parameter is None:
@@ -38,8 +38,8 @@ def current(bound: Bound) -> list[Covered]:
             entry = replace(
                 entry, reason=_UNCALLED if shares[0].is_weight else f"like its layer: {_UNCALLED}"
             )
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def sizes(entries: Iterable[Covered]) -> tuple[int, int]:
@@ -80,12 +80,10 @@ def described(optimizer: Any) -> str:
             if key in group and key not in NO_OPTIONS
         ]
         lines += [f"Parameter Group {number}", *(f"    {key}: {group[key]}" for key in keys)]
-    entries, layers = optimizer.coverage(), optimizer.curvature.values()
+    entries = optimizer.coverage()
     part, total = sizes(entries)
-    split = ", ".join(
-        str(s) for s in dict.fromkeys(group["split_dim"] for group in optimizer.param_groups)
-    )
-    count = sum(layer.weight.requires_grad for layer in layers)
+    split = ", ".join(dict.fromkeys(str(group["split_dim"]) for group in optimizer.param_groups))
+    count = sum(layer.weight.requires_grad for layer in optimizer.curvature.values())
     lines += [
         ")",
         f"{part:,} of {total:,} trained parameters, in {count} layers, are preconditioned:",
@@ -95,11 +93,11 @@ def described(optimizer: Any) -> str:
 
 def nothing_found(optimizer: type, bound: Bound) -> str:
     """Return the text of the error for a model without a layer to precondition."""
-    label, found = optimizer.__name__, table(current(bound))
+    label = optimizer.__name__
     return (
         f"{label} found no layer to precondition among what is trained in "
         f"{type(bound.plan.model).__name__}; use torch.optim.SGD, or give {label} the weights of "
-        f"its layers. What it found:\n{found}"
+        f"its layers. What it found:\n{table(current(bound))}"
     )
 
 
@@ -113,7 +111,7 @@ class StepWarnings:
     """
 
     def __init__(self, optimizer: type) -> None:
-        self.optimizer, self.label = optimizer, optimizer.__name__
+        self.label = optimizer.__name__
         self._known: set[Hashable] = set()
         self.first_lr = math.inf
         # the names that one text is about, by its two parts
@@ -142,11 +140,7 @@ class StepWarnings:
     def note_changes(self, before: Plan, now: Plan) -> None:
         """Warn of what a model change means: layers that are gone, parameters not trained."""
         label, known = self.label, {e.name for e in before.entries if e.reason == NOT_TRAINED}
-        new = [
-            entry.name
-            for entry in now.entries
-            if entry.reason == NOT_TRAINED and entry.name not in known
-        ]
+        new = [e.name for e in now.entries if e.reason == NOT_TRAINED and e.name not in known]
         then = _untrained(new) if new else "What takes its place is trained plainly"
         if now.sharded and not before.sharded:
             self.note(

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch_thor.curvature.blocks import factor_dtype, has_values
 from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.layer import NUMBERS as LAYER_NUMBERS
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
+from torch_thor.curvature.view import State
 from torch_thor.optim.callers import level_of_user
 from torch_thor.optim.model_argument import Group, States
 from torch_thor.optim.options import OptionGroup, number, options_of, scoped
@@ -67,18 +68,19 @@ def load(
     def read(_: torch.optim.Optimizer, hooked: StateDict) -> StateDict:
         _check_origin(optimizer, hooked, relative)
         groups = [OptionGroup(group) for group in hooked["param_groups"]]
-        for group, own in zip(groups, optimizer.param_groups, strict=False):  # torch compares them
-            for key in (group.keys() & own.keys()) - {"params"}:
-                if not isinstance(own[key], Tensor):
+        pairs = zip(groups, optimizer.param_groups, strict=False)  # torch compares their numbers
+        for group, present in pairs:
+            for key in (group.keys() & present.keys()) - {"params"}:
+                if not isinstance(present[key], Tensor):
                     group[key] = _numbers(group[key])
-            adopt(group, own)
-        ids = [i for group in groups for i in group["params"]]
-        known = dict(zip(ids, parameters(optimizer.param_groups), strict=False))
+            adopt(group, present)
+        by_number = zip(parameters(groups), parameters(optimizer.param_groups), strict=False)
         state = dict(hooked["state"])
-        for i in state.keys() & known.keys():
-            owner = name(known[i])
-            state[i] = {key: _entry(key, value, owner) for key, value in state[i].items()}
-            entries[known[i]] = state[i]
+        for i, parameter in by_number:
+            if i in state:
+                owner = name(parameter)
+                state[i] = {key: _entry(key, value, owner) for key, value in state[i].items()}
+                entries[parameter] = state[i]
         return {"state": state, "param_groups": groups}
 
     def finish(_: torch.optim.Optimizer) -> None:
@@ -91,8 +93,9 @@ def load(
                 if key == "step":
                     optimizer.state[parameter][key] = value
                 elif isinstance(value, Tensor):
-                    copied = _as_made(key, value.detach(), parameter, value.dtype)
-                    optimizer.state[parameter][key] = copied
+                    optimizer.state[parameter][key] = _as_made(
+                        key, value.detach(), parameter, value.dtype
+                    )
         complete()
 
     handles = (
@@ -124,10 +127,10 @@ def _numbers(value: Any) -> Any:
 def _entry(key: str, value: Any, parameter: str) -> Any:
     """Return an entry of a loaded state as a step makes it: a tensor, or a number of Python."""
     is_number = key.endswith((*NUMBERS, "step")) and not key.endswith("group_rows_per_term")
-    found = number(plain(value)) if is_number else None
-    if is_number and found is not None and math.isfinite(found) and (key != "step" or found >= 0):
+    exact = number(plain(value)) if is_number else None
+    if exact is not None and math.isfinite(exact) and (key != "step" or exact >= 0):
         if key == "step":  # on the CPU, because every step reads it
-            return torch.tensor(found, dtype=torch.float32)
+            return torch.tensor(exact, dtype=torch.float32)
         return value.item() if hasattr(value, "item") else value
     if not is_number and hasattr(value, "ndim"):  # of NumPy too
         return torch.as_tensor(value)
@@ -141,9 +144,9 @@ def _entry(key: str, value: Any, parameter: str) -> Any:
     return value
 
 
-def take_missing(optimizer: torch.optim.Optimizer, group: Group, own: Group) -> None:
+def take_missing(optimizer: torch.optim.Optimizer, group: Group, present: Group) -> None:
     """Give a saved group the options that it lacks, and say so."""
-    missing = {name: own[name] for name in options_of(optimizer) if name not in group}
+    missing = {name: present[name] for name in options_of(optimizer) if name not in group}
     if missing:
         warnings.warn(
             f"the state dict of {type(optimizer).__name__} has no "
@@ -160,33 +163,32 @@ def _check_origin(optimizer: torch.optim.Optimizer, state_dict: StateDict, relat
     """Raise an error for a state dict that neither such an optimizer nor its relative saved."""
     label = type(optimizer).__name__
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        found = (
-            some([repr(key) for key in state_dict])
-            if isinstance(state_dict, Mapping)
-            else repr(type(state_dict))
-        )
+        is_dict = isinstance(state_dict, Mapping)
+        content = some([repr(key) for key in state_dict]) if is_dict else repr(type(state_dict))
         raise ValueError(
             "this is not the state dict of an optimizer, which has 'state' and 'param_groups': "
-            f"found {found}; pass what optimizer.state_dict() gave"
+            f"found {content}; pass what optimizer.state_dict() gave"
         )
     if (version := state_dict.get("version", VERSION)) != VERSION:
         raise ValueError(
             f"the state dict has version {version!r}: this torch_thor reads version {VERSION}; "
             "load it with the torch_thor that saved it, or let the optimizer start anew"
         )
-    own = options_of(optimizer)
-    of_others = _TELLING - {*own} - _OF_RELATIVES.get(relative, set())
+    known = options_of(optimizer)
+    of_others = _TELLING - {*known} - _OF_RELATIVES.get(relative, set())
     for i, group in enumerate(state_dict["param_groups"]):
-        lacking = [key for key in own if key not in group]
+        lacking = [key for key in known if key not in group]
         foreign = [key for key in group if key in of_others]
-        if not foreign and 2 * len(lacking) <= len(own):
+        if not foreign and 2 * len(lacking) <= len(known):
             continue
         signs = foreign or [f"no {key}" for key in lacking]
         options = [key for key in group if key not in ("params", "param_names")]
-        known = next((name for name, keys in _SIGNS if keys <= group.keys()), "another optimizer")
+        saved_by = next(
+            (name for name, keys in _SIGNS if keys <= group.keys()), "another optimizer"
+        )
         raise ValueError(
             f"the state dict is not one of {label}: its parameter group {i} has "
-            f"{' and '.join(signs)}, and looks like that of {known} (it has "
+            f"{' and '.join(signs)}, and looks like that of {saved_by} (it has "
             f"{some(options, most=8)}); nothing was loaded. {label} takes its "
             f"own{f' and those of {relative}' if relative else ''}: load the model's weights, "
             "and let it start anew"
@@ -205,49 +207,51 @@ def _as_made(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> 
 
 def _misfits(
     states: States,
-    trained: Iterable[Tensor],
+    trained: Collection[Tensor],
     name: Callable[[Tensor], str],
     factors: Iterable[tuple[LayerCurvature, tuple[Factor, ...]]],
 ) -> Iterator[str]:
     """Yield the tensors of a state whose shape is not the one that model and options need."""
-    expected: list[tuple[str, Any, tuple[int, ...]]] = []
-    for layer, of_layer in factors:
-        for layout, state in ((factor.layout, factor.view.state) for factor in of_layer):
-            for key in layout.keys:
-                what = f"split_dim={layout.split_dim}: {key} of layer {layer.name!r}"
-                expected.append((what, state.get(key), layout.shape))
-    for p in trained:
-        expected += [
-            (f"{k} of parameter {name(p)!r}", states.get(p, {}).get(k), tuple(p.shape))
-            for k in MOMENTS
-        ]
-    for what, found, needed in expected:
-        has = tuple(getattr(found, "shape", ()))
-        if found is not None and has != needed:
-            yield f"{what} has shape {has} and needs {needed}"
+    expected: list[tuple[str, State, str, tuple[int, ...]]] = [
+        (
+            f"split_dim={f.layout.split_dim}: {key} of layer {layer.name!r}",
+            f.view.state,
+            key,
+            f.layout.shape,
+        )
+        for layer, of_layer in factors
+        for f in of_layer
+        for key in f.layout.keys
+    ]
+    expected += [
+        (f"{key} of parameter {name(p)!r}", states.get(p, {}), key, tuple(p.shape))
+        for p in trained
+        for key in MOMENTS
+    ]
+    for what, state, key, needed in expected:
+        shape = tuple(getattr(state.get(key), "shape", ()))
+        if state.get(key) is not None and shape != needed:
+            yield f"{what} has shape {shape} and needs {needed}"
 
 
 def check_loaded(
     states: States,
-    trained: Iterable[Tensor],
+    trained: Collection[Tensor],
     name: Callable[[Tensor], str],
     factors: Iterable[tuple[LayerCurvature, tuple[Factor, ...]]] = (),
 ) -> None:
     """Check that loaded tensors have the shapes that model and options need, and are finite."""
-    trained = list(trained)
     for misfit in _misfits(states, trained, name, factors):
         raise ValueError(
             f"{misfit}: the state dict belongs to another model or option, or its parameters stand "
             "in another order; load it into the model, and with the options, that it was saved "
             "with"
         )
-    tensors = [
-        (k, p, v) for p in trained for k, v in states.get(p, {}).items() if isinstance(v, Tensor)
-    ]
     bad = [
-        f"{k!r} of parameter {name(p)!r}"
-        for k, p, v in tensors
-        if has_values(v) and not bool(local(v).isfinite().all())
+        f"{key!r} of parameter {name(p)!r}"
+        for p in trained
+        for key, value in states.get(p, {}).items()
+        if isinstance(value, Tensor) and has_values(value) and not local(value).isfinite().all()
     ]
     if bad:
         raise ValueError(

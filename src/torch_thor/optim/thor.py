@@ -216,8 +216,7 @@ class THOR(CurvatureOptimizer):
         # without a step since the loss of these rows
         if capture.sampler.trained and capture.gradients_dropped():
             capture.discard()
-        rank = self._curvature.processes.rank
-        key = f"{seed}/{self.param_groups[0]['step']}/{rank}"
+        key = f"{seed}/{self.param_groups[0]['step']}/{self._curvature.processes.rank}"
         try:
             capture.sampler.sample(output, distribution, dim, mask, key)
         except BaseException:

@@ -31,7 +31,7 @@ from torch_thor.optim.orthogonal import (
     subtract_orthogonal_,
     turns_of,
 )
-from torch_thor.optim.plan import Bound
+from torch_thor.optim.plan import Bound, Form
 from torch_thor.optim.update import momentum_, shrink_
 from torch_thor.optim.works import in_turns, with_gradients
 
@@ -92,11 +92,13 @@ class ThorMuon(CurvatureOptimizer):
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
-    sides = ("A",)
-    rest = Rest("AdamW", matrix="orthogonalised momentum")
+    form = Form(
+        Rest("AdamW", matrix="orthogonalised momentum"),
+        factor_names=("A",),
+        relative_damping=True,
+        orthogonalises=True,
+    )
     usual_lr = 0.08
-    relative_damping = True
-    orthogonalises = True
     counterparts = foreign.THOR_MUON
 
     def _update(self, bound: Bound, unless: Tensor | None) -> None:
@@ -171,7 +173,7 @@ class ThorMuon(CurvatureOptimizer):
             table.
         """
         entries, parameters = super().coverage(), dict(self.model.named_parameters())
-        bound = self._curvature.current(self.param_groups, self.state)
+        bound = self._bound()
         return Coverage(
             replace(entry, matrices=matrices_of(parameters[entry.name], bound))
             if entry.trained
@@ -208,5 +210,4 @@ class ThorMuon(CurvatureOptimizer):
             state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         # as torch.optim.AdamW has them
         for key in ("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"):
-            if key not in state:
-                state[key] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
+            state.setdefault(key, torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype)))

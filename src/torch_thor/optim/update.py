@@ -101,8 +101,7 @@ def with_decay(directions: Directions) -> Directions:
 def with_momentum(directions: Directions, unless: Tensor | None) -> Directions:
     """Add directions to the momentum, as ``torch.optim.SGD`` does."""
     for work, d in directions:
-        group = work.group
-        momentum = float(group["momentum"])
+        momentum = float(work.group["momentum"])
         # one pass over memory, with one rounding; SGD's two take two
         if momentum and work.layout is not None:
             v = work.moments[0][0]

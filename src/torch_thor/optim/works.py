@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import Blocks, factor_dtype, has_values
 from torch_thor.curvature.factor import Factor, collected, local
+from torch_thor.distributed.divided import turns_of_parameters
 from torch_thor.optim.model_argument import Group
 from torch_thor.optim.plan import Bound
 
@@ -38,7 +39,7 @@ class Rows:
     """A parameter, the rows of it that this process holds, and its state."""
 
     parameter: nn.Parameter
-    own: Tensor
+    local: Tensor
     state: dict[str, Any]
     lr_factor: float = 1.0  # less where it was trained already (optim.learned)
 
@@ -73,14 +74,14 @@ class Batch:
 
     def bind(self, inverses: Mapping[Any, Blocks]) -> None:
         """Take the inverses of the factors, as far as they are there."""
-        self.left = _stacked([inverses.get(one.left) for one in self.members])
-        self.right = _stacked([inverses.get(one.right) for one in self.members])
+        self.left = _stacked([inverses.get(matrix.left) for matrix in self.members])
+        self.right = _stacked([inverses.get(matrix.right) for matrix in self.members])
         blocks = self.right if self.left is None else self.left
         if blocks is None or len(self.members) == 1:
             return
-        for rows, one in zip(blocks.rows.chunk(len(self.members)), self.members, strict=True):
-            if one.scale != 1.0:
-                rows.mul_(one.scale)
+        for rows, matrix in zip(blocks.rows.chunk(len(self.members)), self.members, strict=True):
+            if matrix.scale != 1.0:
+                rows.mul_(matrix.scale)
 
 
 @dataclass(eq=False)
@@ -138,55 +139,52 @@ def in_turns(turns: Iterable[Turn]) -> Iterator[Any]:
 def with_gradients(works: Iterable[Any]) -> Iterator[Any]:
     """Give works the gradients of this step."""
     for work in works:
-        gradients = (p.grad for p in work.parameters)
         work.gradients = [
-            gradient if weight is parameter else local(gradient)
-            for gradient, weight, parameter in zip(
-                gradients, work.weights, work.parameters, strict=True
-            )
+            parameter.grad if weight is parameter else local(parameter.grad)
+            for weight, parameter in zip(work.weights, work.parameters, strict=True)
         ]
         yield work
 
 
 def rows_of(bound: Bound, group: Group) -> list[Rows]:
     """Return the parameters of a group that have a gradient in this step."""
-    found = []
+    rows = []
     for parameter in group["params"]:
         if parameter.grad is not None:
-            own = local(parameter) if bound.plan.sharded else parameter
             state = bound.states.get(parameter, {})
             factor = state.get("lr_factor", 1.0) if group.get("auto_lr") else 1.0
-            found.append(Rows(parameter, own, state, factor))
-    return found
+            rows_here = local(parameter) if bound.plan.sharded else parameter
+            rows.append(Rows(parameter, rows_here, state, factor))
+    return rows
 
 
 def work_of(
     kind: type[W], group: Group, rows: Sequence[Rows], keys: Sequence[str], bound: Bound
 ) -> W:
     """Return the work of some parameters; ``keys`` are those of the moments in the state."""
-    sizes = [next((size for size in of.own.shape if size != 1), 1) for of in rows]
+    sizes = [next((size for size in of.local.shape if size != 1), 1) for of in rows]
     return kind(
         group,
         parameters=[of.parameter for of in rows],
-        weights=[of.own for of in rows],
+        weights=[of.local for of in rows],
         moments=[
-            [of.state[key] if of.own is of.parameter else local(of.state[key]) for of in rows]
+            [of.state[key] if of.local is of.parameter else local(of.state[key]) for of in rows]
             for key in keys
         ],
         states=[of.state for of in rows],
         smallest=[smallest_norm(size) for size in sizes],
         order=[bound.plan.order.get(id(of.parameter), len(bound.plan.order)) for of in rows],
-        dtype=factor_dtype(rows[0].own.dtype),
-        on_cpu=rows[0].own.device.type == "cpu" and has_values(rows[0].own),
+        dtype=factor_dtype(rows[0].local.dtype),
+        on_cpu=rows[0].local.device.type == "cpu" and has_values(rows[0].local),
         lr_factor=rows[0].lr_factor,
     )
 
 
 def here(batches: Iterable[Batch]) -> dict[Factor, Blocks]:
     """Return the inverses that this process holds, without those of divided curvature."""
-    sides = (of for batch in batches for one in batch.members for of in (one.left, one.right))
-    factors = {of for of in sides if of is not None and not of.layout.is_partitioned}
-    return {factor: factor.read(inverse=True) for factor in factors}
+    members = (matrix for batch in batches for matrix in batch.members)
+    factors = {f for matrix in members for f in (matrix.left, matrix.right) if f is not None}
+    return {f: f.read(inverse=True) for f in factors if not f.layout.is_partitioned}
 
 
 def batches_of(matrices: Iterable[Any], key: Callable[[Any], Any]) -> list[Batch]:
@@ -198,11 +196,20 @@ def batches_of(matrices: Iterable[Any], key: Callable[[Any], Any]) -> list[Batch
     return batches
 
 
+def collecting_turns(
+    parameters: Iterable[nn.Parameter], bound: Bound
+) -> list[tuple[frozenset[int], list[Factor]]]:
+    """Return the ids of the parameters of each turn, and the factors that are collected for it."""
+    if bound.owners:
+        return turns_of_parameters(parameters, bound)
+    return [(frozenset(map(id, parameters)), [])]
+
+
 def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     """Put items with the same key together, in the order of the first of each."""
     alike: dict[Any, list[Any]] = {}
-    for one in items:
-        alike.setdefault(key(one), []).append(one)
+    for item in items:
+        alike.setdefault(key(item), []).append(item)
     return list(alike.values())
 
 
@@ -217,5 +224,5 @@ def _stacked(blocks: Sequence[Blocks | None]) -> Blocks | None:
     if first is None or len(blocks) == 1:
         return first
     width = first.cut.width
-    rows = torch.cat([one.rows[:, :width] for one in blocks if one is not None])
+    rows = torch.cat([block.rows[:, :width] for block in blocks if block is not None])
     return Blocks(first.cut.times(len(blocks)), rows)

@@ -17,7 +17,7 @@ from torch_thor.split.timing import device_name, inverse_seconds, orthogonal_sec
 # a factor counts as preserved if it loses less than this share of its spectral norm
 MAX_LOSS = 0.01
 # the factors that an optimizer splits
-FACTORS = {name: kind.sides for name, kind in WITH_CURVATURE.items()}
+FACTORS = {name: kind.form.factor_names for name, kind in WITH_CURVATURE.items()}
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,9 @@ def candidates(layers: Collection[LayerCurvature]) -> tuple[int, ...]:
 
 def _sizes(layers: Collection[LayerCurvature]) -> list[tuple[int, int]]:
     """Return (groups, rows) of every factor that is not diagonal, as A of an embedding is."""
-    factors = [(layer.kind, side) for side in SIDES for layer in layers if side in layer.sides]
+    factors = [
+        (layer.kind, side) for side in SIDES for layer in layers if side in layer.factor_names
+    ]
     return [
         (kind.groups, kind.inputs if side == "A" else kind.outputs)
         for kind, side in factors

@@ -33,26 +33,26 @@ class Observer:
     """Runs a copy of a model, gathers its layers' statistics and measures their spectral losses."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, sides: tuple[str, ...] = SIDES
+        self, model: nn.Module, device: torch.device, factor_names: tuple[str, ...] = SIDES
     ) -> None:
         self._model = copy.deepcopy(model).to(device)
         self._device = device
         trained = [p for p in self._model.parameters() if p.requires_grad]
-        found = inspect(self._model, trained, inputs_alone="G" not in sides).layers
-        if not found:
+        layers = inspect(self._model, trained, inputs_alone="G" not in factor_names).layers
+        if not layers:
             raise ValueError(
                 f"{type(model).__name__} has no layer that is preconditioned with Kronecker "
                 "factors and trained, so there is nothing to split; give a model with linear "
                 "layers or convolutions that require gradients"
             )
-        self.layers = {name: LayerCurvature(layer, sides) for name, layer in found.items()}
+        self.layers = {name: LayerCurvature(layer, factor_names) for name, layer in layers.items()}
         for layer in self.layers.values():
             layer.bind(layer.laid_out(replace(layer.weight_view, options={"split_dim": LARGEST})))
         self._split_dims: Sequence[int] = ()
         # the number of calls that have no gradient yet
         self._waiting = dict.fromkeys(self.layers, 0)
         self._losses: Losses = {}
-        self._hooks = hooks_of(found, self.layers)
+        self._hooks = hooks_of(layers, self.layers)
         self.gathering = set(self.layers.values())
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
@@ -75,8 +75,9 @@ class Observer:
     ) -> Losses:
         """Run the sample batch forward and backward, and return the spectral losses."""
         self._split_dims = split_dims
-        own, calls = [] if self._device.type == "cpu" else [self._device], ModuleCalls(self)
-        with torch.random.fork_rng(own, device_type=self._device.type), torch.enable_grad():
+        devices = [] if self._device.type == "cpu" else [self._device]
+        calls = ModuleCalls(self)
+        with torch.random.fork_rng(devices, device_type=self._device.type), torch.enable_grad():
             calls.listen(self._model, self._hooks)
             try:
                 loss_of(self._model, sample_batch, loss_fn, self._device).backward()
@@ -94,7 +95,9 @@ class Observer:
         return {name: self._losses[name] for name in self.layers if name in self._losses}
 
     def _finish(self, layer: LayerCurvature) -> None:
-        for key, factor in zip(layer.sides, layer.statistics.take(terms=1) or (), strict=False):
+        for key, factor in zip(
+            layer.factor_names, layer.statistics.take(loss_terms=1) or (), strict=False
+        ):
             if key == "A" and layer.kind.diagonal_input:
                 continue
             if not bool(factor.rows.isfinite().all()):

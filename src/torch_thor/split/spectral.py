@@ -68,11 +68,11 @@ def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tenso
 
 def spectral_losses(matrix: Blocks, split_dims: Sequence[int]) -> tuple[float, ...]:
     """Return ``L = 1 - |Â|₂ / |A|₂`` for several block sizes of Â."""
-    whole = _norm(matrix.parts)
+    unsplit = _norm(matrix.parts)
     norms = torch.stack(
         [_norm([c for part in matrix.parts for c in _cut(part, size)]) for size in split_dims]
     )
-    losses = torch.where(whole == 0, torch.zeros_like(norms), 1 - norms / whole)
+    losses = torch.where(unsplit == 0, torch.zeros_like(norms), 1 - norms / unsplit)
     return tuple(losses.clamp(0, 1).tolist())
 
 
@@ -88,5 +88,5 @@ def _cut(blocks: Tensor, size: int) -> list[Tensor]:
         return [blocks]
     full = n // size * size
     cut = blocks[:, :full, :full].reshape(count, n // size, size, n // size, size)
-    found = cut.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
-    return [found] if full == n else [found, blocks[:, full:, full:]]
+    squares = cut.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
+    return [squares] if full == n else [squares, blocks[:, full:, full:]]

@@ -47,8 +47,8 @@ def orthogonal_seconds(
     # shapes: (groups, outputs, inputs) of each layer, whose matrices are laid wide.
     generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers stay
     matrices = [
-        torch.randn((groups, *sorted(sides)), generator=generator, dtype=dtype, device=device)
-        for groups, *sides in shapes
+        torch.randn((groups, *sorted(shape)), generator=generator, dtype=dtype, device=device)
+        for groups, *shape in shapes
     ]
     return _medians(partial(_orthogonalise_once, matrices, device=device), split_dims)
 
@@ -78,24 +78,28 @@ def _invert_once(
     for groups, rows in sizes:
         for count, size in Cut.of(rows, split_dim, groups).blocks:
             counts[size] += count
-    batches = []
-    for size, count in counts.items():
-        batches.append(
-            torch.eye(size, dtype=dtype, device=device).add(1 / size).repeat(count, 1, 1)
-        )
-    _synchronise(device)
-    started = time.perf_counter()
-    with ieee_float32(device.type):
+    batches = [
+        torch.eye(size, dtype=dtype, device=device).add(1 / size).repeat(count, 1, 1)
+        for size, count in counts.items()
+    ]
+
+    def work() -> None:
         for batch in batches:
             invert(batch)
-    _synchronise(device)
-    return time.perf_counter() - started
+
+    with ieee_float32(device.type):
+        return _seconds_of(work, device)
 
 
 def _orthogonalise_once(matrices: list[Tensor], split_dim: int, *, device: torch.device) -> float:
+    return _seconds_of(lambda: unit_polars(matrices, split_dim), device)
+
+
+def _seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Return how long a device works."""
     _synchronise(device)
     started = time.perf_counter()
-    unit_polars(matrices, split_dim)
+    work()
     _synchronise(device)
     return time.perf_counter() - started
 

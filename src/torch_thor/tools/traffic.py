@@ -73,7 +73,7 @@ def laid_out(
         view = layer.weight_view
         if shards > 1 and why_not_by_rows(layer.kind, view.shape) is not None:
             continue
-        planned = LayerCurvature(layer.layer, layer.sides)
+        planned = LayerCurvature(layer.layer, layer.factor_names)
         if shards > 1:
             rows, starts = view.shape[0], shard_bounds(view.shape[0], shards)
             bounds = (*starts, *[rows] * (processes - shards))
@@ -124,7 +124,7 @@ def _blocks(layer: LayerCurvature, factor: Factor) -> list[Blocks]:
     found = []
     for run, (shape, bounds) in enumerate(zip(cut.blocks, owners.bounds, strict=True)):
         held, among = (
-            owners.held(run),
+            owners.local(run),
             (len(bounds) - 1) // shards.count if shards and owners.has_replicas else 1,
         )
         found.append(Blocks(dtype, shape, bounds, (held.stop - held.start) * (among > 1), among))
@@ -168,8 +168,8 @@ def collectives_of_refresh(
         for numbers in (
             HEADER + NUMBERS,
             sum(3 + len(layer.statistics.group_rows) for layer in layers),
-            sum(2 * len(layer.sides) * layer.kind.groups for layer in layers),
-            2 * sum(len(layer.stored) for layer in layers),
+            sum(2 * len(layer.factor_names) * layer.kind.groups for layer in layers),
+            sum(len(layer.stored) for layer in layers),
         )
     )
     return [agreed, rows, traces, *sums, failures, *results, *copies]
@@ -264,7 +264,7 @@ def memory_of(
     missing = [
         layer
         for layer in optimizer.curvature.values()
-        if layer.name not in names and "G" not in optimizer.sides
+        if layer.name not in names and not optimizer.form.has_g
     ]
     plain = {
         id(view.parameter) for layer in missing for view in (layer.weight_view, *layer.layer.biases)

@@ -319,7 +319,7 @@ def take_step(run: Run, feed: Feed) -> Point:
     started = time.perf_counter()
     run.weight.value = run.ranks.world * feed.terms / feed.everywhere
     # the factor A does not depend on the number of loss terms
-    if thor is not None and "G" in thor.sides:
+    if thor is not None and thor.form.has_g:
         thor.loss_terms = feed.terms
     loss: torch.Tensor | float = 0.0
     for number, (part, terms) in enumerate(feed.parts, 1):

@@ -49,28 +49,26 @@ class Composite(Registration):
 
     def layers_of(self, module: nn.Module) -> list[InnerLayer]:
         """Return the layers of a module; an error for registered ones that do not fit it."""
-        found = list(self.layers(module))
+        layers = list(self.layers(module))
         seen: set[tuple[Any, ...]] = set()
-        for layer in found if self.checked else ():
-            who, view = (
-                f"layer {layer.name!r}, registered for {type(module).__name__},",
-                layer.weight,
-            )
+        for layer in layers if self.checked else ():
+            who = f"layer {layer.name!r}, registered for {type(module).__name__},"
+            view = layer.weight
             if not isinstance(getattr(view.module, view.attribute, None), Tensor):
                 raise ValueError(
                     f"{who} has the weight {view.attribute!r}, and the module has no parameter of "
                     f"that name; correct the name"
                 )
-            own = {("name", layer.name), (id(view.module), view.attribute, layer.prefix)}
-            if own & seen:
+            keys = {("name", layer.name), (id(view.module), view.attribute, layer.prefix)}
+            if keys & seen:
                 raise ValueError(
                     f"{who} has the name of another layer of the module, or the prefix "
                     f"{layer.prefix!r} of another layer of the same parameter; give each layer a "
                     f"name, and each layer of a parameter a prefix, of its own"
                 )
-            seen |= own
+            seen |= keys
             check_fits(layer.kind, view.outline(), [bias.outline() for bias in layer.biases], who)
-        return found
+        return layers
 
 
 COMPOSITES: Registry[Composite] = Registry()

@@ -45,18 +45,16 @@ class EmbeddingKind(MatrixWeight):
     ) -> int:
         """Count the tokens."""
         tokens = self._real(x.reshape(-1), x, keep)
-        if len(tokens):
-            # bincount would wait for the device
-            counts = a.rows.view(-1)
-            counts.index_add_(0, tokens, counts.new_ones(()).expand(len(tokens)))
+        # bincount would wait for the device
+        counts = a.rows.view(-1)
+        counts.index_add_(0, tokens, counts.new_ones(()).expand(len(tokens)))
         return len(tokens)
 
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the gradients of the vectors."""
         rows = self._real(grad.reshape(-1, self.outputs), x, keep)
-        if len(rows):
-            scale = 1.0 if self._scaled is None else self._scaled.embed_scale
-            g.add_second_moment_((rows.to(g.rows.dtype) * scale).mT[None])
+        scale = 1.0 if self._scaled is None else self._scaled.embed_scale
+        g.add_second_moment_((rows.to(g.rows.dtype) * scale).mT[None])
 
     def _real(self, rows: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
         """Return the rows of tokens that count: those that are kept and no padding."""
@@ -77,10 +75,7 @@ def why_not_counted(module: nn.Embedding) -> str | None:
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Return whether a module is an embedding that scales by ``embed_scale`` and no more.
-
-    Such an embedding multiplies by that number, and does nothing else.
-    """
+    """Return whether a module is an embedding that multiplies by ``embed_scale`` and no more."""
     scale: Any = getattr(module, "embed_scale", None)
     is_number = isinstance(scale, float | int) or (isinstance(scale, Tensor) and scale.numel() == 1)
     alone = [name for name, _ in module.named_parameters(recurse=False)] == ["weight"]
@@ -95,12 +90,12 @@ def is_scaled(module: nn.Module) -> bool:
 
 
 def _with_values(module: Any) -> Any:
-    """Return an embedding like one without numbers, that has some, and one vector."""
-    found = copy.copy(module)
-    found._parameters = {"weight": nn.Parameter(torch.ones(1, module.embedding_dim, device="cpu"))}
-    found._buffers = {name: torch.full((), 2.0, device="cpu") for name in module._buffers}
-    found.padding_idx = None
-    return found
+    """Return a copy, with numbers and one vector, of an embedding without numbers."""
+    small = copy.copy(module)
+    small._parameters = {"weight": nn.Parameter(torch.ones(1, module.embedding_dim, device="cpu"))}
+    small._buffers = {name: torch.full((), 2.0, device="cpu") for name in module._buffers}
+    small.padding_idx = None
+    return small
 
 
 def _scales(module: Any) -> bool:
@@ -111,12 +106,8 @@ def _scales(module: Any) -> bool:
     vectors, scale = module.weight[tokens], module.embed_scale
     expected = vectors * (scale.to(vectors.dtype) if isinstance(scale, Tensor) else scale)
     try:
-        found = type(module).forward(module, tokens)
+        output = type(module).forward(module, tokens)
     # its forward needs other arguments
     except (TypeError, ValueError, IndexError, RuntimeError):
         return False
-    return (
-        isinstance(found, Tensor)
-        and found.shape == expected.shape
-        and bool(torch.equal(found, expected))
-    )
+    return isinstance(output, Tensor) and torch.equal(output, expected)

@@ -66,8 +66,7 @@ class ExpertsKind(MatrixWeight):
         self._add_(g, grad, self.outputs)
 
     def _add_(self, factor: Blocks, rows: Tensor, features: int) -> list[int]:
-        """Add each expert's rows to its factor, and return the number of rows of each."""
-        # The shape of the rows is ``(rows, ..., features)``.
+        """Add each expert's rows ``(rows, ..., features)`` to its factor; return their numbers."""
         which, rows = self._which, rows.mT if self._columns else rows
         if which is None:
             factor.add_second_moment_(rows.expand(self.groups, -1, -1).to(factor.rows.dtype).mT)
@@ -81,8 +80,8 @@ class ExpertsKind(MatrixWeight):
         else:
             counts = list(which)
         inner = math.prod(rows.shape[1:-1])
-        for expert, own in enumerate(rows[: sum(counts)].split(counts)):
-            if len(own):
-                own = own.reshape(1, -1, features).to(factor.rows.dtype)
-                factor.group(expert).add_second_moment_(own.mT)
+        for expert, of_expert in enumerate(rows[: sum(counts)].split(counts)):
+            if len(of_expert):
+                samples = of_expert.reshape(1, -1, features).to(factor.rows.dtype).mT
+                factor.group(expert).add_second_moment_(samples)
         return [count * inner for count in counts]

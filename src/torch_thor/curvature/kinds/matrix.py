@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_thor.curvature.blocks import Blocks, wide_device, wide_dtype
+from torch_thor.curvature.blocks import Blocks, widened
 from torch_thor.curvature.geometry import Geometry
 
 # Patches are written once and read once; where a piece stays in the last-level cache, reading it
@@ -91,16 +91,14 @@ class LinearKind(MatrixWeight):
         rows = x.reshape(-1, self.inputs)
         rows = rows if keep is None else rows[keep.reshape(-1)]
         rows = rows[:: spacing(len(rows), most, math.prod(x.shape[1:-1]))]
-        if len(rows):
-            a.add_second_moment_(rows.to(a.rows.dtype).mT[None])
+        a.add_second_moment_(rows.to(a.rows.dtype).mT[None])
         return len(rows)
 
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the rows of the gradient of the output."""
         rows = grad.reshape(-1, self.outputs)
         rows = rows if keep is None else rows[keep.reshape(-1)]
-        if len(rows):
-            g.add_second_moment_(rows.to(g.rows.dtype).mT[None])
+        g.add_second_moment_(rows.to(g.rows.dtype).mT[None])
 
 
 class TransposedLinearKind(LinearKind):
@@ -193,8 +191,7 @@ class ConvKind(MatrixWeight):
     def add_inputs_(
         self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
-        """Add the patches, a few images at a time."""
-        # With ``most``, evenly spread patches of all images are added at once.
+        """Add the patches, a few images at a time; with ``most``, evenly spread ones at once."""
         x = x[None] if x.dim() < len(self.kernel) + 2 else x
         sizes = output[-len(self.kernel) :]
         pixels = math.prod(sizes)
@@ -203,13 +200,9 @@ class ConvKind(MatrixWeight):
         if step > 1:
             a.add_second_moment_(self._samples(self._few(x, sizes, step).to(a.rows.dtype)))
             return len(range(0, len(x) * pixels, step))
-        budget, itemsize = (
-            _PIECE_BYTES.get(x.device.type, _PIECE_BYTES_DEVICE),
-            a.rows.dtype.itemsize,
-        )
-        for piece in x.split(
-            max(1, budget // max(1, self.groups * self.inputs * pixels * itemsize))
-        ):
+        budget = _PIECE_BYTES.get(x.device.type, _PIECE_BYTES_DEVICE)
+        image_bytes = self.groups * self.inputs * pixels * a.rows.dtype.itemsize
+        for piece in x.split(max(1, budget // max(1, image_bytes))):
             images = piece.to(a.rows.dtype)
             # windows of a channels_last image would be copied number by number
             if math.prod(self.kernel) > 1:
@@ -231,16 +224,14 @@ class ConvKind(MatrixWeight):
         return patches.reshape(self.groups, self.inputs, -1)
 
     def _windows(self, x: Tensor, sizes: torch.Size) -> Tensor:
-        """Return all patches, with their taps in the order of the weight's columns."""
-        # The shape is ``(C_in, *kernel, N, *sizes)``.
+        """Return all patches ``(C_in, *kernel, N, *sizes)``; taps in the order of the columns."""
         stride = self.stride
         if self.taps:
-            spread = x.new_zeros(
-                *x.shape[:2], *((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True))
-            )
+            sizes_apart = ((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True))
+            apart = x.new_zeros(*x.shape[:2], *sizes_apart)
             places: Any = (..., *(slice(None, None, s) for s in stride))
-            spread[places] = x
-            x, stride = spread, (1,) * len(stride)
+            apart[places] = x
+            x, stride = apart, (1,) * len(stride)
         # (before, after) of the last dimension first, as F.pad takes them; negative ones crop
         margins: list[int] = []
         for i in reversed(range(len(self.kernel))):
@@ -260,15 +251,14 @@ class ConvKind(MatrixWeight):
         return windows.flip(tuple(range(1, 1 + len(self.kernel)))) if self.taps else windows
 
     def _few(self, x: Tensor, sizes: torch.Size, step: int) -> Tensor:
-        """Return one in ``step`` patches of all images, without forming the others."""
-        # The shape is ``(C_in, taps, rows)``.
+        """Return one in ``step`` patches ``(C_in, taps, rows)``, without forming the others."""
         key = (x.shape, sizes, step, x.device)
         if self._latest[:1] != (key,):
-            rows, size = evenly_spread(len(x), math.prod(sizes), step, x.device), math.prod(sizes)
+            size = math.prod(sizes)
+            rows = evenly_spread(len(x), size, step, x.device)
             # patches of an image of pixel numbers tell which pixels patches consist of; padding is
             # pixel -1
-            device = wide_device(x.device)
-            numbers = torch.arange(1, x[0, 0].numel() + 1, device=device).to(wide_dtype(device))
+            numbers = widened(torch.arange(1, x[0, 0].numel() + 1, device=x.device))
             numbers = self._windows(numbers.view(1, 1, *x.shape[2:]), sizes).reshape(-1, size)
             pixel = numbers.long().to(x.device)[:, rows % size].T - 1
             outside = (pixel < 0)[..., None]
@@ -282,12 +272,12 @@ class ConvKind(MatrixWeight):
         pixels = x.flatten(2).movedim(1, -1)
         if pixels.is_contiguous():  # channels_last: the channels of a pixel are copied together
             flat = (image * pixels.shape[1] + pixel).flatten()
-            found = pixels.flatten(0, 1).index_select(0, flat).view(*pixel.shape, -1)
+            patches = pixels.flatten(0, 1).index_select(0, flat).view(*pixel.shape, -1)
         else:
-            found = pixels[image, pixel]
+            patches = pixels[image, pixel]
         if outside is not None:
-            found.masked_fill_(outside, 0)
-        return found.permute(2, 1, 0)
+            patches.masked_fill_(outside, 0)
+        return patches.permute(2, 1, 0)
 
 
 def evenly_spread(images: int, pixels: int, step: int, device: torch.device) -> Tensor:

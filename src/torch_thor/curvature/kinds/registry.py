@@ -64,32 +64,31 @@ class Registry(Generic[R]):
 
     def find(self, module: nn.Module) -> tuple[R | None, str | None]:
         """Return what is registered for a module, and the reason why it does not hold."""
-        own = type(module)
-        parent = next((cls for cls in own.__mro__ if cls in self.classes), None)
-        found = None if parent is None else self.classes[parent]
-        if found is not None and all(
-            getattr(own, name) is getattr(parent, name) for name in found.fixed
+        cls = type(module)
+        parent = next((base for base in cls.__mro__ if base in self.classes), None)
+        registered = None if parent is None else self.classes[parent]
+        if registered is not None and all(
+            getattr(cls, name) is getattr(parent, name) for name in registered.fixed
         ):
-            return found, found.why_not(module)
+            return registered, registered.why_not(module)
         for passes, registration in self.tests:
             if passes(module):
                 return registration, registration.why_not(module)
         name = self.class_name(module)
         overridden = "" if parent is None else f"{name} overrides the forward of {parent.__name__}"
-        return found, overridden or f"no curvature for {name}"
+        return registered, overridden or f"no curvature for {name}"
 
     def class_name(self, module: nn.Module) -> str:
         """Return the name of a module's class.
 
         It has its Python module if a registered class has the same name.
         """
-        own = class_of(module)
-        alike = any(cls is not own and cls.__name__ == own.__name__ for cls in self.classes)
-        return f"{own.__module__}.{own.__qualname__}" if alike else own.__name__
+        cls = class_of(module)
+        alike = any(other is not cls and other.__name__ == cls.__name__ for other in self.classes)
+        return f"{cls.__module__}.{cls.__qualname__}" if alike else cls.__name__
 
     def check_new(self, module_type: Any, caller: str) -> None:
-        """Raise an error unless this is a new class of modules."""
-        # It fails for what is no class of modules, and for a class that is registered already.
+        """Raise an error unless this is a class of modules that is not registered yet."""
         if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
             raise TypeError(
                 f"{caller}: module_type={module_type!r} must be a class of torch.nn.Module; give "
@@ -155,14 +154,15 @@ def register_kind(
 
 def kind_of(module: nn.Module) -> Kind | None:
     """Return the kind of a module, or None where it has none."""
-    found, reason = KINDS.find(module)
-    if found is None or reason is not None:
+    registration, reason = KINDS.find(module)
+    if registration is None or reason is not None:
         return None
-    kind = found.kind(module)
-    if found.checked:
-        bias = getattr(module, found.bias, None)
+    kind = registration.kind(module)
+    if registration.checked:
+        bias = getattr(module, registration.bias, None)
         biases = [bias] if isinstance(bias, Tensor) else []
-        check_fits(kind, getattr(module, found.weight), biases, _described(found, module))
+        weight = getattr(module, registration.weight)
+        check_fits(kind, weight, biases, _described(registration, module))
     return kind
 
 
@@ -172,21 +172,22 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def parameter_names_of(module: nn.Module) -> tuple[str, str]:
-    """Return the names of the weight and the bias of a module."""
-    # ValueError is raised if it lacks the weight of its kind.
-    found, reason = KINDS.find(module)
-    if found is None:
+    """Return the names of the weight and the bias of a module.
+
+    Raises:
+        ValueError: it lacks the weight of its kind.
+    """
+    registration, reason = KINDS.find(module)
+    if registration is None:
         return "weight", "bias"
-    if (
-        found.checked
-        and reason is None
-        and not isinstance(getattr(module, found.weight, None), Tensor)
-    ):
+    weight = registration.weight
+    is_checked = registration.checked and reason is None
+    if is_checked and not isinstance(getattr(module, weight, None), Tensor):
         raise ValueError(
-            f"{_described(found, module)} has the weight {found.weight!r}, and the module has no "
+            f"{_described(registration, module)} has the weight {weight!r}, and the module has no "
             f"parameter of that name; name it in register_kind(..., weight=...)"
         )
-    return found.weight, found.bias
+    return weight, registration.bias
 
 
 def owner_of_forward(module: nn.Module) -> type[nn.Module]:
@@ -209,9 +210,9 @@ def runs_forward_of(**classes: Sequence[str]) -> Callable[[nn.Module], bool]:
 
 def class_of(module: nn.Module) -> type:
     """Return the class of a module, or the original where FSDP2 has derived one from it."""
-    own = type(module)
-    is_derived = any(base.__name__ == "FSDPModule" for base in own.__bases__)
-    return own.__bases__[-1] if is_derived else own
+    cls = type(module)
+    is_derived = any(base.__name__ == "FSDPModule" for base in cls.__bases__)
+    return cls.__bases__[-1] if is_derived else cls
 
 
 def check_fits(kind: Kind, weight: Tensor, biases: Sequence[Tensor], who: str) -> None:
@@ -254,8 +255,6 @@ def _check_complete(owner: Any, who: str, error: type[Exception], names: Sequenc
         raise error(f"{who} has no {', '.join(missing)}, which every kind of layer has; {_REMEDY}")
 
 
-def _described(found: KindRegistration, module: nn.Module) -> str:
-    return (
-        f"{getattr(found.kind, '__name__', repr(found.kind))}, registered for "
-        f"{class_name_of(module)},"
-    )
+def _described(registration: KindRegistration, module: nn.Module) -> str:
+    name = getattr(registration.kind, "__name__", repr(registration.kind))
+    return f"{name}, registered for {class_name_of(module)},"
