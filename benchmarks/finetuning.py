@@ -23,6 +23,7 @@ from benchmarks.finetuning_problems import PROBLEMS, UNSEEN
 from benchmarks.finetuning_ways import WAYS, same
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
+from benchmarks.runner.numbers import apart
 from benchmarks.runner.stores import key_of
 from benchmarks.suite_problems import Batch, Problem
 from torch_thor import THOR, ThorMuon
@@ -202,9 +203,8 @@ def headlines(rows: Rows) -> list[Job]:
 
 
 def tolerance(rows: Rows, job: Job) -> float:
-    """Return how far a value may differ on another machine: by as much as the seeds do."""
-    values = [rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS]
-    return float(max(values) - min(values))
+    """Return how far a value may differ on another machine: as two seeds may."""
+    return apart([rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS])
 
 
 def table(rows: Rows) -> str:

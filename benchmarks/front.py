@@ -55,11 +55,11 @@ def of_nanogpt(rows: Rows) -> list[list[str]]:
     if OURS not in ends:
         return []
     titles = {
-        "nanoGPT's AdamW": "the same with nanoGPT's own AdamW (0.001)",
-        "AdamW, tuned": "nanoGPT's CPU example (0.8 M), Shakespeare: loss ↓",
+        "nanoGPT's AdamW": "nanoGPT's CPU example (0.8 M), its own AdamW untuned: loss ↓",
+        "AdamW, tuned": "nanoGPT's CPU example (0.8 M), AdamW tuned: loss ↓",
     }
     lines = []
-    for name in ("AdamW, tuned", "nanoGPT's AdamW"):
+    for name in titles:
         if name in ends:
             _, _, loss, steps, seconds, *_ = ends[name]
             others = [

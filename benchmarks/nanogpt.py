@@ -36,7 +36,7 @@ from benchmarks.gpu_nanogpt import Example, share
 from benchmarks.runner.drawing import draw_band, save
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
-from benchmarks.runner.numbers import steps_to
+from benchmarks.runner.numbers import apart, steps_to
 from benchmarks.runner.stores import key_of
 from benchmarks.runner.timing import state_bytes, take_turns
 from benchmarks.suite_optimizers import CONTENDERS
@@ -246,9 +246,8 @@ def headlines(rows: Rows) -> list[Job]:
 
 
 def tolerance(rows: Rows, job: Job) -> float:
-    """Return how far a value may differ on another machine: by as much as the seeds do."""
-    values = [rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS]
-    return max(values) - min(values)
+    """Return how far a value may differ on another machine: as two seeds may."""
+    return apart([rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS])
 
 
 # ---- what is shown -------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.runner.numbers import apart
 from benchmarks.runner.stores import key_of
 from benchmarks.runner.timing import state_bytes, take_turns
 from benchmarks.suite_optimizers import CLASSES, CONTENDERS, FEWEST_RATES, ONE, PEERS, make
@@ -366,6 +367,5 @@ def headlines(rows: Rows) -> list[Job]:
 
 
 def tolerance(rows: Rows, job: Job) -> float:
-    """Return how far a value may differ on another machine: by as much as the seeds do."""
-    values = [rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS]
-    return max(values) - min(values)
+    """Return how far a value may differ on another machine: as two seeds may."""
+    return apart([rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS])

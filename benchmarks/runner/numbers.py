@@ -1,5 +1,6 @@
 """Statistics of training runs: running means, and the number of steps to a target."""
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -25,3 +26,14 @@ def steps_to(
 def running_mean(values: Sequence[float], before: int) -> list[float]:
     """Return the running mean of a series."""
     return [statistics.fmean(values[max(0, i - before) : i + 1]) for i in range(len(values))]
+
+
+def apart(values: Sequence[float]) -> float:
+    """Return how far two runs may lie apart in 19 of 20 cases, from the values of three seeds.
+
+    A run on another device or processor has other rounding, and other masks of dropout, so it is
+    as good as one with another seed. The bound is Student's, of the difference of two runs.
+    """
+    if len(values) != 3:
+        raise ValueError(f"{len(values)} values: give those of three seeds")
+    return 4.303 * statistics.stdev(values) * math.sqrt(2)

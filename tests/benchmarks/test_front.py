@@ -51,7 +51,8 @@ def test_the_picture_needs_times_and_is_drawn_with_them(tmp_path, monkeypatch):
     assert not front.PICTURE.exists()
     front.draw(rows | {key_of(front.nanogpt.SINGLE_PROCESS): times}, tuned)
     assert front.PICTURE.exists()
-    own, theirs = front.of_nanogpt(rows)
+    theirs, own = front.of_nanogpt(rows)
     assert own[1:3] == ["2.0100 ± 0.0058", "1.5100 ± 0.0058"]
-    assert theirs[0] == "the same with nanoGPT's own AdamW (0.001)"
+    assert theirs[0] == "nanoGPT's CPU example (0.8 M), its own AdamW untuned: loss ↓"
+    assert theirs[1] == "4.0100 ± 0.0058"
     assert own[5:] == theirs[5:] == ["2.0100 ± 0.0058"] * 2

@@ -5,11 +5,12 @@ files.
 import math
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from benchmarks.runner.drawing import draw_band, save
 from benchmarks.runner.markdown import each, middle, number, reached, summary, table, with_error
-from benchmarks.runner.numbers import running_mean, steps_to
+from benchmarks.runner.numbers import apart, running_mean, steps_to
 
 RISING = [(10, 0.5), (20, 0.7), (30, 0.6), (40, 0.9)]
 FALLING = [(10, 8.0), (20, 4.0), (30, 4.0)]
@@ -67,6 +68,15 @@ def test_the_first_step_that_reaches_a_target(points, target, step):
 def test_a_running_mean_takes_in_what_there_is():
     assert running_mean([1.0, 2.0, 3.0, 8.0], 0) == [1.0, 2.0, 3.0, 8.0]
     assert running_mean([1.0, 2.0, 3.0, 8.0], 2) == [1.0, 1.5, 2.0, 13 / 3]
+
+
+def test_two_runs_lie_apart_by_no_more_than_the_bound_in_19_of_20_cases():
+    """The one is of the three seeds, the other is not."""
+    draws = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0)).tolist()
+    near = sum(abs(one - other) <= apart([one, *rest]) for one, *rest, other in draws)
+    assert 0.95 < near / len(draws) < 0.97
+    with pytest.raises(ValueError, match="2 values: give those of three seeds"):
+        apart([1.0, 2.0])
 
 
 def test_a_band_is_a_mean_and_the_range_of_more_than_one():
