@@ -34,7 +34,7 @@ class Factor:
             if shards is None:
                 state[key] = torch.zeros(shape, dtype=dtype, device=device)
             else:
-                local_shape = (shards.own.stop - shards.own.start, shape[1])
+                local_shape = (shards.local.stop - shards.local.start, shape[1])
                 state[key] = shards.wrap(torch.zeros(local_shape, dtype=dtype, device=device))
 
     def read(self, *, inverse: bool = False) -> Blocks:

@@ -19,7 +19,7 @@ class RowShards:
 
     count: int  # the number of shards
     bounds: tuple[int, ...]  # process r owns the rows from bounds[r] to bounds[r + 1]
-    own: slice = field(compare=False)  # the rows that this process holds
+    local: slice = field(compare=False)  # the rows that this process holds
     source: int = field(compare=False)  # the process that inverts the blocks of these rows
     # makes a DTensor of the own rows
     wrap: Callable[[Tensor], Tensor] = field(repr=False, compare=False)
@@ -27,10 +27,14 @@ class RowShards:
 
     def own_of(self, rows: slice | None) -> slice:
         """Return those of some rows that this process holds, counted from its first row."""
-        first, last = self.own.start, self.own.stop
+        first, last = self.local.start, self.local.stop
         if rows is not None:
             first, last = max(first, rows.start), min(last, rows.stop)
-        return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
+        return (
+            slice(first - self.local.start, last - self.local.start)
+            if first < last
+            else slice(0, 0)
+        )
 
 
 def bounds_within(bounds: tuple[int, ...], rows: slice | None) -> tuple[int, ...]:

@@ -24,9 +24,9 @@ from torch_thor.distributed.assignment import assign_matrices
 class ShardedMatrix:
     """A weight, or a layer's rows of one, whose rows are divided among processes."""
 
-    # `(own rows, …)`, the direction of the rows of this process, contiguous; overwritten by the
+    # `(local rows, …)`, the direction of the rows of this process, contiguous; overwritten by the
     # result
-    own: Tensor
+    local: Tensor
     bounds: tuple[int, ...]  # process r holds the rows from index r to index r + 1 of this list
     geometry: Geometry  # converts the whole into matrices
 
@@ -43,19 +43,19 @@ def orthogonalise_gathered_(
     owned = assign_matrices(tuple(matrix.cost(rows) for matrix in matrices), shards.count)
     by_owner = [matrices[i] for of_owner in owned for i in of_owner]
     mine = [matrices[i] for i in owned[shards.source]]
-    to_owners = [sum(matrices[i].own.numel() for i in of_owner) for of_owner in owned]
+    to_owners = [sum(matrices[i].local.numel() for i in of_owner) for of_owner in owned]
     # of each matrix the rows of each process, and for each process the elements of each matrix
     lengths = [[last - first for first, last in itertools.pairwise(m.bounds)] for m in mine]
     sizes = [
-        [n * matrix.own.shape[1:].numel() for matrix, n in zip(mine, of_process, strict=True)]
+        [n * matrix.local.shape[1:].numel() for matrix, n in zip(mine, of_process, strict=True)]
         for of_process in zip(*lengths, strict=True)
     ]
     from_processes = [sum(of_process) for of_process in sizes] or [0] * shards.count
-    sent = torch.cat([matrix.own.flatten() for matrix in by_owner])
+    sent = torch.cat([matrix.local.flatten() for matrix in by_owner])
     received = processes.all_to_all(sent, to_owners, from_processes, "shards")
     parts = received.split(list(itertools.chain(*sizes)))
     gathered = [
-        torch.cat(parts[i :: len(mine)]).view(-1, *matrix.own.shape[1:])
+        torch.cat(parts[i :: len(mine)]).view(-1, *matrix.local.shape[1:])
         for i, matrix in enumerate(mine)
     ]
     as_matrices = [m.geometry.to_matrix(tensor) for m, tensor in zip(mine, gathered, strict=True)]
@@ -68,6 +68,6 @@ def orthogonalise_gathered_(
     returned = processes.all_to_all(
         torch.cat(results) if results else sent[:0], from_processes, to_owners, "shards"
     )
-    by_matrix = returned.split([matrix.own.numel() for matrix in by_owner])
+    by_matrix = returned.split([matrix.local.numel() for matrix in by_owner])
     for matrix, result in zip(by_owner, by_matrix, strict=True):
-        matrix.own.copy_(result.view_as(matrix.own))
+        matrix.local.copy_(result.view_as(matrix.local))

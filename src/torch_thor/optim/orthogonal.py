@@ -224,10 +224,10 @@ def _step_gathered(
     if ratio is not None:
         limits = _limits(parts, lr, float(ratio), processes)
         for matrix, limit in zip(matrices, limits, strict=True):
-            matrix.own.mul_(limit)
+            matrix.local.mul_(limit)
     for part, matrix in zip(parts, matrices, strict=True):
         weight = part.of(part.local)
-        weight.add_(matrix.own, alpha=-lr * part.norm)
+        weight.add_(matrix.local, alpha=-lr * part.norm)
         if part.is_scattered:
             part.local[part.rows] = weight
 
@@ -378,7 +378,7 @@ def _projections(part: Part, split: RowSplit, shards: RowShards | None) -> Itera
     geometry, full, bounds = part.geometry, part.full, part.bounds
     # the outputs are the second dimension, which processes do not divide
     by_columns = geometry.transposed or geometry.taps > 0
-    here = slice(0, full.outputs) if by_columns or shards is None else shards.own
+    here = slice(0, full.outputs) if by_columns or shards is None else shards.local
     for size, rows in zip(split.sizes, split.rows(), strict=True):
         rows_here = rows[(rows >= here.start) & (rows < here.stop)] - here.start
         at: Any

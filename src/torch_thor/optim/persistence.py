@@ -125,7 +125,7 @@ def _fit_rows(binding: Binding, curvature: Preconditioner) -> None:
             full = entries[key]
             has_all_rows = isinstance(full, Tensor) and not hasattr(full, "to_local")
             if shards is not None and has_all_rows and full.shape[:1] == parameter.shape[:1]:
-                entries[key] = shards.wrap(full[shards.own].to(parameter.device, copy=True))
+                entries[key] = shards.wrap(full[shards.local].to(parameter.device, copy=True))
         if not factors or any(getattr(entries.get(key), "shape", None) != shape for key in keys):
             continue
         before, entries[SHARDS] = int(entries.get(SHARDS, 1)), 1 if shards is None else shards.count
@@ -143,7 +143,7 @@ def _reblock_(
     old = block_sizes_of(factor.side, layer.kind, view, shard_bounds(rows, before))
     here = slice(None)  # the rows of the layer that this process holds
     if view.shards is not None:
-        first = max(view.shards.own.start - (view.rows.start if view.rows is not None else 0), 0)
+        first = max(view.shards.local.start - (view.rows.start if view.rows is not None else 0), 0)
         here = slice(first, first + factor.layout.local.rows)
     stored, inverse = factor.read(), factor.read(inverse=True)
     moved = stored.rows.new_zeros(new.rows, stored.rows.shape[1])

@@ -304,7 +304,7 @@ def kept_bytes(layers: Iterable[LayerCurvature], processes: int) -> int:
             row = 2 * itemsize * layout.shape[1]  # of the factor and of its inverse
             if layout.by_rows:
                 shards = layer.weight_view.shards
-                rows = layer.weight.shape[0] if shards is None else shards.own.stop
+                rows = layer.weight.shape[0] if shards is None else shards.local.stop
                 # layers of one weight share it
                 of_all += row * rows * ((id(layer.weight), factor.side) not in seen)
                 seen.add((id(layer.weight), factor.side))
