@@ -25,10 +25,10 @@ OPTIONS = {
     AGCSGD: {"lr": 0.05, "momentum": 0.9},
 }
 CURVATURE = [THOR, ThorMuon]
+SLOW = pytest.mark.slow
 # of each base class one is a fast test
 ONE_OF_EACH = [
-    pytest.param(kind, marks=[] if kind in (ThorMuon, AGCSGD) else pytest.mark.slow)
-    for kind in OPTIONS
+    pytest.param(kind, marks=[] if kind in (ThorMuon, AGCSGD) else SLOW) for kind in OPTIONS
 ]
 
 
@@ -288,9 +288,19 @@ def assert_as_eager(kind, way, comp, batches, **options):
     return counts
 
 
+# the ways that differ most, with curvature, are fast tests
+FAST = (whole, with_a_closure, of_the_model_too, scaled, two_optimizers, evaluated_before)
+
+
 # one of each base class
-@pytest.mark.parametrize("kind", [THOR, pytest.param(LAMB, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        pytest.param(kind, way, marks=[] if kind is THOR and way in FAST else SLOW)
+        for kind in (THOR, LAMB)
+        for way in WAYS
+    ],
+)
 def test_compiled_steps_train_as_eager_ones(kind, way):
     counts = assert_as_eager(kind, way, with_compiler, stream())
     # steps 0, 3, 6 and 9 refresh, and two steps a call refresh in the second step of some calls
@@ -344,7 +354,7 @@ def test_an_interval_that_grows_compiles_nothing_again(kind):
 
 
 @never_compiles_again
-@pytest.mark.parametrize("kind", [THOR, LAMB])
+@pytest.mark.parametrize("kind", [THOR, pytest.param(LAMB, marks=SLOW)])
 def test_batches_of_several_sizes_share_a_graph(kind):
     counts = assert_as_eager(kind, whole, with_compiler, stream(rows=lambda i: 16 - i % 5))
     assert counts[2:] == counts[2:3] * (STEPS - 2)

@@ -277,7 +277,7 @@ RUNS = {
 
 
 # All kinds of layers at once take more than a second; the perceptron tells these options too.
-SLOW = [f"every kind, {name}" for name in OPTIONS if name not in ("defaults", "muon")]
+SLOW = [f"every kind, {name}" for name in OPTIONS if name != "muon"]
 
 
 def keys_of(optimizer):

@@ -139,7 +139,12 @@ def on_cpu():
 
 
 # fake tensors are slow, and a default device is the same for all
-PAIRS = [(n, p) for n in OPTIMIZERS for p in PLACES if p == "meta" or n in ("THOR", "ThorMuon")]
+PAIRS = [
+    pytest.param(n, p, marks=[pytest.mark.slow] if (n, p) == ("THOR", "fake") else [])
+    for n in OPTIMIZERS
+    for p in PLACES
+    if p == "meta" or n in ("THOR", "ThorMuon")
+]
 
 
 @pytest.mark.filterwarnings("ignore")

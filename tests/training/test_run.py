@@ -49,6 +49,7 @@ def whole(tmp_path_factory):
     return {ranks: outcome(place / f"run{ranks}") for ranks in (None, 2)}
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_equals_never_stopped(tmp_path, whole):
     # two evaluations are the best so far, those of steps 3 and 9; the last kill is in the second
     # optimizer

@@ -206,7 +206,10 @@ def test_a_training_that_diverges_is_a_result():
 @pytest.mark.pictures
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name == "bert" else []) for name in FIGURES],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("bert", "why-curvature") else [])
+        for name in FIGURES
+    ],
 )
 def test_each_figure_in_small(name, tmp_path, monkeypatch):
     (tmp_path / "network.py").write_text(NETWORK)
