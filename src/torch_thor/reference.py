@@ -114,13 +114,11 @@ def orthogonal(matrix: Tensor, split_dim: int | None) -> Tensor:
     """Return the polar factors ``U Vᵀ`` of the blocks along the shorter side."""
     if len(matrix) > len(matrix.T):
         return orthogonal(matrix.T, split_dim).T
-    polar_factors = []
+    polars = []
     for block in matrix.split(split_dim or len(matrix)):
         U, values, Vt = torch.linalg.svd(block, full_matrices=False)
-        polar_factors.append(
-            U * (values > 1e-9 * values.max()) @ Vt
-        )  # a value of 0 has no direction
-    return torch.cat(polar_factors)
+        polars.append(U * (values > 1e-9 * values.max()) @ Vt)  # a value of 0 has no direction
+    return torch.cat(polars)
 
 
 class ReferenceThorMuon(Reference):
