@@ -35,7 +35,7 @@ OUTSIDE = {
 
 def _typer_error(error: Exception) -> tuple[int, str] | None:
     """Return exit code and text of typer's errors of usage and of Ctrl-C; None for others."""
-    # by what they have, because typer has moved their classes more than once
+    # They are told by what they have, because typer has moved their classes more than once.
     if type(error).__name__ == "Abort":
         return INTERRUPTED, CTRL_C if is_first_rank() else ""
     if not hasattr(error, "format_message"):
@@ -60,12 +60,11 @@ def _open_closed_streams() -> None:
 
 
 def main() -> None:
-    """Run a command."""
-    # The exit code is 0, 2 (an error that the user can correct) or 130 (stopped by a signal).
+    """Run a command; exit with 0, 2 (the user can correct the error) or 130 (after a signal)."""
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            # for characters that the terminal cannot encode
+            # The terminal may not be able to encode all characters.
             stream.reconfigure(errors="backslashreplace")
     code = USER_ERROR
     try:

@@ -175,26 +175,26 @@ def evaluate(
     if as_json and is_first_rank():
         rows = [
             {
-                **{key: getattr(one, key) for key in ("optimizer", "averaged", "step", "path")},
-                one.unit.replace(" ", "_"): one.number,
-                **one.values,
+                **{key: getattr(score, key) for key in ("optimizer", "averaged", "step", "path")},
+                score.unit.replace(" ", "_"): score.number,
+                **score.values,
             }
-            for one in scores
+            for score in scores
         ]
         typer.echo(json.dumps(rows, indent=2, default=str))
     if as_json or not is_first_rank():
         return
     shown = [metric for metric in scores[0].metrics if metric.primary or metric.name != "loss"]
-    found = [
+    cells = [
         [
-            f"{one.optimizer}, averaged weights" if one.averaged else one.optimizer,
-            str(one.step),
-            *(metric.text(one.values[metric.name]) for metric in shown),
+            f"{score.optimizer}, averaged weights" if score.averaged else score.optimizer,
+            str(score.step),
+            *(metric.text(score.values[metric.name]) for metric in shown),
         ]
-        for one in scores
+        for score in scores
     ]
     headings = ["optimizer", "step", *(metric.title for metric in shown)]
-    Console().print(columns("", headings, found, left=1))
+    Console().print(columns("", headings, cells, left=1))
 
 
 @app.command("prepare", cls=_Command)

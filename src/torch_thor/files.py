@@ -35,7 +35,7 @@ _told: set[str] = set()
 
 def remedy_for(error: BaseException) -> str:
     """Return what to do about a file that cannot be written."""
-    # safetensors tells it in an error of its own
+    # Safetensors tells it in an error of its own.
     is_full = getattr(error, "errno", None) in _FULL or os.strerror(errno.ENOSPC) in str(error)
     first = "free some disk space" if is_full else "check the path, its permissions and its disk"
     return f"{first}, then continue with --resume"
@@ -97,8 +97,8 @@ def whole_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
     Yields:
         The path for the block to write, in the same folder and with the same suffix.
     """
-    own = f"{secrets.token_hex(4)}-" if shared else ""
-    temporary = path.with_name(f"{REMAINS}{own}{path.name}")
+    token = f"{secrets.token_hex(4)}-" if shared else ""
+    temporary = path.with_name(f"{REMAINS}{token}{path.name}")
     try:
         yield temporary
         flush(temporary)
@@ -162,8 +162,7 @@ def flush(path: Path) -> None:
 
 
 def writing(path: Path, remedy: str | None = None) -> AbstractContextManager[None]:
-    """Convert an `OSError` of the block into a `UserError` with path, reason and remedy."""
-    # Such an error is that of a full disk, for example.
+    """Convert an `OSError`, as of a full disk, into a `UserError` with path, reason and remedy."""
     return explaining(
         OSError,
         lambda error: (
@@ -177,7 +176,7 @@ def check_place(folder: Path, option: str = "--out") -> None:
 
     Nothing is changed.
     """
-    existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     below = "" if existing == folder else f" (which {folder} would be in)"
     usable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     why = "cannot be written to" if existing.is_dir() else "is a file"

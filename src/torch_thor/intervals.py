@@ -167,7 +167,7 @@ class Piecewise:
         Returns:
             Steps to the next refresh.
         """
-        # epochs are multiplied, instead of dividing the step, because a quotient would be rounded
+        # Epochs are multiplied, instead of dividing the step, because a quotient would be rounded.
         return self.intervals[sum(step >= b * (self.steps_per_epoch or 1) for b in self.boundaries)]
 
 
@@ -218,8 +218,8 @@ class Geometric:
         Returns:
             Steps to the next refresh.
         """
-        # factor · step, and not (factor - 1) · step: in floating point 1.2 · 5 is 6, but (1.2 - 1)
-        # · 5 is not 1
+        # It computes factor · step, and not (factor - 1) · step, because in floating point 1.2 · 5
+        # is 6, but (1.2 - 1) · 5 is not 1.
         return math.floor(min(float(self.last), self.first - step + self.factor * step))
 
 
@@ -298,7 +298,7 @@ def as_interval(value: Any) -> Any:
             value = {"kind": kind, **vars(value)}
     if not (isinstance(value, Mapping) and value.get("kind") in KINDS):
         return plain(value)
-    members = {key: plain(one) for key, one in value.items()}
+    members = {key: plain(member) for key, member in value.items()}
     return Interval({k: [*v] if isinstance(v, tuple) else v for k, v in members.items()})
 
 

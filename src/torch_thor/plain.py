@@ -16,7 +16,7 @@ def plain(value: Any) -> Any:
         is_number = value.numel() == 1 and not (value.is_floating_point() or value.is_complex())
         return value.item() if is_number and not value.is_meta else value
     if isinstance(value, list | tuple):
-        members = [plain(one) for one in value]
+        members = [plain(member) for member in value]
         same = all(new is old for new, old in zip(members, value, strict=True))
         return value if same else tuple(members) if isinstance(value, tuple) else members
     if getattr(value, "ndim", None) in (0, 1):

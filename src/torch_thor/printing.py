@@ -37,12 +37,12 @@ def columns(
     """Make a table of plain text, whose columns are flush right but for the first `left` ones."""
     from rich.table import Table
 
-    found = Table(title=title and cell(title), title_justify="left")
+    table = Table(title=title and cell(title), title_justify="left")
     for number, heading in enumerate(headings):
-        found.add_column(cell(heading), justify="left" if number < left else "right")
+        table.add_column(cell(heading), justify="left" if number < left else "right")
     for row in rows:
-        found.add_row(*map(cell, row))
-    return found
+        table.add_row(*map(cell, row))
+    return table
 
 
 def printer(console: "Console") -> Callable[[str], None]:
@@ -102,12 +102,12 @@ class _Lasting:
         except UnicodeError:  # a fault of the text, and not of the stream
             raise
         except (OSError, ValueError) as error:  # ValueError: it was closed
-            # what is kept in the stream goes nowhere too, also when Python ends
+            # What is kept in the stream goes nowhere too, also when Python ends.
             with suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)
-            # open for as long as the process lives
+            # It stays open for as long as the process lives.
             self._stream = pathlib.Path(os.devnull).open("w")  # noqa: SIM115
             if self._name == "stdout":
                 reason = getattr(error, "strerror", None) or error

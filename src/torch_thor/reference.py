@@ -28,7 +28,7 @@ class Reference:
 
     def __post_init__(self) -> None:
         self.steps = 0
-        self.layers = [one for one in self.model.modules() if isinstance(one, nn.Linear)]
+        self.layers = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
         self.inputs = dict[nn.Module, Tensor]()  # of the latest pass, (N, ..., d_in)
         self.gradients = dict[nn.Module, Tensor]()  # of the outputs, (N, ..., d_out)
         self.factors = dict[nn.Module, list[Tensor]]()  # in use: A and G; ThorMuon has A alone
@@ -114,11 +114,11 @@ def orthogonal(matrix: Tensor, split_dim: int | None) -> Tensor:
     """Return the polar factors ``U Vᵀ`` of the blocks along the shorter side."""
     if len(matrix) > len(matrix.T):
         return orthogonal(matrix.T, split_dim).T
-    found = []
+    polars = []
     for block in matrix.split(split_dim or len(matrix)):
         U, values, Vt = torch.linalg.svd(block, full_matrices=False)
-        found.append(U * (values > 1e-9 * values.max()) @ Vt)  # a value of 0 has no direction
-    return torch.cat(found)
+        polars.append(U * (values > 1e-9 * values.max()) @ Vt)  # a value of 0 has no direction
+    return torch.cat(polars)
 
 
 class ReferenceThorMuon(Reference):

@@ -124,21 +124,21 @@ class LambdaDamping:
             f"LambdaDamping({type(optimizer).__name__}): its parameter groups must have a "
             "damping; give THOR or ThorMuon",
         )
-        one = damping_lambda if callable(damping_lambda) else None
+        function = damping_lambda if callable(damping_lambda) else None
         given = list(damping_lambda) if isinstance(damping_lambda, Iterable) else [damping_lambda]
         require(
             all(map(callable, given)),
             f"damping_lambda={damping_lambda!r}: must be a function from the number of steps "
             "taken to a factor, or a list with one for each group; give lambda step: ...",
         )
-        lambdas: list[Any] = given if one is None else [one] * len(groups)
+        lambdas: list[Any] = given if function is None else [function] * len(groups)
         require(
             len(lambdas) == len(groups),
             f"damping_lambda: {len(lambdas)} functions for {len(groups)} parameter groups; "
             "give one, or one for each group",
         )
         self.optimizer, self.damping_lambdas = optimizer, lambdas
-        self._of_later = one  # the function of groups that are added later, if there is one
+        self._of_later = function  # the function of groups that are added later, if there is one
         self.base_dampings: list[float] = []
         self.last_epoch = -1
         self.step()

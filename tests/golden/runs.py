@@ -47,7 +47,11 @@ def application(recipe, *words, change=lambda task: None, ranks=None):
 def first_images(task):
     many, few = KEPT["train"], KEPT["test"]
     task.train, task.test = [part[:many] for part in task.train], [part[:few] for part in task.test]
-    task.samples, task.held, task.steps_per_epoch = many, few, many // task.recipe.batch_size
+    task.samples, task.held_out_samples, task.steps_per_epoch = (
+        many,
+        few,
+        many // task.recipe.batch_size,
+    )
 
 
 def image_folder(*words):

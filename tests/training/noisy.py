@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_thor.training import checkpoint
-from torch_thor.training.checkpoint_saving import Saver, whole
+from torch_thor.training.checkpoint_saving import Saver, consolidated
 from torch_thor.training.errors import StoppedError
 from torch_thor.training.loop import Observer, train
 from torch_thor.training.parallel import Ranks
@@ -163,7 +163,7 @@ def go(folder, given, name, ranks=None, *, stop_at=None, resume=False, task=None
 
 
 def state(run):
-    weights, rest = whole(run)
+    weights, rest = consolidated(run)
     del rest["seconds"]
     for score in ("score", "best"):
         rest[score] = rest[score] and {**rest[score], "seconds": 0}

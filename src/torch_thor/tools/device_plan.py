@@ -96,7 +96,7 @@ class Row:
         """Return the times of a step, of its network part, and of a step with a refresh."""
         network = self.rounds * latency + self.sent / bandwidth
         more = self.rounds_more * latency + self.sent_more / bandwidth
-        # what other devices invert
+        # The measured refresh contains what other devices will invert.
         others = measured.inverting * (1 - self.most_work / self.devices)
         return measured.ordinary + network, network, measured.refresh - others + network + more
 
@@ -122,8 +122,7 @@ def plan(
     device: str = "auto",
     out: Path | None = None,
 ) -> list[Row]:
-    """Print and return the rows of all ways to train and numbers of devices."""
-    # The options are those of `torch-thor plan`.
+    """Print and return a row for each way and number of devices, as `torch-thor plan` does."""
     require_at_least(1, devices=min(devices), batch=batch, samples=samples)
     require_at_least(2, shards=shards)
     require(
@@ -165,7 +164,7 @@ def plan(
         links = 1e9 * bandwidth, 1e-6 * latency
         times = {row: _seconds(row, measured, links, interval, samples) for row in rows}
         paper = PAPER if (recipe.model if recipe else subject) == PAPER_MODEL else {}
-        cells = [_times(row, own, measured.batch, paper) for row, own in times.items()]
+        cells = [_times(row, seconds, measured.batch, paper) for row, seconds in times.items()]
         console.print(columns("Predicted times", TIMES, cells))
         say(
             f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and "
@@ -182,7 +181,7 @@ def plan(
             "torch_thor": __version__,
             "network": {"bandwidth": bandwidth, "latency": latency, "shards": shards},
             "measured": measured and asdict(measured),
-            "rows": [{**asdict(row), "seconds": own} for row, own in times.items()],
+            "rows": [{**asdict(row), "seconds": seconds} for row, seconds in times.items()],
         }
         with writing(out, "choose another folder with --out"):
             out.mkdir(parents=True, exist_ok=True)
@@ -226,12 +225,12 @@ def _seconds(
 ) -> dict[str, float]:
     """Name the times of a row; that of a training is among them if its samples are given."""
     step, network, refresh = row.seconds(measured, *links)
-    found = {"step": step, "network": network, "refresh": refresh}
+    times = {"step": step, "network": network, "refresh": refresh}
     if samples is not None:
         steps = -(-samples // (measured.batch * row.devices))
         refreshes = _refreshes(interval, steps)
-        found["training"] = refreshes * refresh + (steps - refreshes) * step
-    return found
+        times["training"] = refreshes * refresh + (steps - refreshes) * step
+    return times
 
 
 def rows_of(optimizer: CurvatureOptimizer, form: str, devices: int, shards: int) -> list[Row]:
@@ -250,8 +249,8 @@ def rows_of(optimizer: CurvatureOptimizer, form: str, devices: int, shards: int)
     more = traffic.collectives_of_refresh(layers, devices)
     memory = traffic.memory_of(optimizer, layers, devices, parts)
     work = traffic.most_work(layers, devices)
-    sent, sent_more = (sum(one.sent for one in part) for part in (step, more))
-    rounds, rounds_more = (sum(one.rounds for one in part) for part in (step, more))
+    sent, sent_more = (sum(collective.sent for collective in part) for part in (step, more))
+    rounds, rounds_more = (sum(collective.rounds for collective in part) for part in (step, more))
     return [Row(form, devices, memory, sent, sent_more, rounds, rounds_more, work)]
 
 
@@ -264,8 +263,8 @@ def _refreshes(interval: Any, steps: int) -> int:
 
 def _masked_loss(output: Any, targets: tuple[Tensor, Tensor]) -> Tensor:
     pairs = getattr(output, "seq_relationship_logits", None)
-    found = cross_entropy(output.logits if pairs is None else output.prediction_logits, targets[0])
-    return found if pairs is None else found + cross_entropy(pairs, targets[1])
+    loss = cross_entropy(output.logits if pairs is None else output.prediction_logits, targets[0])
+    return loss if pairs is None else loss + cross_entropy(pairs, targets[1])
 
 
 def subject_of(word: str, recipe: Recipe | None, count: int) -> Subject:
@@ -283,7 +282,7 @@ def subject_of(word: str, recipe: Recipe | None, count: int) -> Subject:
         length, pairs = text.length, text.next_sentence
     if bert.is_known(name):
         network: Any = bert.build(name, VOCABULARY, length, pad=0, next_sentence=pairs)
-        # tokens that are scored; which ones makes no difference
+        # Which tokens are scored makes no difference to the times.
         masked = max(1, round(0.15 * length)) * count
         network.get_output_embeddings().register_forward_pre_hook(
             lambda _, given: (given[0].flatten(0, 1)[:masked],)
@@ -294,17 +293,19 @@ def subject_of(word: str, recipe: Recipe | None, count: int) -> Subject:
             ({"input_ids": torch.randint(5, VOCABULARY, (count, length))}, targets),
             _masked_loss,
         )
-    found = (
+    subject = (
         load_subject(name, 0) if recipe is None else Subject(build_model(name, shape[0], classes))
     )
-    if found.batch is None and ".py:" not in name:
-        found = found._replace(batch=(torch.randn(count, *shape), torch.randint(classes, (count,))))
-    return found
+    if subject.batch is None and ".py:" not in name:
+        subject = subject._replace(
+            batch=(torch.randn(count, *shape), torch.randint(classes, (count,)))
+        )
+    return subject
 
 
 def _optimizer(name: str, model: nn.Module, given: Mapping[str, Any]) -> CurvatureOptimizer:
     with warnings.catch_warnings():
-        # of little that is preconditioned: a line tells how many layers
+        # The warning is that little is preconditioned, and a line tells how many layers.
         warnings.simplefilter("ignore", UserWarning)
         return build_optimizer(name, model, given)  # type: ignore[return-value]
 
@@ -318,7 +319,6 @@ def measure(
     batch: int,
 ) -> Measured:
     """Measure ordinary steps and refreshes in turn, and the inversion of all blocks."""
-    # The arguments are as in `plan`.
     model, sample, loss_fn = subject_of(subject, recipe, batch)
     require(
         sample is not None,
@@ -358,11 +358,11 @@ def measure(
             seconds[turn % 2].append(time.perf_counter() - started)
             optimizer.zero_grad()
         blocks = traffic.blocks_of(optimizer.curvature.values())
-        # the inverse of a number is a division
-        sizes = [one.shape for one in blocks if one.shape[1] > 1]
-        largest = max(one.shape[1] for one in blocks)
+        # A block of one number is inverted by a division, which takes no time.
+        sizes = [run.shape for run in blocks if run.shape[1] > 1]
+        largest = max(run.shape[1] for run in blocks)
         (inverting,) = inverse_seconds(sizes, (largest,), dtype=blocks[0].dtype, device=device)
-    # the first is a warm-up
+    # The first step of each kind is a warm-up.
     refresh, ordinary = (statistics.median(times[1:]) for times in seconds)
     if ".py:" in subject:
         inputs = sample[0] if isinstance(sample, tuple | list) else sample
@@ -382,6 +382,6 @@ def _times(
     row: Row, seconds: Mapping[str, float], batch: int, paper: Mapping[int, float]
 ) -> list[str]:
     steps = (f"{1000 * seconds[key]:,.1f}" for key in ("step", "network", "refresh"))
-    whole = f"{seconds['training'] / 60:,.1f}" if "training" in seconds else ""
+    training = f"{seconds['training'] / 60:,.1f}" if "training" in seconds else ""
     of_row = row.form, f"{row.devices:,}", f"{batch * row.devices:,}"
-    return [*of_row, *steps, whole, str(paper.get(row.devices, ""))]
+    return [*of_row, *steps, training, str(paper.get(row.devices, ""))]

@@ -39,8 +39,7 @@ def split_dim(
     seed: int = 0,
     overwrite: bool = False,
 ) -> SplitChoice:
-    """Choose the split dimension of an optimizer for a model, and print a table."""
-    # It also writes `split_dim.png` and `split_dim.json`.
+    """Choose an optimizer's split dimension for a model; print a table, write a figure and JSON."""
     figure, numbers = folder / "split_dim.png", folder / "split_dim.json"
     say = printer(console)
     for file in (figure, numbers):
@@ -53,7 +52,7 @@ def split_dim(
         optimizer in FACTORS,
         f"--optimizer {optimizer}: only {' and '.join(FACTORS)} split factors; give one",
     )
-    choice, found = measure_split_dim(
+    choice, results = measure_split_dim(
         model,
         console,
         optimizer=optimizer,
@@ -68,7 +67,7 @@ def split_dim(
     # the results have been printed already
     with writing(folder, "choose another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(numbers, json.dumps(found, indent=1) + "\n")
+        write_text(numbers, json.dumps(results, indent=1) + "\n")
         draw_choice(choice, model, figure)
     say(f"Figure and numbers are in {folder}")
     return choice

@@ -68,7 +68,7 @@ def laid_out(
 
     Layers that have no curvature there are left out.
     """
-    found = []
+    planned_layers = []
     for layer in layers:
         view = layer.weight_view
         if shards > 1 and why_not_by_rows(layer.kind, view.shape) is not None:
@@ -81,11 +81,11 @@ def laid_out(
             by_rows = RowShards(shards, bounds, slice(0, starts[1]), 0, _unused, has_replicas)
             view = replace(view, shards=by_rows, divided=layer.weight)
         planned.bind(planned.laid_out(view))
-        found.append(planned)
-    owners = owners_of(found, _Planned(processes)) if divided and processes > 1 else {}
+        planned_layers.append(planned)
+    owners = owners_of(planned_layers, _Planned(processes)) if divided and processes > 1 else {}
     for layer, of_factors in owners.items():
         layer.bind(layer.laid_out(layer.weight_view, of_factors))
-    return found
+    return planned_layers
 
 
 class _Planned(Processes):
@@ -113,7 +113,7 @@ class Blocks:
 
 def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
     """Return the blocks of all factors."""
-    return [one for layer in layers for factor in layer.stored for one in _blocks(layer, factor)]
+    return [run for layer in layers for factor in layer.stored for run in _blocks(layer, factor)]
 
 
 def _blocks(layer: LayerCurvature, factor: Factor) -> list[Blocks]:
@@ -121,14 +121,14 @@ def _blocks(layer: LayerCurvature, factor: Factor) -> list[Blocks]:
     block_sizes, owners = factor.layout.block_sizes, factor.layout.owners
     if owners is None:
         return [Blocks(dtype, shape, None) for shape in block_sizes.blocks]
-    found = []
-    for run, (shape, bounds) in enumerate(zip(block_sizes.blocks, owners.bounds, strict=True)):
-        held, among = (
-            owners.local(run),
+    runs = []
+    for number, (shape, bounds) in enumerate(zip(block_sizes.blocks, owners.bounds, strict=True)):
+        local, among = (
+            owners.local(number),
             (len(bounds) - 1) // shards.count if shards and owners.has_replicas else 1,
         )
-        found.append(Blocks(dtype, shape, bounds, (held.stop - held.start) * (among > 1), among))
-    return found
+        runs.append(Blocks(dtype, shape, bounds, (local.stop - local.start) * (among > 1), among))
+    return runs
 
 
 def most_work(layers: Iterable[LayerCurvature], processes: int) -> float:
@@ -136,8 +136,8 @@ def most_work(layers: Iterable[LayerCurvature], processes: int) -> float:
 
     It is 1 if all have the same work.
     """
-    found = blocks_of(layers)
-    return imbalance([one.shape for one in found], processes, [one.owners for one in found])
+    runs = blocks_of(layers)
+    return imbalance([run.shape for run in runs], processes, [run.owners for run in runs])
 
 
 def collectives_of_refresh(
@@ -149,22 +149,22 @@ def collectives_of_refresh(
         return []
     blocks = blocks_of(layers)
     assigned = assign(
-        tuple(one.shape for one in blocks), processes, tuple(one.owners for one in blocks)
+        tuple(run.shape for run in blocks), processes, tuple(run.owners for run in blocks)
     )
     sums, results, copies = [], [], []
-    for dtype in dict.fromkeys(one.dtype for one in blocks):
+    for dtype in dict.fromkeys(run.dtype for run in blocks):
         itemsize = (sent_as or dtype).itemsize
         alike = [
-            (one, bounds)
-            for one, bounds in zip(blocks, assigned, strict=True)
-            if one.dtype == dtype
+            (run, bounds)
+            for run, bounds in zip(blocks, assigned, strict=True)
+            if run.dtype == dtype
         ]
         sums.append(_of_owners(SCATTER, alike, itemsize))
-        if shared := [(one, bounds) for one, bounds in alike if one.owners is None]:
-            # factors and inverses, as in what follows
+        if shared := [(run, bounds) for run, bounds in alike if run.owners is None]:
+            # Factors and inverses are sent, hence the 2; so it is below.
             results.append(_of_owners(GATHER, shared, 2 * itemsize))
-        if size := 2 * itemsize * sum(one.copied * packed_size(one.shape[1]) for one, _ in alike):
-            copies.append(Collective("broadcast", max(one.copies for one, _ in alike), size, size))
+        if size := 2 * itemsize * sum(run.copied * packed_size(run.shape[1]) for run, _ in alike):
+            copies.append(Collective("broadcast", max(run.copies for run, _ in alike), size, size))
     agreed, rows, traces, failures = (
         Collective(GATHER, processes, 8 * numbers, processes * 8 * numbers)  # in float64
         for numbers in (
@@ -181,7 +181,7 @@ def _of_owners(
     name: str, blocks: Sequence[tuple[Blocks, Sequence[int]]], itemsize: int
 ) -> Collective:
     """Return what sends the triangles of blocks to or from their owners."""
-    packed = packed_sizes([one.shape for one, _ in blocks], [bounds for _, bounds in blocks])
+    packed = packed_sizes([run.shape for run, _ in blocks], [bounds for _, bounds in blocks])
     piece, every = itemsize * max(packed), itemsize * max(packed) * len(packed)
     if name == GATHER and sum(size > 0 for size in packed) == 1:  # those of one owner
         return Collective("broadcast", len(packed), piece, piece)
@@ -204,16 +204,16 @@ def collectives_of_inverses(
             if factor.layout.is_partitioned:
                 needs[id(layer.weight)].append(factor)
                 blocks[factor] = _blocks(layer, factor)
-    found = []
+    collectives = []
     for _, factors in buckets_of((id(p), needs[id(p)]) for p in parameters if id(p) in needs):
-        of_bucket = [(one, one.owners or ()) for factor in factors for one in blocks[factor]]
-        for dtype in dict.fromkeys(one.dtype for one, _ in of_bucket):
-            found.append(
+        of_bucket = [(run, run.owners or ()) for factor in factors for run in blocks[factor]]
+        for dtype in dict.fromkeys(run.dtype for run, _ in of_bucket):
+            collectives.append(
                 _of_owners(
                     GATHER, [pair for pair in of_bucket if pair[0].dtype == dtype], dtype.itemsize
                 )
             )
-    return found
+    return collectives
 
 
 def collectives_of_training(model: nn.Module, processes: int, shards: int = 1) -> list[Collective]:
@@ -227,21 +227,21 @@ def collectives_of_training(model: nn.Module, processes: int, shards: int = 1) -
     # each block gathers its weights for the forward and again for the backward pass, and what is
     # left of the network once; then gradients are summed to their owners, and over the copies of
     # HSDP
-    found = []
+    collectives = []
     inside = [list(block.parameters()) for block in blocks(model)]
     taken = {id(p) for part in inside for p in part}
     for number, part in enumerate([*inside, [p for p in model.parameters() if id(p) not in taken]]):
-        own, trained = (
+        local, trained = (
             sum(own_bytes(p, shards) for p in some)
             for some in (part, [p for p in part if p.requires_grad])
         )
         times = 2 if number < len(inside) and trained else 1
-        found += [Collective(GATHER, shards, own, own * shards)] * times * (own > 0)
+        collectives += [Collective(GATHER, shards, local, local * shards)] * times * (local > 0)
         if trained:
-            found.append(Collective(SCATTER, shards, trained * shards, trained))
+            collectives.append(Collective(SCATTER, shards, trained * shards, trained))
             if processes > shards:
-                found.append(Collective("all_reduce", processes // shards, trained, trained))
-    return found
+                collectives.append(Collective("all_reduce", processes // shards, trained, trained))
+    return collectives
 
 
 @dataclass(frozen=True)
@@ -259,9 +259,8 @@ class Memory:
 def memory_of(
     optimizer: CurvatureOptimizer, layers: Iterable[LayerCurvature], processes: int, shards: int = 1
 ) -> Memory:
-    """Compute what a process keeps, with the layers that `laid_out` returns."""
-    # The parameters may be on `meta`.
-    layers, held = list(layers), list(optimizer.model.parameters())
+    """Compute what a process keeps, with the layers of `laid_out`; all may be on `meta`."""
+    layers, tensors = list(layers), list(optimizer.model.parameters())
     names = {layer.name for layer in layers}
     missing = [
         layer
@@ -278,10 +277,10 @@ def memory_of(
             moments = [state[key] for key in MOMENTS if key in state]
             # ThorMuon gives AdamW, which has two moments, the layers that it leaves out where rows
             # are divided
-            held += [parameter, *moments * (1 + (id(parameter) in plain))]  # with its gradient
+            tensors += [parameter, *moments * (1 + (id(parameter) in plain))]  # with its gradient
     curvature = kept_bytes(layers, processes)
-    whole = sum(own_bytes(one, shards) for one in held) + sum(
-        one.nbytes for one in optimizer.model.buffers()
+    rest = sum(own_bytes(tensor, shards) for tensor in tensors) + sum(
+        buffer.nbytes for buffer in optimizer.model.buffers()
     )
     sums = sum(
         factor_dtype(layer.weight.dtype).itemsize
@@ -290,7 +289,7 @@ def memory_of(
         for layer in layers
         for factor in layer.stored
     )
-    return Memory(whole + curvature, curvature, sums)
+    return Memory(rest + curvature, curvature, sums)
 
 
 def kept_bytes(layers: Iterable[LayerCurvature], processes: int) -> int:

@@ -8,7 +8,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from torch_thor.optim.callers import USUAL, about_usual
 from torch_thor.trainers.labels import follow_labels
-from torch_thor.trainers.wrapped import held
+from torch_thor.trainers.wrapped import find_optimizer
 
 
 class CurvatureCallback(TrainerCallback):
@@ -33,7 +33,7 @@ class CurvatureCallback(TrainerCallback):
     ) -> None:
         """Begin to follow the labels."""
         self._end()  # of a training that an error has ended
-        inner = held(optimizer)
+        inner = find_optimizer(optimizer)
         if inner is None:
             return
         self._end = follow_labels(inner)

@@ -46,8 +46,8 @@ def follow_labels(optimizer: CurvatureOptimizer) -> Callable[[], None]:
         mask, labels = given.get("attention_mask"), given.get("labels")
         optimizer.row_mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if isinstance(labels, Tensor):
-            own = labels[:, 1:] if shifts and labels.dim() == 2 else labels
-            counted += int(own.ne(IGNORED).sum())
+            targets = labels[:, 1:] if shifts and labels.dim() == 2 else labels
+            counted += int(targets.ne(IGNORED).sum())
         optimizer.loss_terms = counted or None
 
     def after(*_: Any) -> None:

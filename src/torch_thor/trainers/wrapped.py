@@ -21,33 +21,33 @@ def coverage(optimizer: Any) -> Coverage:
     Raises:
         TypeError: it neither is nor holds such an optimizer.
     """
-    found = held(optimizer)
-    if found is None:
+    inner = find_optimizer(optimizer)
+    if inner is None:
         raise TypeError(
             f"coverage({type(optimizer).__name__}): must be THOR or ThorMuon, or what holds one as "
             f"its attribute optimizer; give the optimizer itself"
         )
-    return found.coverage()
+    return inner.coverage()
 
 
 # attributes of wrappers
 _HOLD = ("optimizer", "_optimizer", "base_optimizer", "opt", "optimizers", "policy")
 
 
-def held(holder: Any) -> CurvatureOptimizer | None:
+def find_optimizer(holder: Any) -> CurvatureOptimizer | None:
     """Return THOR or ThorMuon from what holds it; None if there is none."""
     todo, seen = [holder], set[int]()
     while todo:
-        one = todo.pop(0)
-        if isinstance(one, CurvatureOptimizer):
-            return one
+        candidate = todo.pop(0)
+        if isinstance(candidate, CurvatureOptimizer):
+            return candidate
         # a wrapper may answer every name with a new object
-        if id(one) not in seen and len(seen) < 50:
-            seen.add(id(one))
-            inner = (getattr(one, name, None) for name in _HOLD)
+        if id(candidate) not in seen and len(seen) < 50:
+            seen.add(id(candidate))
+            inner = (getattr(candidate, name, None) for name in _HOLD)
             todo += (
-                one
-                if isinstance(one, list | tuple)
+                candidate
+                if isinstance(candidate, list | tuple)
                 else [part for part in inner if part is not None]
             )
     return None

@@ -70,35 +70,38 @@ class Checkpoint:
 
         It does not communicate.
         """
-        own = by_first_name(model, model.state_dict())
+        weights = by_first_name(model, model.state_dict())
         given = load_file(self.path / (AVERAGED if averaged else WEIGHTS))
-        faults = misfits(given, own)
+        faults = misfits(given, weights)
         require(not faults, f"{self.path} does not contain the weights of this network ({faults})")
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in weights.items():
                 tensor.copy_(_like(given[name], tensor))
 
     def check_tokenizer(self, task: Task) -> None:
         """Refuse a task whose data another tokenizer encoded: its numbers are other word pieces."""
-        found = getattr(task, "tokenizer_checksum", None)
+        checksum = getattr(task, "tokenizer_checksum", None)
         require(
-            found is None or self.tokenizer in (None, found),
+            checksum is None or self.tokenizer in (None, checksum),
             f"{getattr(task, 'tokenizer_file', None)} is not the tokenizer that {self.path} was "
-            f"trained with (SHA-256 {str(found)[:12]}, not {str(self.tokenizer)[:12]}): the corpus "
-            "was prepared again or is another one; use the corpus of the training, or prepare one "
-            "with --tokenizer and its tokenizer.json",
+            f"trained with (SHA-256 {str(checksum)[:12]}, not {str(self.tokenizer)[:12]}): the "
+            "corpus was prepared again or is another one; use the corpus of the training, or "
+            "prepare one with --tokenizer and its tokenizer.json",
         )
 
     def other_data(self, task: Task) -> list[str]:
         """Name the parts of a task's data that are not those of the run."""
-        found = getattr(task, "data_checksums", {})
-        return [part for part in self.data if found.get(part, self.data[part]) != self.data[part]]
+        checksums = getattr(task, "data_checksums", {})
+        return [
+            part for part in self.data if checksums.get(part, self.data[part]) != self.data[part]
+        ]
 
     def restore(self, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
-        """Load it into a run before its first step, bit for bit as if it had not stopped."""
-        # Every process calls it.
-        # with another number of processes or threads, or on another machine, only the batches are
-        # the same
+        """Load it into a run before its first step, bit for bit as if it had not stopped.
+
+        Every process calls it. With another number of processes or threads, or on another machine,
+        only the batches are the same.
+        """
         with agreed(run.ranks):
             require(
                 self.optimizer == run.name,
@@ -136,7 +139,9 @@ class Checkpoint:
                 self.load_weights(run.average.module, averaged=True)
             run.average.n_averaged.fill_(state["averaged_steps"])
         run.step, run.seconds = self.step, state["seconds"]
-        run.score, run.best = (one and Score(**one) for one in (state["score"], state["best"]))
+        run.score, run.best = (
+            score and Score(**score) for score in (state["score"], state["best"])
+        )
         if len(state["random"]) != run.ranks.world:
             say(
                 f"the checkpoint was saved by {len(state['random'])} processes, and this run has "
@@ -163,10 +168,11 @@ def by_first_name(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
-def misfits(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+def misfits(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
     """Name the given tensors that are not those of a network; empty if all are."""
     have, need = (
-        {name: tuple(tensor.shape) for name, tensor in one.items()} for one in (given, own)
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for tensors in (given, expected)
     )
     faults = [
         f"{name}: {have.get(name, 'missing')}, the network has {need.get(name, 'none')}"
@@ -176,26 +182,26 @@ def misfits(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
     return "; ".join([*faults[:3], *([f"{len(faults) - 3} more"] if len(faults) > 3 else [])])
 
 
-def _like(whole: Any, own: Any) -> Any:
-    """The part of a whole tensor that this process has, where it has a part only."""
-    if not (is_sharded(own) and isinstance(whole, Tensor) and whole.shape == own.shape):
-        return whole
+def _like(full: Any, target: Any) -> Any:
+    """Return a full tensor cut like `target`: the rows of this process, where it has only some."""
+    if not (is_sharded(target) and isinstance(full, Tensor) and full.shape == target.shape):
+        return full
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(
-        whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+        full.to(target.device), target.device_mesh, target.placements, src_data_rank=None
     )
 
 
 def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
-    own: dict[str, Any] = {}
+    current: dict[str, Any] = {}
     if any(is_sharded(parameter) for parameter in run.model.parameters()):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         # only the optimizer knows which of its tensors are divided; torch makes them in a step
         # whose lr is 0
         known: Any = get_optimizer_state_dict(run.model, run.optimizer)
-        own = known["state"]
+        current = known["state"]
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     order = [names[p] for group in run.optimizer.param_groups for p in group["params"]]
     number = {name: index for index, name in enumerate(order)}
@@ -208,13 +214,13 @@ def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
     ):
         state = {
             number[name]: {
-                key: _like(value, own.get(name, {}).get(key)) for key, value in values.items()
+                key: _like(value, current.get(name, {}).get(key)) for key, value in values.items()
             }
             for name, values in saved["state"].items()
         }
         groups = [
-            {**one, "params": [number[name] for name in one["params"]]}
-            for one in saved["param_groups"]
+            {**group, "params": [number[name] for name in group["params"]]}
+            for group in saved["param_groups"]
         ]
         run.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -250,8 +256,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint in a folder, and say which are damaged."""
-    # It is None if there is no checkpoint at all.
+    """Return a folder's newest undamaged checkpoint, None without any; say which are damaged."""
     candidates = newest_first(folder)
     for path in candidates:
         try:

@@ -53,7 +53,7 @@ def listening() -> Iterator[list[int]]:
     """
     received: list[int] = []
     known = [number for name in SIGNALS if (number := getattr(signal, name, None)) is not None]
-    # outside of the main thread Python lets nobody handle any
+    # Outside of the main thread Python lets nobody handle a signal.
     numbers = known if current_thread() is main_thread() else []
     before: dict[int, Any] = {
         number: handler
@@ -101,9 +101,8 @@ class Saver(Observer):
 
 
 def save(folder: Path, run: Run, offset: int) -> None:
-    """Write a checkpoint, then `settle` those that there are."""
-    # Every process calls it, and the first one writes.
-    weights, state = whole(run)
+    """Write a checkpoint, then `settle` all; every process calls it, and the first one writes."""
+    weights, state = consolidated(run)
     final = folder / f"{PREFIX}{run.step:08d}"
     with agreed(run.ranks):
         if not run.ranks.first:
@@ -151,8 +150,8 @@ def settle(folder: Path, run: Run) -> None:
         if path.name not in (best, (folder / BEST).resolve().name)
     ]
     for path in (*folder.glob(f"{REMAINS}{PREFIX}*"), *old):
-        # under a name that is no checkpoint's; an error must not end the training, and the next one
-        # tries again
+        # It is renamed first, so that no half of it looks like a checkpoint. An error must not end
+        # the training, and the next checkpoint tries again.
         with suppress(OSError):
             path = (
                 path
@@ -162,8 +161,8 @@ def settle(folder: Path, run: Run) -> None:
             shutil.rmtree(path)
 
 
-def whole(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Return the weights by file, and everything else, whole on the first process.
+def consolidated(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Return the weights by file, and everything else, consolidated on the first process.
 
     Every process must call it.
     """
@@ -181,9 +180,9 @@ def whole(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         (WEIGHTS, run.model),
         *([] if run.average is None else [(AVERAGED, run.average.module)]),
     ]:
-        found: dict[str, Any] = get_model_state_dict(model, options=options)
+        tensors: dict[str, Any] = get_model_state_dict(model, options=options)
         weights[file] = {
-            name: value.contiguous() for name, value in by_first_name(model, found).items()
+            name: value.contiguous() for name, value in by_first_name(model, tensors).items()
         }
     cuda = torch.cuda.get_rng_state(run.ranks.device) if run.ranks.device.type == "cuda" else None
     state = {

@@ -29,22 +29,22 @@ def draw_curves(results: Sequence["Result"], path: Path) -> None:
         losses, metrics = axes[:, column]
         losses.set(yscale="log", ylabel="training loss, smoothed")
         metrics.set(xlabel=unit, ylabel=f"held-out {metric.title}")
-        for one in results:
+        for result in results:
             (line,) = losses.plot(
-                [point[column] for point in one.curve],
-                [point[2] for point in one.curve],
-                marker=marker(one.curve),
-                label=one.name,
+                [point[column] for point in result.curve],
+                [point[2] for point in result.curve],
+                marker=marker(result.curve),
+                label=result.name,
             )
             for prefix, label, style in (("", "", "-"), ("averaged_", ", averaged weights", "--")):
-                drawn = [(at[key], at.get(f"{prefix}{metric.name}")) for at in one.evaluations]
+                drawn = [(at[key], at.get(f"{prefix}{metric.name}")) for at in result.evaluations]
                 if known := [pair for pair in drawn if pair[1] is not None]:
                     metrics.plot(
                         *zip(*known, strict=True),
                         style,
                         color=line.get_color(),
                         marker=marker(known),
-                        label=f"{one.name}{label}",
+                        label=f"{result.name}{label}",
                     )
         for part in (losses, metrics):
             part.grid(alpha=0.3)
@@ -80,7 +80,7 @@ def label_in_full(axes: "Axes") -> None:
 def legend_below(figure: "Figure", axes: Iterable["Axes"]) -> None:
     """Name each curve once, below the axes, where nothing is covered."""
     named: dict[str, Any] = {}
-    for one in axes:
-        for line, label in zip(*one.get_legend_handles_labels(), strict=True):
+    for subplot in axes:
+        for line, label in zip(*subplot.get_legend_handles_labels(), strict=True):
             named.setdefault(label, line)
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4, frameon=False)

@@ -34,8 +34,8 @@ def evaluate(
         UnreadableError: If too many samples cannot be read, or an `ElsewhereError` if those of
             another process; it is raised on all processes at the end.
     """
-    found = counted(task, model, ranks, stops)
-    return None if found is None else found[0]
+    result = counted(task, model, ranks, stops)
+    return None if result is None else result[0]
 
 
 @torch.no_grad()
@@ -45,10 +45,12 @@ def counted(
     """Evaluate as `evaluate` does, and count the loss terms, such as the images that were read."""
     means = [metric for metric in task.metrics if metric.derived is None]
     names = list(
-        dict.fromkeys(name for one in means for name in (one.name, one.over) if name is not None)
+        dict.fromkeys(
+            name for metric in means for name in (metric.name, metric.over) if name is not None
+        )
     )
     share_buffers(model, ranks)
-    training, sums, terms = model.training, [], 0
+    training, sums, loss_terms = model.training, [], 0
     fault: UnreadableError | None = None
     model.eval()
     try:
@@ -60,7 +62,7 @@ def counted(
                 measured = task.measure(model, batch)
                 if counts:
                     sums.append(torch.stack([widened(measured[name]) for name in names]))
-                    terms += number
+                    loss_terms += number
     except UnreadableError as error:  # after the last batch
         fault = error
     finally:  # a caller may go on with the training after an error of the data or the task
@@ -69,20 +71,20 @@ def counted(
     if (told := first_of(fault, ranks)) is not None:
         raise told
     rows = torch.stack(sums).tolist() if sums else []
-    everywhere = ranks.gathered((rows, terms, bool(stops)))
+    everywhere = ranks.gathered((rows, loss_terms, bool(stops)))
     if any(stopped for _, _, stopped in everywhere):
         return None
     total = sum(number for _, number, _ in everywhere)
-    # rounded once, so that a sum does not depend on which process had which batch
+    # Sums are rounded once, so that they do not depend on which process had which batch.
     totals = {
         name: math.fsum(row[i] for rows, _, _ in everywhere for row in rows)
         for i, name in enumerate(names)
     }
-    found = {
-        one.name: totals[one.name] / (total if one.over is None else totals[one.over])
-        for one in means
+    values = {
+        metric.name: totals[metric.name] / (total if metric.over is None else totals[metric.over])
+        for metric in means
     }
     return {
-        one.name: found[one.name] if one.derived is None else one.derived(found)
-        for one in task.metrics
+        metric.name: values[metric.name] if metric.derived is None else metric.derived(values)
+        for metric in task.metrics
     }, total

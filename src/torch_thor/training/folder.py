@@ -53,7 +53,7 @@ class RunFolder:
 
     def __init__(self, path: Path, origin: Origin | None = None) -> None:
         self.origin = origin
-        # of a new run whose folder the user has not named: the next names, which it may take
+        # These are the next names that a new run may take if the user has named no folder.
         self._others: Iterator[Path] | None = None
         self._set(path)
 
@@ -88,14 +88,14 @@ class RunFolder:
         taken: list[RunFolder] = []
         while (folder := cls(next(names), origin))._is_used():
             taken.append(folder)
-        own = [one for one in taken if one._is_restarted()]
+        candidates = [run for run in taken if run._is_restarted()]
         if resume or overwrite:
-            own += [one for one in taken if one._is_of(origin)]
-        if own:
-            return own[-1]
+            candidates += [run for run in taken if run._is_of(origin)]
+        if candidates:
+            return candidates[-1]
         require(
             not (resume and taken),
-            f"no run in {', '.join(str(one.path) for one in taken)} was begun with "
+            f"no run in {', '.join(str(run.path) for run in taken)} was begun with "
             f"{origin and origin.name}: leave --resume out to start one, or name the folder of "
             "the run with --out",
         )
@@ -166,9 +166,10 @@ class RunFolder:
     def _is_used(self) -> bool:
         if not self.path.is_dir():
             return self.path.exists()
-        own = (_LOCK, _OWNER, _JOB, ORIGIN)
+        ignored = (_LOCK, _OWNER, _JOB, ORIGIN)
         return any(
-            one.name not in own and not one.name.startswith(REMAINS) for one in self.path.iterdir()
+            entry.name not in ignored and not entry.name.startswith(REMAINS)
+            for entry in self.path.iterdir()
         )
 
     def admit(
@@ -182,7 +183,7 @@ class RunFolder:
 
         It refuses a run that may not write here.
         """
-        # to a new run `claim` gives another name, if a run has begun here meanwhile
+        # If a run has begun here meanwhile, `claim` gives a new run another name.
         begun = self._begun() if self._others is None else None
         check_place(self.path)
         require(
@@ -210,7 +211,7 @@ class RunFolder:
         if resume:
             _check_epochs(begun, recipe)
             # a configuration file may have been moved: the checkpoint has its checksum
-            files = all(one.model.endswith(CONFIGURATION) for one in (begun, recipe))
+            files = all(settings.model.endswith(CONFIGURATION) for settings in (begun, recipe))
             changed = differences(begun, recipe, (*FREE_ON_RESUME, *["model"] * files))
             free = [line for line in differences(begun, recipe) if line not in changed]
             require(
@@ -269,10 +270,10 @@ class RunFolder:
             if not resume:
                 for name in OPTIMIZERS:
                     shutil.rmtree(self.path / name, ignore_errors=True)
-                # the recipe last: it marks the folder as a run
+                # The recipe is removed last, because it marks the folder as a run.
                 for file in (self.curves, self.summary, self.recipe):
                     file.unlink(missing_ok=True)
-            # before the recipe: a run in the folder is that of this job
+            # It is written before the recipe, so that a run in the folder is that of this job.
             write_text(self.path / _JOB, _job())
             if self.origin is not None:
                 store_origin(self.origin, self.path)
@@ -325,7 +326,7 @@ class RunFolder:
 def _job() -> str:
     """The name of the `torchrun` that has started this process; the same after a restart."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    # of jobs without a name
+    # A job without a name is told by the process that has started it.
     return name if name != "none" else f"{socket.gethostname()}, process {os.getppid()}"
 
 

@@ -42,20 +42,26 @@ def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoint]
     require(here is not None or run.is_run(), f"{path} is no checkpoint: give {ACCEPTED}")
     stored = run.stored() if here is None else None
     named = [here] if stored is None else [run.checkpoints(name) for name in stored.optimizer]
-    found = [saved for one in named if one is not None and (saved := newest(one, say)) is not None]
-    require(bool(found), f"{path} contains no checkpoint yet: continue the training with --resume")
-    return found
+    checkpoints = [
+        saved
+        for folder in named
+        if folder is not None and (saved := newest(folder, say)) is not None
+    ]
+    require(
+        bool(checkpoints), f"{path} contains no checkpoint yet: continue the training with --resume"
+    )
+    return checkpoints
 
 
 def the_checkpoint(path: Path, said: str, say: Callable[[str], None]) -> Checkpoint:
     """Open the only checkpoint that a path stands for; a run with several optimizers is refused."""
-    found = find_checkpoints(path, say)
-    names = [saved.optimizer for saved in found]
+    checkpoints = find_checkpoints(path, say)
+    names = [saved.optimizer for saved in checkpoints]
     require(
-        len(found) == 1,
+        len(checkpoints) == 1,
         f"{said} holds the networks of {', '.join(names)}: give one, such as {path / names[0]}",
     )
-    return found[0]
+    return checkpoints[0]
 
 
 def checksum(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
@@ -68,11 +74,11 @@ def checksum(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
 def load(model: nn.Module, recipe: Recipe, task: Task) -> None:
     """Load a recipe's `weights`, but for `weights_except`, into its network of random weights."""
     assert recipe.weights is not None
-    # `checksum` has reported damaged ones
-    path, saved, found = _find(recipe.weights, lambda _: None)
+    # Damaged checkpoints are not reported again, because `checksum` has done it.
+    path, saved, digest = _find(recipe.weights, lambda _: None)
     require(
-        found == (recipe.weights_sha256 or found),
-        f"weights={recipe.weights} is not the file that the recipe names: its SHA-256 is {found}, "
+        digest == (recipe.weights_sha256 or digest),
+        f"weights={recipe.weights} is not the file that the recipe names: its SHA-256 is {digest}, "
         f"not weights_sha256={recipe.weights_sha256}; give the original file, or start another run "
         "with --out",
     )
@@ -84,22 +90,26 @@ def load(model: nn.Module, recipe: Recipe, task: Task) -> None:
         ),
     ):
         given = load_file(path)
-    own, left_out = model.state_dict(), set()
+    weights, left_out = model.state_dict(), set()
     for pattern in recipe.weights_except:
-        matched = {name for name in (*own, *given) if matches(pattern, name)}
+        matched = {name for name in (*weights, *given) if matches(pattern, name)}
         require(
             bool(matched),
             f"weights_except={pattern} matches no weight of the file or of the network; these have "
-            f"{', '.join([*own][:3])} and others",
+            f"{', '.join([*weights][:3])} and others",
         )
         left_out |= matched
     # safetensors stores a shared weight under only one of its names
-    given, own = (
-        by_first_name(model, {name: tensor for name, tensor in one.items() if name not in left_out})
-        for one in (given, own)
+    given, weights = (
+        by_first_name(
+            model, {name: tensor for name, tensor in tensors.items() if name not in left_out}
+        )
+        for tensors in (given, weights)
     )
     needed = {
-        name: tensor for name, tensor in own.items() if name in given or not name.endswith(COUNTERS)
+        name: tensor
+        for name, tensor in weights.items()
+        if name in given or not name.endswith(COUNTERS)
     }
     faults = misfits(given, needed)
     require(
@@ -111,7 +121,7 @@ def load(model: nn.Module, recipe: Recipe, task: Task) -> None:
     embedding = getattr(model, "get_input_embeddings", None)  # of transformers
     if saved is not None and (
         embedding is None
-        or any(own[name].data_ptr() == embedding().weight.data_ptr() for name in given)
+        or any(weights[name].data_ptr() == embedding().weight.data_ptr() for name in given)
     ):
         saved.check_tokenizer(task)
     model.load_state_dict(given, strict=False)  # the names have been compared

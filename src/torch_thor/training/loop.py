@@ -225,7 +225,7 @@ def _finish_step(
     run: Run, observers: Sequence[Observer], stops: Sequence[int], fault: UserError | None = None
 ) -> None:
     """Evaluate if it is time, let observers save, and only then raise what ends the training."""
-    # `fault` is that of the next batch, which a training that has met its target does not need
+    # The fault is that of the next batch, which a training that has met its target does not need.
     stopped: UserError | None = None
     if run.unevaluated:
         try:
@@ -247,14 +247,14 @@ def _finish_step(
 def _evaluate(run: Run, stops: Sequence[int]) -> Score | None:
     """Evaluate the network; None if a signal has stopped that."""
     models = [run.model, *([] if run.average is None else [run.average.module])]
-    found: list[dict[str, float]] = []
+    measured: list[dict[str, float]] = []
     for model in models:
         metrics = evaluate(run.task, model, run.ranks, stops)
         if metrics is None:
             run.stopping = True
             return None
-        found.append(metrics)
-    run.score = score = Score(run.step, run.seconds, found[0], *found[1:])
+        measured.append(metrics)
+    run.score = score = Score(run.step, run.seconds, measured[0], *measured[1:])
     metric = primary(run.task.metrics)
     if run.best is None or metric.better(score.value(metric.name), run.best.value(metric.name)):
         run.best = score
@@ -274,24 +274,24 @@ class Feed:
         self.fault: UserError | None = None  # of the next batch, on any process
         with agreed(run.ranks):
             self._read(run.step)
-        (self.everywhere,) = run.ranks.total([float(self.terms)])
+        (self.everywhere,) = run.ranks.total([float(self.loss_terms)])
 
     def _read(self, step: int) -> None:
         parts = split(next(self._batches), self._run.recipe.accumulation_at(step))
         self.parts: list[tuple[Batch, Terms]] = [
             (part, self._run.task.terms(part)) for part in parts
         ]
-        self.terms = sum(terms.number for _, terms in self.parts)
+        self.loss_terms = sum(part_terms.number for _, part_terms in self.parts)
         require(
-            self.terms > 0,
+            self.loss_terms > 0,
             f"the batch of step {step + 1} has no loss term on a process: each process needs one; "
             "let the task leave such samples out, or raise batch_size",
         )
 
     def exchange(self, loss: float) -> tuple[float, int]:
         """Read the next step's batch; return this one's mean loss over all processes, and terms."""
-        terms, everywhere, last = (
-            self.terms,
+        loss_terms, everywhere, last = (
+            self.loss_terms,
             self.everywhere,
             self._run.step + 1 >= self._run.total_steps,
         )
@@ -302,13 +302,18 @@ class Feed:
         except UserError as error:  # this step is taken, and is saved before
             fault = error
         self.waited = time.perf_counter() - started  # for data, and not for other processes
-        found = self._run.ranks.total(
-            [loss * terms, float(self.terms), float(bool(self._stops)), float(fault is not None)]
+        totals = self._run.ranks.total(
+            [
+                loss * loss_terms,
+                float(self.loss_terms),
+                float(bool(self._stops)),
+                float(fault is not None),
+            ]
         )
-        self.everywhere, self._run.stopping = found[1], found[2] > 0
-        if found[3]:
+        self.everywhere, self._run.stopping = totals[1], totals[2] > 0
+        if totals[3]:
             self.fault = first_of(fault, self._run.ranks)
-        return found[0] / everywhere, int(everywhere)
+        return totals[0] / everywhere, int(everywhere)
 
 
 def take_step(run: Run, feed: Feed) -> Point:
@@ -317,25 +322,28 @@ def take_step(run: Run, feed: Feed) -> Point:
     thor = optimizer if isinstance(optimizer, CurvatureOptimizer) else None
     refresh = thor is not None and any(layer.due for layer in thor.curvature.values())
     started = time.perf_counter()
-    run.weight.value = run.ranks.world * feed.terms / feed.everywhere
-    # the factor A does not depend on the number of loss terms
+    run.weight.value = run.ranks.world * feed.loss_terms / feed.everywhere
+    # The factor A does not depend on the number of loss terms.
     if thor is not None and thor.form.has_g:
-        thor.loss_terms = feed.terms
+        thor.loss_terms = feed.loss_terms
     loss: torch.Tensor | float = 0.0
-    for number, (part, terms) in enumerate(feed.parts, 1):
+    for number, (part, part_terms) in enumerate(feed.parts, 1):
         with nullcontext() if number == len(feed.parts) else without_averaging(run.net):
             if thor is not None:
-                thor.row_mask = terms.row_mask
+                thor.row_mask = part_terms.row_mask
             with run.precision.autocast():
-                found = task.loss(run.net, part)
+                part_loss = task.loss(run.net, part)
                 if isinstance(thor, THOR) and thor.fisher == "sampled":
                     thor.sample_fisher(
-                        found.output, found.distribution, dim=found.dim, seed=recipe.seed
+                        part_loss.output,
+                        part_loss.distribution,
+                        dim=part_loss.dim,
+                        seed=recipe.seed,
                     )
                 share = (
-                    found.mean
-                    if terms.number == feed.terms
-                    else found.mean * (terms.number / feed.terms)
+                    part_loss.mean
+                    if part_terms.number == feed.loss_terms
+                    else part_loss.mean * (part_terms.number / feed.loss_terms)
                 )
             run.precision.backward(share)
         loss = loss + share.detach()
@@ -348,7 +356,7 @@ def take_step(run: Run, feed: Feed) -> Point:
         taken = run.precision.step(optimizer)
     taken = taken and getattr(optimizer, "skipped_steps", 0) == skips
     optimizer.zero_grad()
-    # a host-device synchronisation, because the step is timed and its loss recorded
+    # This waits for the device, because the step is timed and its loss recorded.
     mean, count = feed.exchange(float(loss))
     lr = float(optimizer.param_groups[0]["lr"])
     if not math.isfinite(mean) and taken:

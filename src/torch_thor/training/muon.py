@@ -62,16 +62,16 @@ class MuonAdamW(torch.optim.Optimizer):
         given: list[Any] = list(params.parameters() if isinstance(params, nn.Module) else params)
         self._inner: dict[str, torch.optim.Optimizer] = {}
         groups: list[dict[str, Any]] = []
-        for own in given if given and isinstance(given[0], dict) else [{"params": given}]:
+        for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
             halves: dict[str, list[Tensor]] = {"muon": [], "adamw": []}
-            for p in own["params"]:
+            for p in group["params"]:
                 halves["muon" if p.ndim >= 2 and p not in embeddings else "adamw"].append(p)
             its: dict[str, Any] = {
                 "lr": lr,
                 "momentum": momentum,
                 "nesterov": nesterov,
                 "weight_decay": weight_decay,
-                **{key: value for key, value in own.items() if key != "params"},
+                **{key: value for key, value in group.items() if key != "params"},
             }
             if matrices := halves["muon"]:
                 flat = [p.detach().flatten(1) for p in matrices]
@@ -102,7 +102,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 inner.step()
                 continue
             params = [p for p in group["params"] if p.grad is not None]
-            # copies, not views, for channels_last weights
+            # For channels_last weights they are copies, and no views.
             matrices = [p.detach().flatten(1) for p in params]
             for p, matrix in zip(params, matrices, strict=True):
                 matrix.grad = p.grad.flatten(1)

@@ -35,27 +35,26 @@ _encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an e
 def observers_of(
     run: Run, folder: RunFolder, console: Console, profile: bool, offset: int
 ) -> list[Any]:
-    """Say what runs, and make the observers, that of the metrics first."""
-    # Last comes one that profiles what the others do not.
+    """Say what runs, and make the observers, that of the metrics first, one that profiles last."""
     for line in facts(run):
         printer(console)(line)
-    own = folder.path / run.name
-    found = [
+    optimizer_folder = folder.path / run.name
+    observers = [
         Metrics(folder.metrics(run.name), offset),
-        TensorBoard(own / "tensorboard", run),
+        TensorBoard(optimizer_folder / "tensorboard", run),
         Bar(run, console) if console.is_interactive else Lines(run, console),
     ]
-    return [*found, Profiler(own / "profile", console)] if profile else found
+    return [*observers, Profiler(optimizer_folder / "profile", console)] if profile else observers
 
 
 def facts(run: Run) -> list[str]:
     """Say what runs where, once for all optimizers, and which network part the curvature is for."""
-    recipe, optimizer, device, found = run.recipe, run.optimizer, run.ranks.device, []
+    recipe, optimizer, device, lines = run.recipe, run.optimizer, run.ranks.device, []
     if run.name == recipe.optimizer[0]:
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         several = f"{run.ranks.world} processes on " if run.ranks.world > 1 else ""
-        found.append(
+        lines.append(
             f"{recipe.name}: {recipe.model} ({parameters:,} parameters), {run.total_steps:,} steps "
             f"with each of {', '.join(recipe.optimizer)}, on {several}{where}, "
             f"threads={torch.get_num_threads()}"
@@ -63,23 +62,23 @@ def facts(run: Run) -> list[str]:
     if isinstance(optimizer, CurvatureOptimizer):
         entries = optimizer.coverage()
         covered, total = sizes(entries)
-        plain = [one for one in entries if one.trained and not one.preconditioned]
-        modules = {(one.kind, one.name.rpartition(".")[0]) for one in plain}
-        # with ThorMuon the bias of a preconditioned layer is not
+        plain = [entry for entry in entries if entry.trained and not entry.preconditioned]
+        modules = {(entry.kind, entry.name.rpartition(".")[0]) for entry in plain}
+        # ThorMuon does not precondition the bias of a preconditioned layer.
         kinds = Counter(
             f"biases of {kind}" if name in optimizer.curvature else kind for kind, name in modules
         )
         others = ", ".join(f"{kind} ({number})" for kind, number in sorted(kinds.items()))
-        rest = " and ".join(sorted({one.rest for one in plain}))
-        found.append(
+        rest = " and ".join(sorted({entry.rest for entry in plain}))
+        lines.append(
             f"{run.name}: preconditions {len(optimizer.curvature)} layers with "
             f"{covered / max(1, total):.2%} of the parameters"
             + (f"; {rest} for the rest: {others}" if others else "")
         )
     if recipe.optimizers.get(run.name, {}).get("split_dim") == "auto":
         measured = optimizer.param_groups[0]["split_dim"]
-        found.append(f"{run.name}: split_dim={measured} was measured for this network and device")
-    return found
+        lines.append(f"{run.name}: split_dim={measured} was measured for this network and device")
+    return lines
 
 
 class Metrics(Observer):
@@ -139,8 +138,7 @@ class Metrics(Observer):
         )
 
     def offset(self) -> int:
-        """Flush the file to the disk and return its length in bytes."""
-        # So no checkpoint has more steps than the file.
+        """Flush the file to the disk and return its length in bytes, for a checkpoint to store."""
         with writing(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())

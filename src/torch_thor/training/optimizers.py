@@ -35,7 +35,7 @@ _THRESHOLDS = {
 }
 
 
-# words that stand for a value of an option
+# These words stand for a value of an option.
 _WORDS = {"trace_thresholds": tuple(_THRESHOLDS), "split_dim": (AUTO,)}
 _NUMBERS = {float: Number, float | None: Number | None}
 
@@ -51,15 +51,15 @@ def _key(name: str) -> tuple[Any, str]:
             raise ValueError("; or one of ".join([f"must be {option.rule}", *words[:1]]))
         return tuple(value) if isinstance(value, list) else value
 
-    # a lr is the highest of its schedule
+    # An lr must be positive, because it is the highest of its schedule.
     hint = Positive if name == "lr" else _NUMBERS.get(option.type, option.type)
     hint = hint | Literal[words] if words else hint
     is_union = get_origin(hint) in (Union, UnionType) and len({*get_args(hint)} - {NoneType}) > 1
-    # pydantic would say for each member why it is not that
+    # Pydantic would say for each member of a union why the value is not that.
     return Annotated[hint, (PlainValidator if is_union else AfterValidator)(check)], option.meaning
 
 
-# type and meaning; the documentation of the classes says more
+# Each has a type and a short meaning, because the documentation of the classes says more.
 _AVERAGE = "weight of the old value in a running average of "
 _OF_TORCH: dict[str, tuple[Any, str]] = {
     "lr_decay": (NotNegative, "step t uses lr / (1 + t · lr_decay)"),
@@ -102,7 +102,7 @@ _OTHERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "muon": MuonAdamW,
 }
-# where a recipe has other defaults than the class
+# A recipe has other defaults than the class for these options.
 _DEFAULTS: dict[str, Mapping[str, Any]] = {
     **dict.fromkeys(("sgd", "momentum", "agc-sgd"), _SGD),
     "nesterov": {**_SGD, "nesterov": True},
@@ -117,28 +117,28 @@ class OptimizerKeys(Keys):
 
     def rules(self) -> Rules:
         """Refuse Nesterov's momentum where the classes of torch and AGC-SGD refuse it."""
-        own = self.model_dump(include={"nesterov", "momentum", "dampening", "dampen_first"})
-        refuses = "dampening" in own and own["nesterov"]
+        options = self.model_dump(include={"nesterov", "momentum", "dampening", "dampen_first"})
+        refuses = "dampening" in options and options["nesterov"]
         return (
             (
-                refuses and not own["momentum"],
-                f"momentum={own.get('momentum')} must be above 0 for nesterov=true: raise it, or "
-                "set nesterov=false",
+                refuses and not options["momentum"],
+                f"momentum={options.get('momentum')} must be above 0 for nesterov=true: raise it, "
+                "or set nesterov=false",
             ),
             (
-                refuses and own["dampening"] and not own.get("dampen_first"),
-                f"dampening={own.get('dampening')} must be 0 for nesterov=true: leave it out, or "
-                "set nesterov=false",
+                refuses and options["dampening"] and not options.get("dampen_first"),
+                f"dampening={options.get('dampening')} must be 0 for nesterov=true: leave it out, "
+                "or set nesterov=false",
             ),
         )
 
 
 def keys_of(name: str) -> type[OptimizerKeys]:
     """Return the keys of an optimizer: the options of its class, and two that a recipe adds."""
-    kind, own = OPTIMIZERS[name], _DEFAULTS.get(name, {})
+    kind, defaults = OPTIMIZERS[name], _DEFAULTS.get(name, {})
     given = {
         key: argument.default for key, argument in inspect.signature(kind).parameters.items()
-    } | dict(own)
+    } | dict(defaults)
     given["decay_filter"] = None
     if "betas" in given:
         given["beta1"], given["beta2"] = given["betas"]
@@ -157,7 +157,7 @@ def keys_of(name: str) -> type[OptimizerKeys]:
 
 KEYS_OF = {name: keys_of(name) for name in OPTIMIZERS}
 _all: dict[str, Any] = {
-    name: (own, Field(own(), description=f"settings of {name}")) for name, own in KEYS_OF.items()
+    name: (keys, Field(keys(), description=f"settings of {name}")) for name, keys in KEYS_OF.items()
 }
 Settings = create_model("Settings", __base__=Keys, **_all)
 
@@ -174,10 +174,15 @@ def build_optimizer(
     *,
     sample: Callable[[], int] | None = None,
 ) -> torch.optim.Optimizer:
-    """Build an optimizer for all parameters of a model, with settings as a recipe gives them."""
-    # `sample` measures the number for `split_dim=auto`, the same on all processes, as
-    # `measured_split_dim` does on one. Without it the number is the default: a checkpoint will
-    # bring its own.
+    """Build an optimizer for all parameters of a model, with settings as a recipe gives them.
+
+    `sample` measures the number for `split_dim=auto`, the same on all processes, as
+    `measured_split_dim` does on one. Without it the number is the default: a checkpoint will bring
+    its own.
+
+    Returns:
+        The optimizer, before its first step.
+    """
     require(
         name in OPTIMIZERS,
         f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}",
@@ -221,8 +226,7 @@ class _Itself(nn.Module):
 def measured_split_dim(
     model: nn.Module, loss: Callable[[nn.Module], Tensor], name: str = "thor"
 ) -> int:
-    """Choose a block size for an optimizer by `choose_split_dim`."""
-    # The loss is that of a network on the first batch of the training.
+    """Choose a block size by `choose_split_dim`, with a network's loss on its first batch."""
     with explaining(
         (ValueError, RuntimeError),
         lambda error: f"split_dim=auto: {first_line(error)}; give a number, such as 128",

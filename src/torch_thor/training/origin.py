@@ -46,8 +46,8 @@ def read_origin(name: str) -> Origin:
 def stored_origin(folder: Path) -> Origin | None:
     """Return what the run in a folder was begun from; None for one of a program's own recipe."""
     try:
-        found = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
-        name, beside, keys = found["name"], found["beside"], dict(found["keys"])
+        content = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
+        name, beside, keys = content["name"], content["beside"], dict(content["keys"])
         moved = name if beside is None else os.path.normpath(folder.resolve() / beside)
         return Origin(name, frozenset([name, moved]), keys)
     except (OSError, ValueError, KeyError, TypeError):

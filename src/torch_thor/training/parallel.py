@@ -52,8 +52,7 @@ class Ranks:
         return self.rank == 0
 
     def total(self, values: list[float]) -> list[float]:
-        """Sum numbers over all processes, bit for bit the same on all."""
-        # Every process must call it.
+        """Sum numbers over all processes, which must call it, bit for bit the same on all."""
         if self.world == 1:
             return values
         tensor = torch.tensor(values, dtype=wide_dtype(self.device), device=self.device)
@@ -103,7 +102,7 @@ def processes(recipe: Recipe) -> Iterator[Ranks]:
     joins = dist.is_torchelastic_launched() and not dist.is_initialized()
     if joins:
         store, rank, world = next(rendezvous("env://"))
-        # which has still the addresses of the processes that `torchrun` has started before these
+        # The store still has the addresses of the processes that `torchrun` started before these.
         store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend: dict[str, Any] = {"backend": "gloo"}
         if device.type == "cuda":
@@ -120,14 +119,14 @@ def processes(recipe: Recipe) -> Iterator[Ranks]:
     finally:
         torch.set_num_threads(before)
         if joins:
-            # frees DDP wrappers in reference cycles before the group that they use is destroyed
+            # DDP wrappers in reference cycles must be freed before the group that they use.
             gc.collect()
             dist.destroy_process_group()
 
 
 def first_of(error: UserError | None, ranks: Ranks) -> UserError | None:
     """Return the first error of any process on all of them, which must call it."""
-    # a process that has only heard of an error, in an inner block, does not report it
+    # A process that has only heard of an error, in an inner block, does not report it.
     messages = ranks.gathered(
         None if error is None or isinstance(error, ElsewhereError) else str(error)
     )
@@ -137,8 +136,10 @@ def first_of(error: UserError | None, ranks: Ranks) -> UserError | None:
 
 @contextmanager
 def agreed(ranks: Ranks) -> Iterator[None]:
-    """Raise the first `UserError` of any process on all of them."""
-    # All must enter the block, and communicate in such blocks only.
+    """Raise the first `UserError` of any process on all of them.
+
+    All must enter the block, and communicate in such blocks only.
+    """
     error = None
     try:
         yield
@@ -178,7 +179,7 @@ def connect(model: nn.Module, ranks: Ranks, weight: RankWeight) -> nn.Module:
 
 def _average(
     weight: RankWeight,
-    # defined where torch has distributed training
+    # The class exists where torch has distributed training.
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
     buffer = bucket.buffer().mul_(weight.value / dist.get_world_size())
@@ -188,9 +189,10 @@ def _average(
             .get_future()
             .then(lambda future: future.value()[0])
         )
-    # one by one, so that a resumed run is bit for bit that of an uninterrupted one: the order in
-    # which gloo sums over the processes depends on the place of an element in its tensor, and DDP
-    # fills its buckets in another order after its first step, which a resumed run takes later
+    # They are summed singly, so that a resumed run is bit for bit that of an uninterrupted one.
+    # The order in which gloo sums over the processes depends on the place of an element in its
+    # tensor, and DDP fills its buckets in another order after its first step, which a resumed run
+    # takes later.
     gradients = buffer.split([gradient.numel() for gradient in bucket.gradients()])
     sums = [dist.all_reduce(gradient, async_op=True).get_future() for gradient in gradients]
     return torch.futures.collect_all(sums).then(lambda _: buffer)
@@ -240,7 +242,7 @@ def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
     )
     for model in models:
         for parameter in model.parameters():
-            # not channels_last, which fully_shard refuses
+            # fully_shard refuses channels_last.
             parameter.data = parameter.data.contiguous()
         for block in blocks(model):
             fully_shard(block, mesh=mesh)
@@ -248,9 +250,8 @@ def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the parts whose parameters are collected together, such as transformer layers."""
-    # They are the elements of lists.
-    # parameters outside of them, and those that a block shares with the rest, belong to the network
+    """Find elements of lists, such as transformer layers, whose parameters are gathered alone."""
+    # Parameters outside of them, and those that a block shares with the rest, are the network's.
 
     def elements(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
         is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
@@ -268,8 +269,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         )
 
     every = owners(model)
-    found = {block: owners(block) for block in elements(model, False)}
-    return [block for block, own in found.items() if own and own.items() <= every.items()]
+    by_block = {block: owners(block) for block in elements(model, False)}
+    return [block for block, uses in by_block.items() if uses and uses.items() <= every.items()]
 
 
 def release(model: nn.Module) -> None:

@@ -55,8 +55,7 @@ class Precision:
         )
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the optimizer's step unless a gradient overflowed; return whether it was taken."""
-        # Many overflows are an error.
+        """Take a step unless a gradient overflowed, which must not go on; return whether it did."""
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
@@ -73,21 +72,22 @@ class Precision:
 
 
 def averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:
-    """Average weights and buffers (Polyak and Juditsky 1992)."""
-    # It is called before the optimizer adds hooks, which are not copied.
+    """Average weights and buffers (Polyak and Juditsky 1992) of a model without hooks yet."""
     if decay is None:
         return None
     update = get_ema_multi_avg_fn(decay)
 
-    def own(tensor: Any) -> Any:
+    def local(tensor: Any) -> Any:
         return tensor.to_local() if is_sharded(tensor) else tensor
 
-    def own_parts(averages: Sequence[Tensor], values: Sequence[Tensor], number: Any) -> None:
+    def update_local(averages: Sequence[Tensor], values: Sequence[Tensor], number: Any) -> None:
         if values[0].is_floating_point():
-            update([own(tensor) for tensor in averages], [own(tensor) for tensor in values], number)
+            update(
+                [local(tensor) for tensor in averages], [local(tensor) for tensor in values], number
+            )
         else:  # such as the positions of tokens, whose average would be rounded to another number
             for average, value in zip(averages, values, strict=True):
                 average.copy_(value)
 
     with torch.random.fork_rng():  # some modules draw random numbers when they are copied
-        return AveragedModel(model, multi_avg_fn=own_parts, use_buffers=True)
+        return AveragedModel(model, multi_avg_fn=update_local, use_buffers=True)

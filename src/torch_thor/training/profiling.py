@@ -82,7 +82,7 @@ class Profiler(Observer):
         if left <= WARM_UP + ACTIVE or self._seen < FIRST:
             return WARM_UP < left <= WARM_UP + ACTIVE
         if not isinstance(optimizer, CurvatureOptimizer) or all(
-            one.stopped for one in optimizer.curvature.values()
+            layer.stopped for layer in optimizer.curvature.values()
         ):
             return True
         ahead = min(group["next_refresh"] - group["step"] for group in optimizer.param_groups)

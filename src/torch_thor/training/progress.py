@@ -28,28 +28,29 @@ WINDOW = 100  # the bar describes this many latest steps
 
 def summarised(run: Run, points: Sequence[Point]) -> dict[str, float]:
     """Summarise consecutive steps by name: means, median durations, and settings of the last."""
-    seconds, terms, waited = (
+    seconds, loss_terms, waited = (
         sum(getattr(point, name) for point in points) for name in ("duration", "terms", "waited")
     )
     losses = [point.loss for point in points if math.isfinite(point.loss)]
     ordinary, refresh = (
-        [1000 * one.duration for one in points if one.refresh == kind] for kind in (False, True)
+        [1000 * point.duration for point in points if point.refresh == kind]
+        for kind in (False, True)
     )
     layers = (
         run.optimizer.curvature.values() if isinstance(run.optimizer, CurvatureOptimizer) else ()
     )
-    found = {
+    summary = {
         "loss": fmean(losses) if losses else None,
         "lr": points[-1].lr,
         "damping": points[-1].damping,
-        f"{run.task.unit}_per_second": terms / seconds,
+        f"{run.task.unit}_per_second": loss_terms / seconds,
         "step_ms": median(ordinary) if ordinary else None,
         "refresh_step_ms": median(refresh) if refresh else None,
         "waiting_for_data": waited / seconds,
         "stopped_layers": sum(layer.stopped for layer in layers) if layers else None,
         "skipped_steps": sum(point.skipped for point in points) or None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in summary.items() if value is not None}
 
 
 def in_words(run: Run, points: Sequence[Point]) -> str:

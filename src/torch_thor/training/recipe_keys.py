@@ -39,20 +39,20 @@ class Keys(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         # pydantic keeps one error of a mapping, so all rules are checked here
-        if found := [line for broken, line in self.rules() if broken]:
-            raise PydanticCustomError(_FAULTS, "{lines}", {"lines": found})
+        if faults := [line for broken, line in self.rules() if broken]:
+            raise PydanticCustomError(_FAULTS, "{lines}", {"lines": faults})
         return self
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return " (did you mean X?)" for the most similar name, or nothing if none is similar."""
-    found = get_close_matches(name, list(names), 1)
-    return f" (did you mean {found[0]}?)" if found else ""
+    matches = get_close_matches(name, list(names), 1)
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
     """Describe each fault found by pydantic in one line: full key, value, rule and meaning."""
-    found = []
+    lines = []
     for fault in error.errors(include_url=False):
         key = "".join(
             f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]
@@ -63,26 +63,26 @@ def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
         about = "" if meaning is None else f" ({meaning})"
         shown = _yaml(fault["input"])[:80]
         text = fault["input"] if isinstance(fault["input"], str) else ""
-        # it would seem to be right: in quotes, or with the 0 in front that YAML 1.1 reads in base 8
+        # The text would seem to be right: in quotes, or with a leading 0, base 8 in YAML 1.1.
         if fault["type"] in ("int_type", "float_type") and re.match(r"[-+]?\.?\d", text):
             shown = f"'{shown}' is text and"
             if text.isdecimal():
                 about += f": write {int(text)}, without quotes and without 0 in front"
         if fault["type"] == _FAULTS:
-            found += [f"{key}.{line}".removeprefix(".") for line in fault["ctx"]["lines"]]
+            lines += [f"{key}.{line}".removeprefix(".") for line in fault["ctx"]["lines"]]
         elif fault["type"] == "extra_forbidden" and key in meanings:
-            found.append(
+            lines.append(
                 f"{key} is a setting of some optimizers: name one in optimizer, or give "
                 f"optimizers.NAME.{key}"
             )
         elif fault["type"] == "extra_forbidden":
-            found.append(
+            lines.append(
                 f"there is no key {key}{nearest(key, meanings)}: `torch-thor keys` lists them"
             )
         elif fault["type"] == "missing":
-            found.append(f"{key} is missing: give it{about}")
+            lines.append(f"{key} is missing: give it{about}")
         elif fault["type"] == "value_error":
-            found.append(f"{key}={shown}: {fault['ctx']['error']}{about}")
+            lines.append(f"{key}={shown}: {fault['ctx']['error']}{about}")
         else:
             rule = (
                 fault["msg"]
@@ -92,8 +92,8 @@ def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
             rule = rule.replace("tuple", "list").replace(
                 "boolean, unable to interpret input", "true or false"
             )
-            found.append(f"{key}={shown} {rule}{about}")
-    return found
+            lines.append(f"{key}={shown} {rule}{about}")
+    return lines
 
 
 def rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
@@ -101,23 +101,23 @@ def rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
     return [
         (
             name,
-            _type(one.annotation),
-            "to be given" if one.is_required() else _yaml(one.default),
-            str(one.description),
+            _type(field.annotation),
+            "to be given" if field.is_required() else _yaml(field.default),
+            str(field.description),
         )
-        for name, one in model.model_fields.items()
+        for name, field in model.model_fields.items()
     ]
 
 
 def meanings_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
     """Return each key's meaning in a mapping by full name, such as `phases[].steps` for items."""
-    found = {}
+    meanings = {}
     for name, field in model.model_fields.items():
-        found[f"{prefix}{name}"] = str(field.description)
+        meanings[f"{prefix}{name}"] = str(field.description)
         many = "[]" if get_origin(field.annotation) is tuple else ""
         for inner in _models(field.annotation):
-            found.update(meanings_of(inner, f"{prefix}{name}{many}."))
-    return found
+            meanings.update(meanings_of(inner, f"{prefix}{name}{many}."))
+    return meanings
 
 
 def _models(hint: Any) -> list[type[BaseModel]]:
@@ -143,8 +143,8 @@ def _type(hint: Any) -> str:
 def _yaml(value: Any) -> str:
     """Write a value in one line, which YAML reads unless its text has brackets or the like."""
 
-    def other(one: Any) -> str:
-        return "its own" if isinstance(one, BaseModel) else str(one)
+    def other(item: Any) -> str:
+        return "its own" if isinstance(item, BaseModel) else str(item)
 
     text = json.dumps(value, default=other, skipkeys=True, ensure_ascii=False)
     return text if value == "" else text.replace('"', "")

@@ -44,11 +44,11 @@ Pair = tuple[Positive, Positive]
 def path_of(key: str, text: str) -> Path:
     """Return the path that a recipe names, with `~`, `$NAME` and `$$` in it replaced."""
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
         require(
             name is None or name in os.environ,
-            f"{key}={text}: {found[0]} is not set: set this environment variable, or write $$ for "
+            f"{key}={text}: {match[0]} is not set: set this environment variable, or write $$ for "
             "a $ in a name",
         )
         return "$" if name is None else os.environ[name]
@@ -456,9 +456,10 @@ class Recipe(Training):
     @classmethod
     def _of_those_in_use(cls, given: Any, info: ValidationInfo) -> Any:
         checked, used = Settings.model_validate(given), info.data.get("optimizer", ())
-        own = {name: getattr(checked, name) for name in used if name in given}
+        chosen = {name: getattr(checked, name) for name in used if name in given}
         return {
-            name: {key: getattr(found, key) for key in given[name]} for name, found in own.items()
+            name: {key: getattr(settings, key) for key in given[name]}
+            for name, settings in chosen.items()
         }
 
     def rules(self) -> Rules:

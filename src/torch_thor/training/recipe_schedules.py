@@ -154,34 +154,34 @@ def check(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int
 
 
 def _check(optimizer: torch.optim.Optimizer, span: _Span) -> None:
-    option, key, own, total = span.option, span.key, span.schedule, span.total
+    option, key, schedule, total = span.option, span.key, span.schedule, span.total
     warmup = (
-        f"warmup_epochs={own.warmup_epochs}"
-        if own.warmup_steps is None
-        else f"warmup_steps={own.warmup_steps}"
+        f"warmup_epochs={schedule.warmup_epochs}"
+        if schedule.warmup_steps is None
+        else f"warmup_steps={schedule.warmup_steps}"
     )
-    by = "horizon_epochs" if own.horizon_steps is None else "horizon_steps"
+    by = "horizon_epochs" if schedule.horizon_steps is None else "horizon_steps"
     training = f"the training ({total / span.epoch:g} epochs, {total} steps)"
     require(
-        own.warmup_epochs <= total / span.epoch and (own.warmup_steps or 0) <= total,
+        schedule.warmup_epochs <= total / span.epoch and (schedule.warmup_steps or 0) <= total,
         f"{key}.{warmup} is longer than {training}: shorten it, or raise epochs",
     )
     require(
-        own.kind not in (*FALLS, "thor-lr") or _horizon(own, span.epoch, total) >= total,
-        f"{key}.{by}={getattr(own, by)} is shorter than {training}, and {option} would be 0 or "
-        "undefined after it: raise it, or lower epochs",
+        schedule.kind not in (*FALLS, "thor-lr") or _horizon(schedule, span.epoch, total) >= total,
+        f"{key}.{by}={getattr(schedule, by)} is shorter than {training}, and {option} would be 0 "
+        "or undefined after it: raise it, or lower epochs",
     )
     for group in optimizer.param_groups:
         if option in group:
             initial, final = _start(group, span)
             require(
-                final is None or own.kind not in FALLS or final <= 1,
-                f"{key}.end={own.end} is above the initial {option}={initial:g}, and {own.kind} "
-                "can only decrease: lower it",
+                final is None or schedule.kind not in FALLS or final <= 1,
+                f"{key}.end={schedule.end} is above the initial {option}={initial:g}, and "
+                f"{schedule.kind} can only decrease: lower it",
             )
             require(
-                option == "lr" or factor(own, total - 1, span.epoch, total, final) > 0,
-                f"{key}: {own.kind} sets {option} to 0 in the last step, but it must stay above 0: "
-                f"give {key}.horizon_epochs or {key}.horizon_steps above the length of the "
-                "training",
+                option == "lr" or factor(schedule, total - 1, span.epoch, total, final) > 0,
+                f"{key}: {schedule.kind} sets {option} to 0 in the last step, but it must stay "
+                f"above 0: give {key}.horizon_epochs or {key}.horizon_steps above the length of "
+                "the training",
             )

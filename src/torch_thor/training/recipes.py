@@ -135,7 +135,7 @@ def edited(
     """
     tree = _tree(recipe)
     if then is None:
-        # the run has added the checksum itself
+        # The run has added the checksum itself.
         then = {key: value for key, value in tree.items() if key != "weights_sha256"}
     return _recipe(_edited(tree, then, now), words)
 
@@ -146,11 +146,11 @@ def _edited(tree: Any, then: Any, now: Any) -> Any:
     if not (isinstance(then, Mapping) and isinstance(now, Mapping)):
         return now
     tree = tree if isinstance(tree, Mapping) else {}  # it has the defaults
-    found = {
-        key: _edited(*(one.get(key, _ABSENT) for one in (tree, then, now)))
+    merged = {
+        key: _edited(*(mapping.get(key, _ABSENT) for mapping in (tree, then, now)))
         for key in {**tree, **then, **now}
     }
-    return {key: value for key, value in found.items() if value is not _ABSENT}
+    return {key: value for key, value in merged.items() if value is not _ABSENT}
 
 
 def override(recipe: Recipe, words: Sequence[str]) -> Recipe:
@@ -200,7 +200,7 @@ def keys(part: str | None = None) -> list[tuple[str, str, str, str]]:
 
 
 def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
-    # it says who takes the settings
+    # The optimizers come first, because they decide who takes the other settings.
     for word in sorted(words, key=lambda word: not word.startswith("optimizer=")):
         key, equals, text = word.partition("=")
         require(key != "" and equals != "", f"'{word}' is not key=value: write it as in lr=0.1")
@@ -211,8 +211,8 @@ def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
         chosen = tree.get("optimizer", Recipe.model_fields["optimizer"].default)
         takers = [
             name
-            for name, own in KEYS_OF.items()
-            if isinstance(chosen, list | tuple) and name in chosen and path[0] in own.model_fields
+            for name, keys in KEYS_OF.items()
+            if isinstance(chosen, list | tuple) and name in chosen and path[0] in keys.model_fields
         ]
         places = [["optimizers", name, *path] for name in takers]
         for place in [path] if path[0] in Recipe.model_fields or not takers else places:
@@ -237,7 +237,7 @@ def _put(tree: Any, path: Sequence[str], value: Any) -> dict[str, Any]:
 
 def _tree(recipe: Recipe) -> dict[str, Any]:
     tree = recipe.model_dump(mode="json", exclude_defaults=True)
-    # as a person would begin
+    # A recipe begins with the keys that a person would write first.
     first = ("name", "about", "reaches", "task", "data", "model", "optimizer", "optimizers")
     return {key: tree[key] for key in (*first, *tree) if key in tree}
 

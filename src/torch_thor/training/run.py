@@ -39,7 +39,7 @@ from torch_thor.training.summary import report
 from torch_thor.training.tasks.opening import open_task, task_class
 from torch_thor.training.tasks.task import Metric, Task
 
-# in an evaluation; the other keys shaped the weights
+# An evaluation may change these keys, because the others shaped the weights.
 CHANGEABLE = ("data", "device", "batch_size", "threads")
 
 
@@ -62,7 +62,7 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
         if recipe.weights is not None and not resumed:
             weights.load(model, recipe, task)
     divided = recipe.parallel != "ddp" and ranks.world > 1
-    # the whole of a divided one may be too large for a device
+    # A network that is divided may be too large for a single device.
     model = model if divided else model.to(ranks.device)
     average = averaged(model, recipe.ema_decay)  # before the optimizer: a copy would keep its hooks
     if divided:
@@ -124,14 +124,14 @@ def run_recipe(
         overwrite: Whether to delete the run in the folder.
         profile: Whether to profile a few steps of each optimizer.
     """
-    with lasting_output(), processes(recipe) as ranks, ExitStack() as held:
+    with lasting_output(), processes(recipe) as ranks, ExitStack() as stack:
         say = printer(console) if ranks.first else lambda _: None
         with agreed(ranks):
             if ranks.first:
-                held.enter_context(folder.locked())
+                stack.enter_context(folder.locked())
                 recipe = placed(weights.checksum(recipe, say))
                 resume = folder.admit(recipe, resume, overwrite, say)
-        # all train what the first process was asked to
+        # All processes train what the first one was asked to.
         recipe, resume = ranks.broadcast((recipe, resume))
         with agreed(ranks):
             task = open_task(recipe, ranks.device, say)
@@ -185,21 +185,21 @@ def _begin(
 def _train(
     run: Run, offset: int, folder: RunFolder, console: Console, profile: bool, stops: Sequence[int]
 ) -> None:
-    own: list[Any] = []  # the first is that of the metrics
+    observers: list[Any] = []  # the first is that of the metrics
     with agreed(run.ranks):
         if run.ranks.first:
-            own = observers_of(run, folder, console, profile, offset)
+            observers = observers_of(run, folder, console, profile, offset)
             with suppress(OSError):  # of which the next checkpoint tells
-                # after its last checkpoint a process may have been killed
+                # A process may have been killed after its last checkpoint.
                 settle(folder.checkpoints(run.name), run)
 
     def offset_now() -> int:
         folder.check_present()  # a checkpoint would make a new folder, without what was in it
-        return int(own[0].offset())
+        return int(observers[0].offset())
 
     saver = Saver(folder.checkpoints(run.name), offset_now)
-    # one that profiles is the last: others are not in its table
-    train(run, [*own[:1], saver, *own[1:]], stops=stops)
+    # The profiler is the last, so that the work of other observers is not in its table.
+    train(run, [*observers[:1], saver, *observers[1:]], stops=stops)
 
 
 @dataclass(frozen=True)
@@ -235,14 +235,14 @@ def evaluate_saved(
     Returns:
         A score for each optimizer, and one for its averaged weights if it has any.
     """
-    found = weights.find_checkpoints(
+    checkpoints = weights.find_checkpoints(
         path, say if os.environ.get("RANK", "0") == "0" else lambda _: None
     )
-    recipes = [_with_words(saved, words) for saved in found]
+    recipes = [_with_words(saved, words) for saved in checkpoints]
     scores = []
     with processes(recipes[0]) as ranks:
         say = say if ranks.first else lambda _: None
-        for saved, recipe in zip(found, recipes, strict=True):
+        for saved, recipe in zip(checkpoints, recipes, strict=True):
             with agreed(ranks):
                 task = open_task(recipe, ranks.device, say, train=False)
                 saved.check_tokenizer(task)
@@ -270,7 +270,7 @@ def evaluate_saved(
 
 def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
     """The recipe to evaluate a checkpoint with."""
-    # the file of a network may have been moved; its weights must fit
+    # The file of a network may have been moved, so its weights only have to fit.
     moved = ("model",) if saved.recipe.model.endswith(CONFIGURATION) else ()
     for key in (word.partition("=")[0] for word in words):
         require(

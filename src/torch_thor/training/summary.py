@@ -35,7 +35,7 @@ def report(folder: RunFolder, recipe: Recipe, task: Task, console: Console) -> N
     with writing(folder.summary):
         write_text(
             folder.summary,
-            json.dumps([as_json(one, recipe, task.unit) for one in results], indent=2) + "\n",
+            json.dumps([as_json(result, recipe, task.unit) for result in results], indent=2) + "\n",
         )
     console.print(table(results, recipe))
     if sentence := compared(results):
@@ -68,11 +68,11 @@ class Result:
         self.name, self.metric = name, metric
         self.evaluations: list[dict[str, Any]] = []
         self.curve: list[tuple[int, float, float]] = []  # step, seconds, smoothed loss
-        # of the trace rule, by layer
+        # Decisions of the trace rule are counted for each layer.
         self.decisions: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.ordinary, self.refresh = array("d"), array("d")  # durations
         self.waited = self.seconds = 0.0
-        self.terms = self.skipped = 0
+        self.loss_terms = self.skipped = 0
         loss, stride = math.nan, 1
         for line in read(path):
             if line["kind"] == "eval":
@@ -85,8 +85,8 @@ class Result:
                     self.waited + line["waited"],
                     self.seconds + line["duration"],
                 )
-                self.terms, self.skipped = (
-                    self.terms + line["terms"],
+                self.loss_terms, self.skipped = (
+                    self.loss_terms + line["terms"],
                     self.skipped + line["skipped"],
                 )
                 if line["loss"] is not None:  # that of a skipped step may not be finite
@@ -108,9 +108,9 @@ class Result:
 
     def value(self, line: dict[str, Any]) -> float:
         """The primary metric of an evaluation, of the averaged weights if there are any."""
-        found = line.get(f"averaged_{self.metric.name}")
-        found = line[self.metric.name] if found is None else found
-        return math.nan if found is None else float(found)
+        value = line.get(f"averaged_{self.metric.name}")
+        value = line[self.metric.name] if value is None else value
+        return math.nan if value is None else float(value)
 
     def best(self) -> dict[str, Any]:
         """The first evaluation with the best value."""
@@ -151,7 +151,7 @@ def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
             key: line and {"steps": line["step"], "seconds": line["seconds"]}
             for key, line in reached.items()
         },
-        f"{unit}_per_second": result.terms / result.seconds,
+        f"{unit}_per_second": result.loss_terms / result.seconds,
         "waiting_for_data": result.waited / result.seconds,
         "skipped_steps": result.skipped,
         "ordinary_step_seconds": median(result.ordinary) if result.ordinary else None,
@@ -167,29 +167,31 @@ def table(results: Sequence[Result], recipe: Recipe) -> Table:
     shown = targets[-TARGETS:] if metric.higher_is_better else targets[TARGETS - 1 :: -1]
     return columns(
         "Result",
-        ["", *(one.name for one in results)],
+        ["", *(result.name for result in results)],
         [
             *(
                 [
-                    # such as 75.97 %, which is not rounded
+                    # A target such as 75.97 % is not rounded.
                     f"steps to {metric.word} "
                     + (f"{100 * target:.6g}%" if metric.share else f"{target:.6g}"),
-                    *(_when(one.reaching(target)) for one in results),
+                    *(_when(result.reaching(target)) for result in results),
                 ]
                 for target in shown
             ),
             [
                 f"final {metric.word}{averaged}",
-                *(metric.text(one.value(one.final)) for one in results),
+                *(metric.text(result.value(result.final)) for result in results),
             ],
-            ["steps in total", *(_when(one.final) for one in results)],
+            ["steps in total", *(_when(result.final) for result in results)],
             [
                 "median step / refresh step",
                 *(
                     " / ".join(
-                        milliseconds(median(kind)) for kind in (one.ordinary, one.refresh) if kind
+                        milliseconds(median(kind))
+                        for kind in (result.ordinary, result.refresh)
+                        if kind
                     )
-                    for one in results
+                    for result in results
                 ),
             ],
         ],
@@ -203,9 +205,9 @@ def _when(line: dict[str, Any] | None) -> str:
 
 def compared(results: Sequence[Result]) -> str:
     """Say the step and time when each optimizer reached what AdamW, or the last one, ends with."""
-    reference = next((one for one in results if one.name == "adamw"), results[-1])
+    reference = next((result for result in results if result.name == "adamw"), results[-1])
     goal, metric = reference.value(reference.final), reference.metric
     if len(results) < 2 or math.isnan(goal):
         return ""
-    took = ", ".join(f"{one.name} {_when(one.reaching(goal))}" for one in results)
+    took = ", ".join(f"{result.name} {_when(result.reaching(goal))}" for result in results)
     return f"Steps to what {reference.name} ends with ({metric.word} {metric.text(goal)}): {took}"

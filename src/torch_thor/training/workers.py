@@ -9,8 +9,10 @@ from functools import cache
 
 @cache
 def end_children_with_me() -> None:
-    """Let processes that are forked from now on end when this one does, and not by Ctrl-C."""
-    # Otherwise they would wait for jobs of this one for ever if it was killed.
+    """Let processes that are forked from now on end when this one does, and not by Ctrl-C.
+
+    Otherwise they would wait for jobs of this one for ever if it was killed.
+    """
     parent = os.getpid()
 
     def watch() -> None:

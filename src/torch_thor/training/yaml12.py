@@ -50,8 +50,8 @@ class _Loader(yaml.SafeLoader):
                     f"the key {name} is given twice, in lines {lines[name]} and {line}"
                 )
             lines[name] = line
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 class _Dumper(yaml.SafeDumper):

@@ -94,8 +94,8 @@ def held_out_keys(count: int, batch_size: int, ranks: Ranks) -> Iterator[tuple[l
     number = -(-count // batch_size)
     for first in range(0, number, ranks.world):
         counts = first + ranks.rank < number
-        own = first + ranks.rank if counts else 0
-        yield list(range(own * count // number, (own + 1) * count // number)), counts
+        index = first + ranks.rank if counts else 0
+        yield list(range(index * count // number, (index + 1) * count // number)), counts
 
 
 def smallest_part(count: int, parts: int) -> int:
@@ -180,7 +180,7 @@ def loaded(
     while (answer := _next(batches, workers)) is not None:
         if isinstance(answer, UserError):
             raise answer
-        batch, own, reasons = answer
+        batch, readable, reasons = answer
         for reason in reasons:
             if reason not in broken and fault is None:
                 broken.add(reason)
@@ -198,7 +198,7 @@ def loaded(
                 f"too few samples for a batch can be read; the latest: {reasons[-1]}: check the "
                 "disk"
             )
-        yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch), own
+        yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch), readable
     if fault is not None:
         raise fault
 
@@ -237,7 +237,8 @@ class _Batches(Dataset[Any]):
         try:
             samples = [self.dataset[key] for key in keys]
             good = [sample for sample in samples if not isinstance(sample, str)]
-            reasons, own = [sample for sample in samples if isinstance(sample, str)], bool(good)
+            reasons = [sample for sample in samples if isinstance(sample, str)]
+            readable = bool(good)
             others = self._others(keys[0])
             while not self._enough(good) and len(reasons) <= self.allowed:
                 sample = next(others, None)
@@ -248,11 +249,11 @@ class _Batches(Dataset[Any]):
             # torch would do it later, in a thread that drops what cannot be shared
             if batch is not None and get_worker_info():
                 tree_map(Tensor.share_memory_, batch)
-            return batch, own, reasons
+            return batch, readable, reasons
         except UserError as error:
             return error
         except (MemoryError, RuntimeError) as error:
-            # share memory
+            # These are torch's errors if memory cannot be shared.
             if isinstance(error, RuntimeError) and not str(error).startswith("unable to"):
                 raise
             return UserError(
@@ -284,7 +285,7 @@ def _start_worker(_: int) -> None:
 
 
 @atexit.register
-# of batches that are not read to their end: Python would send SIGTERM, and wait
+# Workers of batches that are not read to their end live on: Python would send SIGTERM, and wait.
 def _end_workers() -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
@@ -296,7 +297,7 @@ def _next(batches: Iterator[Any], workers: int) -> Any:
     try:
         return next(batches, None)
     except (RuntimeError, OSError, EOFError) as error:
-        # an error of a sample, with the traceback of its worker
+        # Torch tells an error of a sample with these words and the traceback of its worker.
         if not workers or str(error).startswith("Caught"):
             raise
         raise UserError(

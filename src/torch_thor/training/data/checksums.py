@@ -12,7 +12,7 @@ from torch import Tensor
 
 def names_checksum(paths: Sequence[bytes]) -> str:
     """Return the SHA-256 of the sorted names of two or more files, relative to their folder."""
-    # the first and the last one are of different classes, so they share no more than this folder
+    # The first and the last file are of different classes, so they share no more than this folder.
     start = len(os.path.commonpath([paths[0], paths[-1]])) + 1
     return hashlib.sha256(b"\0".join(sorted(path[start:] for path in paths))).hexdigest()
 

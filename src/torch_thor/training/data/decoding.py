@@ -91,14 +91,14 @@ def is_image(path: Path) -> bool:
 def read_image(path: Path) -> bytes:
     """Read a file, if it is a regular file that can contain an image."""
     try:
-        found = path.stat()
+        status = path.stat()
         # opening a pipe waits for its writer, and a device may never end
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise BrokenImageError("it is not a regular file")
-        if found.st_size > MAX_BYTES:
-            raise BrokenImageError(f"{found.st_size / 1e9:.1f} GB are too much for an image")
+        if status.st_size > MAX_BYTES:
+            raise BrokenImageError(f"{status.st_size / 1e9:.1f} GB are too much for an image")
         return path.read_bytes()
-    # removed since the folder was listed, a dangling link, or a failing disk
+    # The file was removed since the folder was listed, it is a dangling link, or the disk fails.
     except OSError as error:
         reason = error.strerror or type(error).__name__
         if error.errno in SCARCE:
@@ -131,14 +131,14 @@ def decode_rgb(content: bytes) -> Tensor:
             try:
                 raw = torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 return cast(Tensor, decode_jpeg(raw, ImageReadMode.RGB))
-            # truncated, or of a kind that torchvision does not support: Pillow tells them apart
+            # It is truncated, or of a kind that torchvision lacks: Pillow tells them apart.
             except RuntimeError:
                 pass
         with Image.open(io.BytesIO(content)) as image:
             if image.mode.startswith(("I", "F")):
                 grey = torch.from_numpy(_scaled(image)).unsqueeze(2)
                 return grey.repeat(1, 1, 3).permute(2, 0, 1)
-            # of 16 bits of a colour Pillow reads the upper 8 only, and forgets it afterwards
+            # Pillow reads only the upper 8 bits of a colour of 16 bits, and forgets it afterwards.
             deep = re.search(";16[BLN]", str(image.tile)) is not None
             pixels = cast(Tensor, pil_to_tensor(image.convert("RGB")))
             if deep and pixels.max() < 16:

@@ -181,8 +181,8 @@ def _open_folders(
         "class: choose another folder, or sort the images into them",
     )
     with _listing(data.folder()):
-        found = [(folder, LeftOut()) for folder in folders if folder.is_dir()]
-        classes = [_classes(folder, left) for folder, left in found]
+        present = [(folder, LeftOut()) for folder in folders if folder.is_dir()]
+        classes = [_classes(folder, left) for folder, left in present]
         different = sorted(set(classes[0]) ^ set(classes[-1]))
         require(
             not different,
@@ -190,7 +190,7 @@ def _open_folders(
             f"folders {_some(_told_apart(different))}: labels are numbered in their sorted order, "
             "so both must have the same classes",
         )
-        used = found if train else found[-1:]
+        used = present if train else present[-1:]
         parts = [_list(folder, classes[0], left, say) for folder, left in used]
     return parts[0] if train else None, parts[-1]
 
@@ -220,15 +220,15 @@ def list_images(folder: Path, say: Callable[[str], None]) -> list[Path]:
 
 def _classes(folder: Path, left: LeftOut) -> list[str]:
     """Return the sorted names of the class folders."""
-    found = []
+    names = []
     for item in folder.iterdir():
         if left.keeps(item.name):
             refuse_a_link_to_nothing(item, "images")
             if item.is_dir():
-                found.append(item.name)
+                names.append(item.name)
             else:
                 left.others["beside the class folders"] += 1
-    return sorted(found)
+    return sorted(names)
 
 
 def _list(folder: Path, classes: Sequence[str], left: LeftOut, say: Callable[[str], None]) -> _Part:
@@ -295,7 +295,7 @@ def collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def normalised(images: Tensor, options: Transform) -> Tensor:
     """Convert uint8 images to float32 and normalise each channel, on their device."""
-    # So only a quarter of the bytes is copied to it.
-    mean, std = (torch.tensor(one).mul(255).tolist() for one in (options.mean, options.std))
+    # On a host the float32 images would be four times as many bytes to copy to the device.
+    mean, std = (torch.tensor(values).mul(255).tolist() for values in (options.mean, options.std))
     scaled: Tensor = normalize(images.float(), mean, std, inplace=True)
     return scaled

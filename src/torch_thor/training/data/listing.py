@@ -50,12 +50,12 @@ class LeftOut:
     def parts(self, kind: str) -> list[str]:
         """Return what was left out, in words; `kind` is what other files are not."""
         return [
-            f"{found.total()} {name} ({_common(found)})"
-            for found, name in (
+            f"{counts.total()} {name} ({_common(counts)})"
+            for counts, name in (
                 (self.made, "hidden or made by programs"),
                 (self.others, f"that are no {kind}"),
             )
-            if found
+            if counts
         ]
 
     def tell(self, folder: Path | str, kind: str, say: Callable[[str], None]) -> None:
@@ -64,9 +64,9 @@ class LeftOut:
             say(f"{folder}: left out of its files and folders: {', '.join(parts)}")
 
 
-def _common(found: Counter[str]) -> str:
-    shown = [f"{name.strip()} {number}" for name, number in found.most_common(_SHOWN)]
-    return ", ".join(shown + ["..."] * (len(found) > _SHOWN))
+def _common(counts: Counter[str]) -> str:
+    shown = [f"{name.strip()} {number}" for name, number in counts.most_common(_SHOWN)]
+    return ", ".join(shown + ["..."] * (len(counts) > _SHOWN))
 
 
 def files_in(
@@ -85,7 +85,7 @@ def files_in(
     def refuse(error: OSError) -> None:
         raise error
 
-    found = []
+    files = []
     for top, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         place = Path(top)
         require(
@@ -99,9 +99,9 @@ def files_in(
             if kind is None:
                 left.other(name)
             else:
-                found.append((top, name, kind))
-    found.sort(key=itemgetter(0, 1))
-    return {f"{top}{os.sep}{name}": kind for top, name, kind in found}
+                files.append((top, name, kind))
+    files.sort(key=itemgetter(0, 1))
+    return {f"{top}{os.sep}{name}": kind for top, name, kind in files}
 
 
 def refuse_a_link_to_nothing(path: Path, kind: str) -> None:

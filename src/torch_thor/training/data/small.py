@@ -113,10 +113,10 @@ def python_text() -> str:
     Each Python version has another text, so losses are comparable within one version only.
     """
     topics = pydoc_data.topics.topics
-    whole = "\n\n".join(
+    text = "\n\n".join(
         dict.fromkeys(part for name in sorted(topics) for part in topics[name].split("\n\n"))
     )
-    return "".join(character for character in whole if ord(character) < SYMBOLS)
+    return "".join(character for character in text if ord(character) < SYMBOLS)
 
 
 def load_characters() -> tuple[Tensor, Tensor]:

@@ -30,18 +30,20 @@ def build_model(name: str, in_channels: int, classes: int) -> nn.Module:
     check_name(name)
     if name in CLASSIFIERS:
         return CLASSIFIERS[name](in_channels, classes)
-    library, own = find_model(name)
+    library, bare_name = find_model(name)
     if library == TIMM:
         return build_library_model(name, num_classes=classes, in_chans=in_channels)
     require(
         in_channels == 3,
         f"model={name} takes images of 3 channels, and those of the data have {in_channels}: use a "
-        f"network of timm ({TIMM}{own}, if it exists), which takes any number, or one of "
+        f"network of timm ({TIMM}{bare_name}, if it exists), which takes any number, or one of "
         "torch-thor itself",
     )
     # with their auxiliary heads these return three tensors
     alone = (
-        {"aux_logits": False, "init_weights": True} if own in {"googlenet", "inception_v3"} else {}
+        {"aux_logits": False, "init_weights": True}
+        if bare_name in {"googlenet", "inception_v3"}
+        else {}
     )
     return build_library_model(name, num_classes=classes, **alone)
 
@@ -52,7 +54,7 @@ def build_library_model(name: str, **options: Any) -> nn.Module:
     Raises:
         UserError: If there is no such network, or it cannot be built.
     """
-    library, own = find_model(name)
+    library, bare_name = find_model(name)
     model: nn.Module
     with explaining(
         (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError),
@@ -61,14 +63,17 @@ def build_library_model(name: str, **options: Any) -> nn.Module:
         if library == TIMM:
             import timm
 
-            model = timm.create_model(own, pretrained=False, **options)
+            model = timm.create_model(bare_name, pretrained=False, **options)
         else:
             from torchvision import models
 
-            if "weights_backbone" in inspect.signature(models.get_model_builder(own)).parameters:
+            if (
+                "weights_backbone"
+                in inspect.signature(models.get_model_builder(bare_name)).parameters
+            ):
                 # the default is pretrained, whatever `weights` says
                 options["weights_backbone"] = None
-            model = models.get_model(own, weights=None, **options)
+            model = models.get_model(bare_name, weights=None, **options)
     return model
 
 
@@ -76,11 +81,11 @@ def check_name(name: str) -> None:
     """Refuse a name that is not an image classifier."""
     if name in CLASSIFIERS:
         return
-    library, own = find_model(name)
+    library, bare_name = find_model(name)
     from torchvision import models  # slow to import
 
     require(
-        library == TIMM or own in models.list_models(module=models),
+        library == TIMM or bare_name in models.list_models(module=models),
         f"model={name} does not classify images: use a classifier, such as resnet50",
     )
 
@@ -93,10 +98,10 @@ def find_model(name: str) -> tuple[str, str]:
     """
     from torchvision import models
 
-    own = name.removeprefix(TORCHVISION).removeprefix(TIMM)
+    bare_name = name.removeprefix(TORCHVISION).removeprefix(TIMM)
     known = [] if name.startswith(TIMM) else models.list_models()
-    if own in known:
-        return TORCHVISION, own
+    if bare_name in known:
+        return TORCHVISION, bare_name
     advice = "give a name of torch-thor, torchvision or timm"
     if not name.startswith(TORCHVISION):
         try:
@@ -104,11 +109,11 @@ def find_model(name: str) -> tuple[str, str]:
         except ModuleNotFoundError:
             advice = "timm, which may have it, is not installed: `pip install 'torch-thor[timm]'`"
         else:
-            if timm.is_model(own):
-                return TIMM, own
+            if timm.is_model(bare_name):
+                return TIMM, bare_name
             known = [*known, *timm.list_models()]
     raise UserError(
-        f"model={name} is not a network{nearest(own, [*CLASSIFIERS, *known])}: {advice}"
+        f"model={name} is not a network{nearest(bare_name, [*CLASSIFIERS, *known])}: {advice}"
     )
 
 

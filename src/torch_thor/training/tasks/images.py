@@ -36,7 +36,7 @@ from torch_thor.training.recipe_model import CIFAR_SETS, FOLDER, IN_MEMORY, Reci
 from torch_thor.training.tasks.task import OWN_IMAGES, Batch, Loss, Metric, Task, Terms
 
 EVALUATION_BATCH = 1000  # images in memory
-# in an evaluation batch, because the batch size of a recipe may be that of many devices
+# An evaluation batch has no more images, because a recipe's batch size may be for many devices.
 MOST_FROM_FILES = 256
 
 
@@ -75,16 +75,16 @@ class ImageClassification(Task):
             from torch_thor.training.data.images import open_images
 
             self.train, self.test = open_images(recipe.data, recipe.seed, train=train, say=self.say)
-            self.samples, self.held, classes = (
+            self.samples, self.held_out_samples, classes = (
                 len(self.train or ()),
                 len(self.test),
                 len(self.test.classes),
             )
         else:
             self.train, self.test = (
-                [one.to(device) for one in part] for part in load_images(recipe.data)
+                [tensor.to(device) for tensor in part] for part in load_images(recipe.data)
             )
-            self.samples, self.held, classes = (
+            self.samples, self.held_out_samples, classes = (
                 len(self.train[1]),
                 len(self.test[1]),
                 int(self.train[1].max()) + 1,
@@ -124,7 +124,7 @@ class ImageClassification(Task):
         if not {recipe.data.name, trained.data.name} & IN_MEMORY.keys():
             data = recipe.data.model_copy(update={"transform": trained.data.crops})
             recipe = recipe.model_copy(update={"data": data})
-        sizes = [" x ".join(map(str, one.data.image_shape)) for one in (recipe, trained)]
+        sizes = [" x ".join(map(str, settings.data.image_shape)) for settings in (recipe, trained)]
         require(
             sizes[0] == sizes[1],
             f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on "
@@ -163,14 +163,15 @@ class ImageClassification(Task):
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process."""
         size = min(self.recipe.batch_size, MOST_FROM_FILES) if self.files else EVALUATION_BATCH
-        dealt = list(held_out_keys(self.held, size, ranks))
+        dealt = list(held_out_keys(self.held_out_samples, size, ranks))
         keys = [[(0, index) for index in indices] for indices, _ in dealt]
         if not self.files:
             return zip(in_memory(self.test, keys), (counts for _, counts in dealt), strict=True)
         read = self._read(self.test, keys, ranks, patient=True)
         # images in the place of a batch that cannot be read do not count
         return (
-            (batch, counts and own) for (batch, own), (_, counts) in zip(read, dealt, strict=True)
+            (batch, counts and readable)
+            for (batch, readable), (_, counts) in zip(read, dealt, strict=True)
         )
 
     def _read(
@@ -185,7 +186,9 @@ class ImageClassification(Task):
             max_broken=data.max_broken, say=self.say if ranks.first else self.say_on_others,
             collate=collate, **options,
         )  # fmt: skip
-        return (((normalised(pixels, crops), labels), own) for (pixels, labels), own in raw)
+        return (
+            ((normalised(pixels, crops), labels), readable) for (pixels, labels), readable in raw
+        )
 
     def terms(self, batch: Batch) -> Terms:
         """Count the images."""

@@ -73,13 +73,13 @@ class MaskedLM(Task):
         train: bool = True,
     ) -> None:
         self.recipe, self.device, self._say = recipe, device, say
-        own = recipe.data.text.length
-        # without phases, one without end
+        text_length = recipe.data.text.length
+        # A training without phases has one without end.
         self._phases: list[tuple[int | None, int, int]] = [
-            (phase.steps, phase.length or own, phase.batch_size or recipe.batch_size)
+            (phase.steps, phase.length or text_length, phase.batch_size or recipe.batch_size)
             for phase in recipe.phases
-        ] or [(None, own, recipe.batch_size)]
-        lengths = sorted({own, *(length for _, length, _ in self._phases)})
+        ] or [(None, text_length, recipe.batch_size)]
+        lengths = sorted({text_length, *(length for _, length, _ in self._phases)})
         self.longest, data = lengths[-1], recipe.data
         if data.name == "python-text":
             from torch_thor.training.text.prepare import python_corpus
@@ -91,7 +91,7 @@ class MaskedLM(Task):
                 "data.root is not set: give the folder that torch-thor prepare has written",
             )
             self._folder = data.folder()
-        self._held_out = self._maker(HELD_OUT, own, seed=0)
+        self._held_out = self._maker(HELD_OUT, text_length, seed=0)
         if not self._held_out.pairs:
             self.metrics = self.metrics[:-1]
         self._train: dict[int, PairMaker] = {}
@@ -130,12 +130,12 @@ class MaskedLM(Task):
     @property
     def data_checksums(self) -> Mapping[str, str]:
         """The checksums of the files of the corpus, and of the network's configuration."""
-        found = {"evaluation data": self._held_out.corpus.checksum}
+        checksums = {"evaluation data": self._held_out.corpus.checksum}
         for maker in self._train.values():
-            found["training data"] = maker.corpus.checksum
+            checksums["training data"] = maker.corpus.checksum
         if self.recipe.model.endswith(bert.CONFIGURATION):
-            found["network's settings"] = sha256(Path(self.recipe.model))
-        return found
+            checksums["network's settings"] = sha256(Path(self.recipe.model))
+        return checksums
 
     def tokenizer(self) -> Any:
         """Return the tokenizer as a `PreTrainedTokenizerFast` of transformers."""
@@ -241,14 +241,14 @@ class MaskedLM(Task):
     def measure(self, net: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Sum the cross-entropy and the correct predictions over a batch."""
         scores, labels, following = self._predict(net, batch)
-        found = {
+        sums = {
             "loss": functional.cross_entropy(scores, labels, reduction="sum"),
             "mlm_accuracy": (scores.argmax(-1) == labels).sum(),
         }
         if following is not None:
-            found["nsp_accuracy"] = (following.argmax(-1) == batch["next_sentence_label"]).sum()
-            found["examples"] = torch.tensor(len(following), device=following.device)
-        return found
+            sums["nsp_accuracy"] = (following.argmax(-1) == batch["next_sentence_label"]).sum()
+            sums["examples"] = torch.tensor(len(following), device=following.device)
+        return sums
 
     def _predict(self, net: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the masked tokens' scores and labels, and next-sentence prediction scores."""

@@ -22,8 +22,8 @@ OF_SOME_TASKS = {
 def task_class(name: str) -> type[Task]:
     """Import the class of a task."""
     module, kind = TASKS[name].split(".")
-    found: type[Task] = getattr(import_module(f"{__package__}.{module}"), kind)
-    return found
+    task: type[Task] = getattr(import_module(f"{__package__}.{module}"), kind)
+    return task
 
 
 def open_task(

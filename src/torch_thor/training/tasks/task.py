@@ -174,5 +174,5 @@ class Task(Protocol):
 
 def primary(metrics: Sequence[Metric]) -> Metric:
     """Return the metric that decides which evaluation is better."""
-    (found,) = (metric for metric in metrics if metric.primary)
-    return found
+    (chosen,) = (metric for metric in metrics if metric.primary)
+    return chosen

@@ -48,10 +48,10 @@ def open_manifest(
     except (ValueError, KeyError, TypeError):
         expected = {}
     for file in (folder / name for name in names):
-        found = file.stat() if file.is_file() else None
+        status = file.stat() if file.is_file() else None
         require(
-            found is not None
-            and _known_sha256(file, found.st_size, found.st_mtime_ns) == expected.get(file.name),
+            status is not None
+            and _known_sha256(file, status.st_size, status.st_mtime_ns) == expected.get(file.name),
             # `prepare` leaves a finished corpus as it is
             f"{file} was cut short or changed, is missing, or does not belong to its {MANIFEST}: "
             "delete its folder, then prepare the corpus again",
@@ -59,7 +59,7 @@ def open_manifest(
     return manifest
 
 
-# a file is read once per process, unless it changes: examples of several lengths share it
+# A file is read once per process, unless it changes: examples of several lengths share it.
 _known_sha256 = cache(lambda file, _size, _modified: sha256(file))
 
 
@@ -105,7 +105,7 @@ class Corpus:
         self.tokenizer_checksum: str = manifest["sha256"][TOKENIZER]
         self.checksum: str = manifest["sha256"][side]
         examples = _mapped(folder / side, self.checksum)[str(length)]
-        # of the documents, in examples
+        # They count the examples up to the end of each document.
         self._ends = np.cumsum(pc.list_value_length(examples).to_numpy())
         require(len(self) > 0, f"{folder} has no examples in {side}: prepare a larger corpus")
 
@@ -129,7 +129,7 @@ def write_documents(
     file: Path, documents: Iterable[tuple[str, int]], tokenizer: Any, lengths: Sequence[int]
 ) -> dict[str, int]:
     """Encode documents, each a text with a sentence a line and its size; count what is written."""
-    # Those of `UNIT` bytes of source text are a batch of rows, to which also counts what is empty.
+    # A batch of rows holds the documents of `UNIT` bytes of source text, and empty ones count too.
     tokenizer.encode_special_tokens = True  # a "[SEP]" that stands in a text is text
     ids = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
     schema = pa.schema(
@@ -144,14 +144,14 @@ def write_documents(
         for text, size in chain(documents, [("", UNIT)]):
             if text:
                 encoded = tokenizer.encode_batch_fast(text.split("\n"), add_special_tokens=False)
-                sentences = [one.ids for one in encoded if one.ids]
-                tokens = np.array([token for one in sentences for token in one], ids)
-                ends = np.cumsum([len(one) for one in sentences], dtype=np.int32)
+                sentences = [encoding.ids for encoding in encoded if encoding.ids]
+                tokens = np.array([token for sentence in sentences for token in sentence], ids)
+                ends = np.cumsum([len(sentence) for sentence in sentences], dtype=np.int32)
                 examples = {str(length): spans(ends.tolist(), length) for length in lengths}
                 rows.append({"tokens": tokens, "ends": ends, **examples})
                 totals.update(
                     {"documents": 1, "sentences": len(ends), "tokens": len(tokens)}
-                    | {f"examples of {key}": len(own) for key, own in examples.items()}
+                    | {f"examples of {key}": len(ranges) for key, ranges in examples.items()}
                 )
             gathered += size
             if gathered >= UNIT:
@@ -161,18 +161,17 @@ def write_documents(
 
 
 def spans(ends: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """Divide a document into examples, each a (first, last exclusive) pair of sentences."""
-    # `ends` are those of its sentences, in tokens.
+    """Divide sentences, by their ends in tokens, into examples: pairs (first, last exclusive)."""
     # An example ends with the sentence that fills it, so it usually has more tokens than fit, as in
     # the code of Devlin et al. (2019); what does not fit is cut off when the example is made. It
     # has two sentences or more, so that it can be split into a pair of segments; a last sentence
     # that is left alone is joined by the one before it, in both.
-    room, found = length - SPECIAL_TOKENS, []
+    room, examples = length - SPECIAL_TOKENS, []
     first = begin = 0
     for number, end in enumerate(ends):
         if end - begin >= room and number > first:
-            found.append((first, number + 1))
+            examples.append((first, number + 1))
             first, begin = number + 1, end
     if first < len(ends):
-        found.append((max(0, min(first, len(ends) - 2)), len(ends)))
-    return found
+        examples.append((max(0, min(first, len(ends) - 2)), len(ends)))
+    return examples

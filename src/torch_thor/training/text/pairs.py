@@ -58,7 +58,7 @@ class PairMaker(Dataset[dict[str, Any]]):
         )
         pieces = load_tokenizer(corpus.folder / TOKENIZER).get_vocab()
         self.pad, self.begin, self.end, self.mask = (
-            pieces[one] for one in (PAD, CLASS, SEPARATOR, MASK)
+            pieces[token] for token in (PAD, CLASS, SEPARATOR, MASK)
         )
         self.vocab_size = len(pieces)
         self._ordinary = np.array(
@@ -79,7 +79,6 @@ class PairMaker(Dataset[dict[str, Any]]):
 
     def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
         """Make an example of an epoch, by their numbers from 0, as int64 arrays."""
-        # `next_sentence_label` is 1 if B is from another document.
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((self.seed, *key))))
         first, second, is_random = self._segments(
             key[1], random, self.corpus.length - SPECIAL_TOKENS
@@ -96,28 +95,28 @@ class PairMaker(Dataset[dict[str, Any]]):
             "attention_mask": attended,
             "labels": labels,
             "masked": (labels >= 0).sum(),
-            "next_sentence_label": np.int64(is_random),
+            "next_sentence_label": np.int64(is_random),  # 1 if B is from another document
         }
 
     def _segments(self, number: int, random: Any, room: int) -> tuple[Any, Any, bool]:
         """Return A's and B's tokens, cut to the example, and whether B is of another document."""
-        own = self.corpus.passage(number)
+        passage = self.corpus.passage(number)
         if not self.pairs:
-            whole = own.between(own.first, own.last)
-            return _window(whole, room + 1, random), whole[:0], False  # one [SEP] less
-        sentences = own.last - own.first
-        cut = own.first + (int(random.integers(1, sentences)) if sentences > 1 else 1)
-        first, second = own.between(own.first, cut), own.between(cut, own.last)
+            tokens = passage.between(passage.first, passage.last)
+            return _window(tokens, room + 1, random), tokens[:0], False  # one [SEP] less
+        sentences = passage.last - passage.first
+        cut = passage.first + (int(random.integers(1, sentences)) if sentences > 1 else 1)
+        first, second = passage.between(passage.first, cut), passage.between(cut, passage.last)
         other = None
         if random.random() < 0.5 or sentences == 1:  # after a single sentence nothing follows
             other = self._of_another_document(
-                own, len(first), len(second) or len(first), random, room
+                passage, len(first), len(second) or len(first), random, room
             )
         rest = second if other is None else other
         return *_shortened(first, rest, room, random), other is not None
 
     def _of_another_document(
-        self, own: Passage, first: int, second: int, random: Any, room: int
+        self, passage: Passage, first: int, second: int, random: Any, room: int
     ) -> Any | None:
         """Return whole sentences of another random document for B, or None if no try found enough.
 
@@ -131,14 +130,14 @@ class PairMaker(Dataset[dict[str, Any]]):
             last_start = (
                 int(np.searchsorted(other.bounds, other.bounds[-1] - wanted, side="right")) - 1
             )
-            if other.document == own.document or last_start < 0:
+            if other.document == passage.document or last_start < 0:
                 continue
             start = min(int(random.integers(other.first, other.last)), last_start)
             end = other.bounds[start] + wanted
-            # the end of the sentence that reaches `wanted` tokens
+            # It is the end of the sentence that reaches `wanted` tokens.
             stop = int(np.searchsorted(other.bounds, end))
             before = end - other.bounds[stop - 1] < other.bounds[stop] - end
-            # the end before it, if it is closer: as long as the B that is replaced, not longer
+            # The end before it is taken if it is closer: B must be as long as the one it replaces.
             return other.between(start, stop - (not fills and stop - 1 > start and before))
         return None
 

@@ -149,7 +149,9 @@ def _prepare(
         )
         console.out(f"{out} is finished already, and whole; nothing was done")
         return manifest
-    forms = Counter(FORMS.get(one["form"], [one["form"]])[0] for one in settings["sources"])
+    forms = Counter(
+        FORMS.get(source["form"], [source["form"]])[0] for source in settings["sources"]
+    )
     console.out(f"read: {'; '.join(f'{number} files of {name}' for name, number in forms.items())}")
     with console.status("reading, then training a tokenizer"):
         read = _read(out / _CACHE, settings, workers, any_script=False)
@@ -174,11 +176,11 @@ def _prepare(
     totals = {}
     for side in (TRAIN, HELD_OUT):
         rows = track(_rows(read), f"encoding {side}", len(read), console=console)
-        own = (
+        documents = (
             (row["text"] if ((row["draw"] or 0) < bound) == (side == HELD_OUT) else "", row["size"])
             for row in rows
         )
-        totals[side] = write_documents(out / side, own, tokenizer, settings["lengths"])
+        totals[side] = write_documents(out / side, documents, tokenizer, settings["lengths"])
         console.out(
             f"{side}: {', '.join(f'{number} {name}' for name, number in totals[side].items())}"
         )
@@ -227,14 +229,14 @@ def _read(
             gen_kwargs={key: settings[key] for key in ("sources", "language", "seed")}
             | {"any_script": any_script},
             num_proc=min(workers, len(settings["sources"])),
-            # other settings begin anew
+            # With other settings the reading begins anew.
             fingerprint=datasets.fingerprint.Hasher.hash((settings, any_script)),
             writer_batch_size=64,
         )
     except (datasets.exceptions.DatasetGenerationError, RuntimeError) as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
-        # of a worker's error nothing but the text of its traceback is left
+        # Nothing but the text of its traceback is left of a worker's error.
         told = str(error.__cause__ or error)
         reason = next((line for line in told.splitlines() if "Error: " in line), told)
         raise UserError(
@@ -285,6 +287,6 @@ def python_corpus(
     with FileLock(f"{folder}.lock"):  # several processes may call this function at the same time
         if not (folder / MANIFEST).exists():
             say(f"preparing the text that Python carries, in {folder}")
-            # of about 70 documents
+            # There are about 70 documents, so a larger share than usual is held out.
             prepare([PYTHON], folder, vocab_size=vocab_size, lengths=lengths, held_out=0.05)
     return folder

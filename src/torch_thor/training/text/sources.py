@@ -90,17 +90,16 @@ FEATURES = datasets.Features({
 
 
 def find_sources(given: Sequence[str], form: str | None, left: LeftOut) -> list[dict[str, Any]]:
-    """Find the files that are given, and those in given folders; counts what is left out."""
-    # It refuses what would be read twice or never. `form` is that of all files, if given.
+    """Find the given files and those in given folders, all of `form` if given; count the rest."""
     require(bool(given), "no source: name text files or folders, a data set of the hub, or python")
-    found: dict[str, dict[str, Any]] = {}
+    sources: dict[str, dict[str, Any]] = {}
     # not resolved, because the name of a link says what kind of file it is
     tops = [Path(os.path.normpath(Path(place).absolute())) for place in given]
     # as many parts of the given paths belong to the names as tell them apart
     depth = next(n for n in count(1) if len({top.parts[-n:] for top in tops}) == len({*tops}))
     for place, top in zip(given, tops, strict=True):
         if place == PYTHON or _is_of_the_hub(place):
-            own = {
+            of_place = {
                 place: {"path": place, "name": place, "form": {PYTHON: PYTHON}.get(place, "hub")}
             }
         else:
@@ -108,31 +107,31 @@ def find_sources(given: Sequence[str], form: str | None, left: LeftOut) -> list[
             files = {str(top): _form_of(top, form, named=True)}
             if top.is_dir():
                 files = files_in(top, left, lambda here, name: _form_of(Path(here, name), form))
-            own = {
+            of_place = {
                 path: _source(Path(path), files[path], len(top.parts) - depth)
                 for path in sorted(files, key=Path)
                 if files[path]
             }
         require(
-            bool(own),
+            bool(of_place),
             f"{place} is and holds no file of a known kind: give names that end in "
             f"{', '.join(_BY_SUFFIX)} (perhaps with {', '.join(_COMPRESSED)}), JSON lines or <doc> "
             f"elements, or say with --format what it is ({', '.join(FORMS)})",
         )
-        for path, source in own.items():
-            other = found.setdefault(os.path.realpath(path), source)
+        for path, source in of_place.items():
+            other = sources.setdefault(os.path.realpath(path), source)
             require(
                 other is source,
                 f"{path} is given twice, the first time as {other['path']}: leave one out",
             )
-    return list(found.values())
+    return list(sources.values())
 
 
 def _source(path: Path, form: str | None, above: int) -> dict[str, Any]:
     """Describe a file; the parts of its path that are `above` do not belong to its name."""
     name = str(Path(*path.parts[max(0, above) :])).encode("utf-8", "backslashreplace").decode()
     stat = path.stat()
-    # a file that has changed is recognised by the last two
+    # A file that has changed is recognised by its size and its time.
     return {
         "path": str(path), "name": name, "form": form, "size": stat.st_size,
         "modified": stat.st_mtime_ns,
@@ -152,7 +151,7 @@ def _suffix(path: Path) -> str:
 
 def _form_of(path: Path, chosen: str | None, *, named: bool = False) -> str | None:
     """Find the form of a file from what it contains, or None if it is of no known kind."""
-    # a file that the user has not named is only opened if its name may be that of a text
+    # A file that the user has not named is only opened if its name may be that of a text.
     refuse_a_link_to_nothing(path, "text")
     if not path.is_file() or not (
         named or _suffix(path) in {*_BY_SUFFIX, "", ".json", ".xml", ".tokens", ".raw"}
@@ -210,10 +209,10 @@ def pieces(source: dict[str, Any]) -> Iterator[tuple[str, int, bytes]]:
     end, rest, name, offset, number = re.compile(pattern), bytearray(), source["name"], 0, 0
     for chunk in _chunks(source["form"], source["path"]):
         rest += chunk
-        while len(rest) > least and ((found := end.search(rest, least)) or len(rest) >= longest):
+        while len(rest) > least and ((match := end.search(rest, least)) or len(rest) >= longest):
             cut = (
-                found.end()
-                if found
+                match.end()
+                if match
                 else rest.rfind(b"\n", 0, PART) + 1 or rest.rfind(b" ", 0, PART) + 1 or PART
             )
             number += 1
@@ -243,9 +242,13 @@ def _of_python(_: str) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
     for topic, text in sorted(pydoc_data.topics.topics.items()):
         # many paragraphs are in several topics
-        found = [one for one in _prose(_BLANK.split(text), any_script=False) if one not in seen]
-        seen.update(found)
-        yield {"title": f"{PYTHON}:{topic}", "text": "\n\n".join(found)}
+        paragraphs = [
+            paragraph
+            for paragraph in _prose(_BLANK.split(text), any_script=False)
+            if paragraph not in seen
+        ]
+        seen.update(paragraphs)
+        yield {"title": f"{PYTHON}:{topic}", "text": "\n\n".join(paragraphs)}
 
 
 _ROWS: dict[str, Callable[[str], Iterable[dict[str, Any]]]] = {
@@ -266,7 +269,9 @@ def _read(
         # bytes of zero, of which UTF-16 is full, are refused as other bytes that are not UTF-8
         raw = data.replace(b"\0", b"\xff").decode()
         identity, blocks = _READERS.get(form, _of_row)(name, raw.removeprefix("\ufeff"))
-        divided = (segment(language, one) for one in _prose(blocks, any_script=any_script))
+        divided = (
+            segment(language, paragraph) for paragraph in _prose(blocks, any_script=any_script)
+        )
         lines = blocks if form == "bert" else chain.from_iterable(divided)
         text = "\n".join(filter(None, map(str.strip, lines)))
     except UnicodeDecodeError as error:
@@ -311,7 +316,7 @@ def _of_html(name: str, markup: str) -> tuple[str, list[str]]:
     soup = BeautifulSoup(markup, "html.parser")
     for tag in soup(_NO_PROSE):
         tag.decompose()
-    # the innermost ones
+    # Only the innermost elements are taken, because an outer one repeats their text.
     return name, [
         tag.get_text().replace("¶", "") for tag in soup(_PROSE) if tag.find(_PROSE) is None
     ]
@@ -319,9 +324,9 @@ def _of_html(name: str, markup: str) -> tuple[str, list[str]]:
 
 def _of_element(name: str, text: str) -> tuple[str, list[str]]:
     """Read a <doc> element of WikiExtractor, whose first line is the title; a line a paragraph."""
-    found = _DOC.findall(text)
-    require(bool(found) and "\n<doc " not in found[0][2], "it is no whole <doc> element")
-    number, title, body = found[0]
+    elements = _DOC.findall(text)
+    require(bool(elements) and "\n<doc " not in elements[0][2], "it is no whole <doc> element")
+    number, title, body = elements[0]
     return f"{title} {number}", unescape(body.removeprefix(f"{title}\n")).split("\n")
 
 
@@ -334,9 +339,9 @@ def _of_row(name: str, text: str) -> tuple[str, list[str]]:
     )
     # WikiExtractor's rows, which have this key, escape characters as in HTML
     body = unescape(row["text"] or "") if "revid" in row else row["text"] or ""
-    own = " ".join(str(row[key]) for key in ("title", "id") if row.get(key))
+    identity = " ".join(str(row[key]) for key in ("title", "id") if row.get(key))
     # the paragraphs of published articles are lines if there are no blank ones
-    return own or name, _BLANK.split(body) if _BLANK.search(body) else body.split("\n")
+    return identity or name, _BLANK.split(body) if _BLANK.search(body) else body.split("\n")
 
 
 _READERS: dict[str, Callable[[str, str], tuple[str, list[str]]]] = {

@@ -70,25 +70,33 @@ def train_tokenizer(
     """Train a tokenizer, the same for any sentence order; a small text may give fewer pieces."""
     tokenizer = new_tokenizer(lowercase, any_script=any_script)
     written = Counter(chain.from_iterable(sentences()))
-    normal = {one: tokenizer.normalizer.normalize_str(one) for one in written}
+    normal = {character: tokenizer.normalizer.normalize_str(character) for character in written}
     characters: Counter[str] = Counter()
-    for one, count in written.items():
-        characters.update(dict.fromkeys(normal[one].replace(" ", ""), count))
-    # ideographs, which are words of their own
+    for character, count in written.items():
+        characters.update(dict.fromkeys(normal[character].replace(" ", ""), count))
+    # These are ideographs, which are words of their own.
     alone = {text.strip() for text in normal.values() if any_script and text.startswith(" ")}
     most = min(ALPHABET, max(SMALL_ALPHABET, int(ALPHABET_SHARE * vocab_size)))
     if any_script:
         often = sum(count >= _OFTEN * characters.total() for count in characters.values())
         most = max(most, min(often, vocab_size // 3))
-    # the most frequent ones, in the order of their codes
-    alphabet = sorted(sorted(characters, key=lambda one: (-characters[one], one))[:most])
+    # The most frequent characters are taken, in the order of their codes.
+    alphabet = sorted(
+        sorted(characters, key=lambda character: (-characters[character], character))[:most]
+    )
     # The library assigns ids to single-character pieces in the order of a hash table, which differs
     # between runs, and it breaks ties between merges by these ids. Pieces that are passed as
     # special tokens have fixed ids.
-    fixed = [*SPECIAL, *alphabet, *(f"{CONTINUES}{one}" for one in alphabet if one not in alone)]
+    fixed = [
+        *SPECIAL,
+        *alphabet,
+        *(f"{CONTINUES}{character}" for character in alphabet if character not in alone),
+    ]
     # the library would choose an alphabet of its own among characters that are equally frequent
     kept = {*alphabet, " "}
-    others = str.maketrans({one: " " for one, text in normal.items() if not kept.issuperset(text)})
+    others = str.maketrans(
+        {character: " " for character, text in normal.items() if not kept.issuperset(text)}
+    )
     tokenizer.train_from_iterator(
         (sentence.translate(others) for sentence in sentences()),
         trainers.WordPieceTrainer(
@@ -102,8 +110,7 @@ def train_tokenizer(
 
 
 def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
-    """Load a `tokenizer.json`, or a `vocab.txt` with one word piece per line."""
-    # `lowercase` applies to the latter.
+    """Load a `tokenizer.json`, or a `vocab.txt` (a word piece a line), which takes `lowercase`."""
     try:
         tokenizer = (
             new_tokenizer(lowercase, models.WordPiece.read_file(str(path)))
