@@ -97,7 +97,7 @@ DIVIDED, WHOLE = (
     {"distributed": {"divide_curvature": False}},
 )
 CASES = [
-    ("ddp-1", "before", "fsdp-2", "plainly", {}),
+    pytest.param("ddp-1", "before", "fsdp-2", "plainly", {}, marks=pytest.mark.slow),
     pytest.param("ddp-2", "after", "hsdp", "plainly", {}, marks=pytest.mark.slow),
     ("fsdp-2", "at", "ddp-1", "plainly", {}),
     pytest.param("fsdp-4", "at", "fsdp-2", "plainly", {}, marks=pytest.mark.slow),

@@ -78,7 +78,7 @@ def test_killed_at_any_moment_equals_never_stopped(tmp_path, whole):
     ("name", "ranks"),
     [
         ("SIGTERM", None),
-        ("SIGINT", None),
+        pytest.param("SIGINT", None, marks=pytest.mark.slow),
         ("SIGTERM", 2),
         pytest.param("SIGINT", 2, marks=pytest.mark.slow),
     ],
