@@ -3,12 +3,13 @@
 import inspect
 
 import pytest
+import torch
 from torch import nn
 from torch.nn import functional
 
 import every_kind
 from tiny import mlp
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 
 
 class Scaled(nn.Linear):
@@ -56,7 +57,8 @@ def test_print_lists_the_options_of_each_group_and_nothing_that_is_internal():
     groups = [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2:].parameters()}]
     lines = repr(THOR(groups, model=model, lr=0.1)).splitlines()
     assert lines[:4] == ["THOR (", "Parameter Group 0", "    lr: 0.2", "    damping: 0.03"]
-    second = lines[lines.index("Parameter Group 1") + 1 : lines.index(")")]
+    *second, state = lines[lines.index("Parameter Group 1") + 1 : lines.index(")")]
+    assert state.startswith("State: ")
     assert second[0] == "    lr: 0.1"
     assert {line.split(":")[0].strip() for line in second} <= set(
         inspect.signature(THOR).parameters
@@ -72,3 +74,15 @@ def test_nothing_to_precondition_is_an_error():
     ):
         with pytest.raises(ValueError, match="SGD"):
             THOR(model)
+
+
+@pytest.mark.parametrize(("d_in", "d_out", "split_dim"), [(64, 64, 32), (16, 48, 128), (96, 24, 8)])
+def test_the_bytes_of_the_state_are_those_of_the_formula(d_in, d_out, split_dim):
+    model = nn.Linear(d_in, d_out, bias=False)
+    optimizer = ThorMuon(model, lr=0.01, split_dim=split_dim)
+    assert "State: none before the first step" in repr(optimizer)
+    model(torch.randn(8, d_in)).square().mean().backward()
+    optimizer.step()
+    each = 4 + 8 * min(split_dim, d_in) / d_out
+    said = f"State: {each * d_in * d_out:,.0f} bytes, {each:.1f} for each trained parameter"
+    assert said in repr(optimizer)

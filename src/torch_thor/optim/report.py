@@ -6,9 +6,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from torch_thor.capture.coverage import Covered, table
 from torch_thor.capture.patterns import some
 from torch_thor.capture.reasons import LEFT_OUT, NOT_TRAINED
+from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.callers import level_of_user
 from torch_thor.optim.learned import LEARNED, NEW, REST
@@ -77,8 +80,17 @@ def warn_of_little(entries: Iterable[Covered], optimizer: str) -> None:
     )
 
 
+def _bytes_of_state(optimizer: Any, trained: int) -> str:
+    """Return how much memory the state takes on this process, which the first step makes."""
+    entries = [entry for state in optimizer.state.values() for entry in state.values()]
+    size = sum(local(entry).nbytes for entry in entries if isinstance(entry, Tensor))
+    if not size:
+        return "State: none before the first step"
+    return f"State: {size:,} bytes, {size / trained:.1f} for each trained parameter"
+
+
 def described(optimizer: Any) -> str:
-    """Return the options of each group, and what each parameter gets."""
+    """Return the options of each group, the size of the state, and what each parameter gets."""
     lines = [f"{type(optimizer).__name__} ("]
     for number, group in enumerate(optimizer.param_groups):
         keys = [
@@ -92,6 +104,7 @@ def described(optimizer: Any) -> str:
     split = ", ".join(dict.fromkeys(str(group["split_dim"]) for group in optimizer.param_groups))
     count = sum(layer.weight.requires_grad for layer in optimizer.curvature.values())
     lines += [
+        _bytes_of_state(optimizer, total),
         ")",
         f"{part:,} of {total:,} trained parameters, in {count} layers, are preconditioned:",
     ]
