@@ -22,7 +22,7 @@ AdamW's median. ThorMuon's refreshes count where they happen.
 import math
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cache, partial
 from pathlib import Path
@@ -38,7 +38,8 @@ from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import apart, steps_to
 from benchmarks.runner.stores import key_of
-from benchmarks.runner.timing import state_bytes, take_turns
+from benchmarks.runner.timing import RATE, seconds_at, time_optimizers
+from benchmarks.runner.trials import best_of, rates_around, shown
 from benchmarks.suite_optimizers import CONTENDERS
 from torch_thor import ThorMuon
 from torch_thor.errors import require
@@ -68,8 +69,7 @@ THEIRS = {"optimizer": "adamw", "lr": 1e-3}
 OURS = {"optimizer": "thor-muon"}
 SINGLE_PROCESS: dict[str, Any] = {"alone": True}
 TUNED = {"adamw": "AdamW", "muon": "Muon", "soap": "SOAP"}
-SPAN, SPANS = 10, 12  # rounds
-RATE = 1e-6  # where steps are timed: the weights hardly change, so that none diverges
+SPANS = 12  # of ten rounds
 PICTURE = Path("docs/images/nanogpt.png")
 COLOURS = {  # of Okabe and Ito
     "nanoGPT's AdamW": "#999999", "AdamW, tuned": "#e69f00", "Muon, tuned": "#d55e00",
@@ -148,41 +148,18 @@ def take_step(own: Example, model: nn.Module, optimizer: torch.optim.Optimizer, 
 def time_steps() -> dict[str, Any]:
     """Time the steps of all in turns: milliseconds, means of each span, and bytes a parameter."""
     own, generator = example(), torch.Generator().manual_seed(0)
-    now: list[tuple[torch.Tensor, torch.Tensor]] = []
-    steps, optimizers, weights = {}, {}, 0
-    for name in (*TUNED, "thor-muon"):
-        torch.manual_seed(0)
-        model = own.network()
-        optimizers[name] = optimizer = make(model, {"optimizer": name, "lr": RATE})
-        for group in optimizer.param_groups:
-            group["lr"] = RATE
-            if name == "thor-muon":
-                group["update_interval"] = SPAN
-        weights = sum(parameter.numel() for parameter in model.parameters())
-        taken = partial(take_step, own, model, optimizer)
-        steps[name] = lambda taken=taken: taken(now[-1])
-    times = take_turns(
-        steps,
-        SPAN * SPANS,
-        warm_up=SPAN,
-        prepare=lambda: now.__setitem__(slice(None), [own.batch(own.train_text, generator)]),
-        name_of=lambda name: (
-            f"{name} refresh" if getattr(optimizers[name], "last_refresh", ()) else name
-        ),
+    return time_optimizers(
+        {name: partial(made, own, name) for name in (*TUNED, "thor-muon")},
+        partial(take_step, own),
+        lambda: own.batch(own.train_text, generator),
+        SPANS,
     )
-    return {
-        "milliseconds": {name: spans(found) for name, found in times.items()},
-        "state_bytes": {
-            name: round(state_bytes(one) / weights, 2) for name, one in optimizers.items()
-        },
-    }
 
 
-def spans(times: Sequence[float]) -> list[float]:
-    """Return milliseconds: the mean in each span, in which one of ten steps may be missing."""
-    size = len(times) // SPANS
-    means = (statistics.fmean(times[i : i + size]) for i in range(0, len(times), size))
-    return [round(1000 * mean, 3) for mean in means]
+def made(own: Example, name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a network and its optimizer, whose learning rate serves nothing."""
+    model = own.network()
+    return model, make(model, {"optimizer": name, "lr": RATE})
 
 
 def optimizers(job: Job) -> list[str]:
@@ -207,37 +184,16 @@ def confirm(setting: Job) -> list[Job]:
     return [{**setting, "seed": seed} for seed in SEEDS]
 
 
-def tuning(rows: Rows, name: str) -> Iterator[Job]:
-    """Yield the trials of an optimizer, as far as they are known."""
-    lr, tried = CONTENDERS[name].lr, list[Job]()
-    rates = [lr / 2, lr, 2 * lr]
-    while True:
-        new = [
-            {"optimizer": name, "lr": float(f"{rate:.4g}"), "seed": TUNING_SEED} for rate in rates
-        ]
-        yield from new
-        tried = sorted([*tried, *new], key=lambda job: job["lr"])
-        if len(tried) == TRIALS or any(key_of(job) not in rows for job in new):
-            return
-        at = min(range(len(tried)), key=lambda i: loss_of(rows, tried[i]))
-        rates = [tried[0]["lr"] / 2] if at < len(tried) / 2 else [2 * tried[-1]["lr"]]
-
-
-def loss_of(rows: Rows, job: Job) -> float:
-    """Return the last validation loss of a run; that of one that diverged is infinite."""
-    value = rows[key_of(job)]["value"]
-    return math.inf if value is None else value
+def tuning(rows: Rows, name: str) -> list[Job]:
+    """Return the trials of an optimizer, as far as they are known."""
+    setting = {"optimizer": name, "seed": TUNING_SEED}
+    return rates_around(rows, setting, CONTENDERS[name].lr, count=TRIALS)
 
 
 def chosen(rows: Rows) -> dict[str, Job]:
     """Return the best setting of each optimizer whose trials are there."""
-    found = {}
-    for name in TUNED:
-        tried = list(tuning(rows, name))
-        if len(tried) == TRIALS and all(key_of(job) in rows for job in tried):
-            best = min(tried, key=lambda job: loss_of(rows, job))
-            found[name] = {key: value for key, value in best.items() if key != "seed"}
-    return found
+    best = {name: best_of(rows, tuning(rows, name), count=TRIALS) for name in TUNED}
+    return {name: setting for name, setting in best.items() if setting is not None}
 
 
 def headlines(rows: Rows) -> list[Job]:
@@ -279,22 +235,10 @@ def mean_curve(rows: Rows, setting: Job) -> list[tuple[float, float]]:
     ]
 
 
-def milliseconds(times: Row, name: str) -> float:
-    """Return the milliseconds of a step: the median ratio to AdamW's, times AdamW's median."""
-    own, base = times["milliseconds"][name], times["milliseconds"]["adamw"]
-    ratio = statistics.median(one / other for one, other in zip(own, base, strict=True))
-    return float(ratio * statistics.median(base))
-
-
 def seconds(rows: Rows, times: Row, setting: Job) -> list[float]:
     """Return the seconds of training up to each evaluation, refreshes where they happen."""
-    name, run = setting["optimizer"], rows[key_of(confirm(setting)[0])]
-    own = milliseconds(times, name)
-    refresh = milliseconds(times, f"{name} refresh") if name == "thor-muon" else own
-    return [
-        (own * (step - refreshes) + refresh * refreshes) / 1000
-        for step, _, refreshes in run["curve"]
-    ]
+    curve = rows[key_of(confirm(setting)[0])]["curve"]
+    return seconds_at(times, setting["optimizer"], "adamw", curve)
 
 
 def table(rows: Rows) -> str:
@@ -342,12 +286,7 @@ def costs(rows: Rows, setting: Job) -> list[str]:
 
 def trials(rows: Rows) -> str:
     """Return the validation losses of the trials."""
-    lines = []
-    for name, title in TUNED.items():
-        tried = sorted(tuning(rows, name), key=lambda job: job["lr"])
-        known = [job for job in tried if key_of(job) in rows]
-        cells = [f"{job['lr']:g}: {loss_of(rows, job):.3f}" for job in known]
-        lines.append([title, ", ".join(cells)])
+    lines = [[title, shown(rows, tuning(rows, name))] for name, title in TUNED.items()]
     return markdown(["tuned", "learning rate: validation loss of the trial"], lines)
 
 

@@ -7,9 +7,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch import Tensor, optim
+import torch
+from torch import Tensor, nn, optim
+
+SPAN = 10  # rounds, of which one has a refresh
+RATE = 1e-6  # where steps are timed: the weights hardly change, so that none diverges
 
 
 def take_turns(
@@ -104,3 +109,77 @@ def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
         The median over rounds of the ratio within a round.
     """
     return statistics.median(own / other for own, other in zip(seconds, base, strict=True))
+
+
+def time_optimizers(
+    makers: Mapping[str, Callable[[], tuple[nn.Module, optim.Optimizer]]],
+    take_step: Callable[[nn.Module, optim.Optimizer, Any], object],
+    batch: Callable[[], Any],
+    spans: int,
+) -> dict[str, Any]:
+    """Time the steps of optimizers in turns; ours refreshes once in ten steps, apart from the rest.
+
+    Args:
+        makers: Make network and optimizer, by name.
+        take_step: Trains on a batch.
+        batch: Returns the batch of a round.
+        spans: The number of spans of ten rounds.
+
+    Returns:
+        ``milliseconds``, means of each span, and ``state_bytes``, a parameter, both by name; the
+        steps in which NAME refreshes are those of ``NAME refresh``.
+    """
+    now: list[Any] = []
+    steps, optimizers, weights = {}, {}, {}
+    for name, make in makers.items():
+        torch.manual_seed(0)
+        model, optimizer = make()
+        for group in optimizer.param_groups:
+            group["lr"] = RATE
+            if "update_interval" in group:
+                group["update_interval"] = SPAN
+            if "trace_thresholds" in group:
+                group["trace_thresholds"] = (0.0, 0.0)  # or weights that stay need no inversion
+        optimizers[name] = optimizer
+        weights[name] = sum(parameter.numel() for parameter in model.parameters())
+        taken = partial(take_step, model, optimizer)
+        steps[name] = lambda taken=taken: taken(now[-1])
+    times = take_turns(
+        steps,
+        SPAN * spans,
+        warm_up=SPAN,
+        prepare=lambda: now.__setitem__(slice(None), [batch()]),
+        name_of=lambda name: (
+            f"{name} refresh" if getattr(optimizers[name], "last_refresh", ()) else name
+        ),
+    )
+    return {
+        "milliseconds": {name: _means(own, spans) for name, own in times.items()},
+        "state_bytes": {
+            name: round(state_bytes(optimizer) / weights[name], 2)
+            for name, optimizer in optimizers.items()
+        },
+    }
+
+
+def _means(times: Sequence[float], spans: int) -> list[float]:
+    """Return milliseconds: the mean in each span, in which one of ten steps may be missing."""
+    size = len(times) // spans
+    means = (statistics.fmean(times[i : i + size]) for i in range(0, len(times), size))
+    return [round(1000 * mean, 3) for mean in means]
+
+
+def milliseconds(times: Mapping[str, Any], name: str, base: str) -> float:
+    """Return the milliseconds of a step: the median ratio to the base's, times its median."""
+    own, other = times["milliseconds"][name], times["milliseconds"][base]
+    return float(median_ratio(own, other) * statistics.median(other))
+
+
+def seconds_at(
+    times: Mapping[str, Any], name: str, base: str, curve: Sequence[Sequence[float]]
+) -> list[float]:
+    """Return the seconds of training up to each point of (step, value, refreshes so far)."""
+    own = milliseconds(times, name, base)
+    again = f"{name} refresh"
+    refresh = milliseconds(times, again, base) if again in times["milliseconds"] else own
+    return [(own * (step - refreshes) + refresh * refreshes) / 1000 for step, _, refreshes in curve]
