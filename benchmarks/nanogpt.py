@@ -21,7 +21,6 @@ AdamW's median. ThorMuon's refreshes count where they happen.
 
 import math
 import statistics
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cache, partial
@@ -95,7 +94,6 @@ def example() -> Example:
 def run(job: Job) -> dict[str, Any]:
     """Train once, or time the steps of all."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of learning rates that are small, where steps are timed
     with redirect_stdout(None):  # nanoGPT prints its numbers of parameters
         return time_steps() if job.get("alone") else train(job)
 

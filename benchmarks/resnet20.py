@@ -306,13 +306,18 @@ def tolerance(rows: Rows, job: Job) -> float:
 
 
 def contestants(rows: Rows, batch: int) -> dict[str, Job]:
-    """Return those that have all their seeds, by name."""
+    """Return those that have run with all their seeds, by name."""
     settings = {**chosen(rows, batch), "thor-muon": ours(batch)}
     return {
         name: setting
         for name, setting in settings.items()
-        if all(rows.get(key_of(job), {}).get("value") for job in confirm(setting))
+        if all(key_of(job) in rows for job in confirm(setting))
     }
+
+
+def diverged(rows: Rows, setting: Job) -> int:
+    """Return how many seeds diverged."""
+    return sum(rows[key_of(job)]["value"] is None for job in confirm(setting))
 
 
 def curves(rows: Rows, setting: Job) -> list[list[Sequence[float]]]:
@@ -347,14 +352,24 @@ def ends(rows: Rows, batch: int) -> list[list[str]]:
     found, times = contestants(rows, batch), rows.get(key_of(timing(batch)))
     lines = []
     for name, setting in found.items():
-        last = [curve[-1][1] for curve in curves(rows, setting)]
         tuned = [f"{setting[key]:g}" for key in ("lr", "damping") if key in setting]
-        shares = reached(rows, found["sgd"], setting) if "sgd" in found else ["", ""]
+        options = " / ".join(tuned) or "none given"
         size = "" if times is None else f"{times['state_bytes'][name]:.1f}"
         words = rows[key_of(confirm(setting)[0])]["data"]
-        options = " / ".join(tuned) or "none given"
-        lines.append([str(batch), NAMES[name], options, with_error(last), *shares, size, words])
+        results = outcome(rows, found.get("sgd"), setting)
+        lines.append([str(batch), NAMES[name], options, *results, size, words])
     return lines
+
+
+def outcome(rows: Rows, sgd: Job | None, setting: Job) -> list[str]:
+    """Return where one ends, and the shares of SGD's steps and seconds until it is there."""
+    lost = diverged(rows, setting)
+    if lost:
+        return [f"{lost} of {len(SEEDS)} seeds diverged", "not reached", "not reached"]
+    end = with_error([curve[-1][1] for curve in curves(rows, setting)])
+    if sgd is None or diverged(rows, sgd):
+        return [end, "", ""]
+    return [end, *reached(rows, sgd, setting)]
 
 
 def reached(rows: Rows, sgd: Job, setting: Job) -> list[str]:
@@ -381,7 +396,7 @@ def draw(rows: Rows) -> None:
 
     from torch_thor.training.curves import legend_below
 
-    ready = [b for b in BATCHES if "sgd" in contestants(rows, b) and key_of(timing(b)) in rows]
+    ready = [b for b in BATCHES if contestants(rows, b) and key_of(timing(b)) in rows]
     if not ready:
         return
     figure = Figure(figsize=(9, 3.6 * len(ready)), layout="constrained")
@@ -397,6 +412,8 @@ def draw(rows: Rows) -> None:
 def against(panel: "Axes", rows: Rows, batch: int, *, is_time: bool) -> None:
     """Draw the accuracies against seconds or steps."""
     for name, setting in contestants(rows, batch).items():
+        if diverged(rows, setting):
+            continue
         found = curves(rows, setting)
         xs = seconds(rows, setting) if is_time else [point[0] for point in found[0]]
         values = [[point[1] for point in curve] for curve in found]

@@ -6,6 +6,7 @@ So changes of the machine's speed affect all alike.
 import random
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -144,15 +145,17 @@ def time_optimizers(
         weights[name] = sum(parameter.numel() for parameter in model.parameters())
         taken = partial(take_step, model, optimizer)
         steps[name] = lambda taken=taken: taken(now[-1])
-    times = take_turns(
-        steps,
-        SPAN * spans,
-        warm_up=SPAN,
-        prepare=lambda: now.__setitem__(slice(None), [batch()]),
-        name_of=lambda name: (
-            f"{name} refresh" if getattr(optimizers[name], "last_refresh", ()) else name
-        ),
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the learning rate is small
+        times = take_turns(
+            steps,
+            SPAN * spans,
+            warm_up=SPAN,
+            prepare=lambda: now.__setitem__(slice(None), [batch()]),
+            name_of=lambda name: (
+                f"{name} refresh" if getattr(optimizers[name], "last_refresh", ()) else name
+            ),
+        )
     return {
         "milliseconds": {name: _means(own, spans) for name, own in times.items()},
         "state_bytes": {
