@@ -46,7 +46,7 @@ Config = dict[str, Any]
 
 def module_of(file: Path) -> ModuleType:
     """Import a file."""
-    spec = importlib.util.spec_from_file_location(f"nanogpt_{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(f"fetched_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

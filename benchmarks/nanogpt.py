@@ -27,7 +27,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -35,7 +34,7 @@ from benchmarks.gpu_nanogpt import Example, share
 from benchmarks.runner.drawing import draw_band, save
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
-from benchmarks.runner.numbers import apart, steps_to
+from benchmarks.runner.numbers import apart, mean_curve, shares_until
 from benchmarks.runner.stores import key_of
 from benchmarks.runner.timing import RATE, seconds_at, time_optimizers
 from benchmarks.runner.trials import best_of, rates_around, shown
@@ -224,15 +223,6 @@ def curves(rows: Rows, setting: Job) -> list[list[Sequence[float]]]:
     return [rows[key_of(job)]["curve"] for job in confirm(setting)]
 
 
-def mean_curve(rows: Rows, setting: Job) -> list[tuple[float, float]]:
-    """Return steps and mean losses."""
-    found = curves(rows, setting)
-    return [
-        (points[0][0], statistics.fmean(point[1] for point in points))
-        for points in zip(*found, strict=True)
-    ]
-
-
 def seconds(rows: Rows, times: Row, setting: Job) -> list[float]:
     """Return the seconds of training up to each evaluation, refreshes where they happen."""
     curve = rows[key_of(confirm(setting)[0])]["curve"]
@@ -261,16 +251,10 @@ def ends(rows: Rows) -> list[list[str]]:
 
 def reached(rows: Rows, other: Job, goal: float) -> list[str]:
     """Return the shares of another's steps and seconds after which ThorMuon is at a loss."""
-    ours, times = mean_curve(rows, OURS), rows.get(key_of(SINGLE_PROCESS))
-    steps = [step for step, _ in ours]
-    there = steps_to(ours, goal, higher=False)
-    if there is None:
-        return ["not reached", "not reached"]
-    shares = [f"{there / steps[-1]:.2f}", ""]
-    if times is not None:
-        at = float(numpy.interp(there, steps, seconds(rows, times, OURS)))
-        shares[1] = f"{at / seconds(rows, times, other)[-1]:.2f}"
-    return shares
+    times, own = rows.get(key_of(SINGLE_PROCESS)), mean_curve(curves(rows, OURS))
+    spent = [] if times is None else seconds(rows, times, OURS)
+    others = [] if times is None else seconds(rows, times, other)
+    return shares_until(own, goal, spent, others, higher=False)
 
 
 def costs(rows: Rows, setting: Job) -> list[str]:
@@ -309,9 +293,11 @@ def draw(rows: Rows) -> None:
 def against(panel: "Axes", rows: Rows, times: Row | None) -> None:
     """Draw the losses against seconds, or against steps where there are no times."""
     found = contestants(rows)
-    lowest = min(point[1] for setting in found.values() for point in mean_curve(rows, setting))
+    lowest = min(
+        point[1] for setting in found.values() for point in mean_curve(curves(rows, setting))
+    )
     for name, setting in found.items():
-        steps = [step for step, _ in mean_curve(rows, setting)]
+        steps = [step for step, _ in mean_curve(curves(rows, setting))]
         xs = steps if times is None else seconds(rows, times, setting)
         losses = [[point[1] for point in curve] for curve in curves(rows, setting)]
         label = f"{name} ({setting['lr']:g})" if "lr" in setting else f"{name}, no option"

@@ -27,26 +27,22 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.gpu_cifar10 import load
-from benchmarks.runner.drawing import draw_band, save
+from benchmarks.runner.drawing import Contestant, draw_contests, save
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
-from benchmarks.runner.numbers import steps_to
+from benchmarks.runner.numbers import mean_curve, shares_until
 from benchmarks.runner.stores import key_of
 from benchmarks.runner.timing import RATE, seconds_at, time_optimizers
 from benchmarks.runner.trials import best_of, rates_around, shown
 from torch_thor import THOR, ThorMuon
 from torch_thor.training.models.small import BasicBlock
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 DATA = Path("build/cifar10")
 TRAIN, CHOOSE = slice(0, None, 4), slice(1, None, 10)  # of the 50,000: no image is in both
@@ -375,48 +371,29 @@ def outcome(rows: Rows, sgd: Job | None, setting: Job) -> list[str]:
 def reached(rows: Rows, sgd: Job, setting: Job) -> list[str]:
     """Return the shares of SGD's steps and seconds after which one is where SGD ends."""
     goal = statistics.fmean(curve[-1][1] for curve in curves(rows, sgd))
-    own = [
-        (points[0][0], statistics.fmean(point[1] for point in points))
-        for points in zip(*curves(rows, setting), strict=True)
-    ]
-    steps = [step for step, _ in own]
-    there = steps_to(own, goal)
-    if there is None:
-        return ["not reached", "not reached"]
-    spent = seconds(rows, setting)
-    if not spent:
-        return [f"{there / steps[-1]:.2f}", ""]
-    at = float(numpy.interp(there, steps, spent))
-    return [f"{there / steps[-1]:.2f}", f"{at / seconds(rows, sgd)[-1]:.2f}"]
+    own = mean_curve(curves(rows, setting))
+    return shares_until(own, goal, seconds(rows, setting), seconds(rows, sgd))
 
 
 def draw(rows: Rows) -> None:
     """Draw the accuracies against steps and seconds, a row for each size of the batch."""
-    from matplotlib.figure import Figure
-
-    from torch_thor.training.curves import legend_below
-
-    ready = [b for b in BATCHES if contestants(rows, b) and key_of(timing(b)) in rows]
-    if not ready:
-        return
-    figure = Figure(figsize=(9, 3.6 * len(ready)), layout="constrained")
-    grid = figure.subplots(len(ready), 2, squeeze=False)
-    for batch, panels in zip(ready, grid, strict=True):
-        for panel, is_time in zip(panels, (False, True), strict=True):
-            against(panel, rows, batch, is_time=is_time)
-        panels[0].set_ylabel(f"test accuracy, batches of {batch:,}")
-    legend_below(figure, grid[0][:1])
-    save(figure, PICTURE)
+    contests = {
+        f"test accuracy, batches of {batch:,}": [
+            drawn(rows, name, setting)
+            for name, setting in contestants(rows, batch).items()
+            if not diverged(rows, setting)
+        ]
+        for batch in BATCHES
+        if key_of(timing(batch)) in rows
+    }
+    contests = {name: found for name, found in contests.items() if found}
+    if contests:
+        save(draw_contests(contests), PICTURE)
 
 
-def against(panel: "Axes", rows: Rows, batch: int, *, is_time: bool) -> None:
-    """Draw the accuracies against seconds or steps."""
-    for name, setting in contestants(rows, batch).items():
-        if diverged(rows, setting):
-            continue
-        found = curves(rows, setting)
-        xs = seconds(rows, setting) if is_time else [point[0] for point in found[0]]
-        values = [[point[1] for point in curve] for curve in found]
-        draw_band(panel, xs, values, label=NAMES[name], colour=COLOURS[name])
-    panel.set(xlabel="seconds, one core" if is_time else "steps", ylim=(0.3, None))
-    panel.grid(alpha=0.3)
+def drawn(rows: Rows, name: str, setting: Job) -> Contestant:
+    """Return what is drawn of an optimizer."""
+    found = curves(rows, setting)
+    values = [[point[1] for point in curve] for curve in found]
+    steps = [point[0] for point in found[0]]
+    return Contestant(NAMES[name], COLOURS[name], steps, seconds(rows, setting), values)

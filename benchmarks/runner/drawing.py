@@ -1,12 +1,13 @@
 """Drawing functions that the pictures of all comparisons share."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_thor.files import whole_file
-from torch_thor.training.curves import marker
+from torch_thor.training.curves import legend_below, marker
 
 if TYPE_CHECKING:  # slow to import
     from matplotlib.axes import Axes
@@ -43,6 +44,35 @@ def draw_band(
             color=line.get_color(),
             alpha=0.2,
         )
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What is drawn of an optimizer: its values by seed, at the same steps and seconds for all."""
+
+    label: str
+    colour: str
+    steps: Sequence[float]
+    seconds: Sequence[float]
+    values: Sequence[Sequence[float]]
+
+
+def draw_contests(contests: Mapping[str, Sequence[Contestant]]) -> "Figure":
+    """Draw a row for each contest, by the name of its values: against steps and against seconds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6 * len(contests)), layout="constrained")
+    grid = figure.subplots(len(contests), 2, squeeze=False, sharey="row")
+    for (name, contestants), (left, right) in zip(contests.items(), grid, strict=True):
+        for one in contestants:
+            draw_band(left, one.steps, one.values, label=one.label, colour=one.colour)
+            draw_band(right, one.seconds, one.values, label=one.label, colour=one.colour)
+        left.set(xlabel="steps", ylabel=name)
+        right.set(xlabel="seconds, one core")
+        left.grid(alpha=0.3)
+        right.grid(alpha=0.3)
+    legend_below(figure, grid[0][:1])
+    return figure
 
 
 def save(figure: "Figure", path: Path) -> None:
