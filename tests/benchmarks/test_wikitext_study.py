@@ -57,7 +57,7 @@ class Corpus(object):
             numbers = [self.dictionary.setdefault(w, len(self.dictionary)) for w in words]
             setattr(self, name, torch.tensor(numbers))
 """
-TEXTS = ("to be or not to be . " * 10, "be not or to . " * 4, "be . ")
+TEXTS = ("to be or not to be . " * 10, "to be or not to be . " * 4, "be . ")
 SETTINGS = {
     "sgd": {"optimizer": "sgd", "lr": 1.0},
     "adamw": {"optimizer": "adamw", "lr": 0.01},
