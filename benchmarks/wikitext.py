@@ -386,7 +386,6 @@ def draw(rows: Rows) -> None:
 
 def drawn(rows: Rows, name: str, setting: Job) -> Contestant:
     """Return what is drawn of an optimizer."""
-    found = curves(rows, setting)
-    values = [[point[1] for point in curve] for curve in found]
-    steps = [point[0] for point in found[0]]
-    return Contestant(NAMES[name], COLOURS[name], steps, seconds(rows, setting), values)
+    return Contestant.of_curves(
+        NAMES[name], COLOURS[name], curves(rows, setting), seconds(rows, setting)
+    )

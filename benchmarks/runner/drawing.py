@@ -56,6 +56,18 @@ class Contestant:
     seconds: Sequence[float]
     values: Sequence[Sequence[float]]
 
+    @classmethod
+    def of_curves(
+        cls,
+        label: str,
+        colour: str,
+        curves: Sequence[Sequence[Sequence[float]]],
+        seconds: Sequence[float],
+    ) -> "Contestant":
+        """Return what is drawn of curves, each of points that begin with (steps, value)."""
+        values = [[point[1] for point in curve] for curve in curves]
+        return cls(label, colour, [point[0] for point in curves[0]], seconds, values)
+
 
 def draw_contests(contests: Mapping[str, Sequence[Contestant]]) -> "Figure":
     """Draw a row for each contest, by the name of its values: against steps and against seconds."""

@@ -237,7 +237,8 @@ class ModuleCalls:
             self._leave, with_kwargs=True, always_call=True
         )
         # first, because other global hooks may replace the output
-        torch_module._global_forward_hooks.move_to_end(leave.id, last=False)  # type: ignore[attr-defined]
+        registered: Any = torch_module._global_forward_hooks
+        registered.move_to_end(leave.id, last=False)
         # remove() leaves this entry behind, with which torch takes the hook for registered
         self._at_close.callback(torch_module._global_forward_hooks_with_kwargs.pop, leave.id, None)
         self._at_close.callback(leave.remove)

@@ -28,7 +28,7 @@ from torch_thor.optim.check import Check
 from torch_thor.optim.inputs import StepInputs, StepRequest, creates_state_only, nonfinite_message
 from torch_thor.optim.learned import Look, looks_trained
 from torch_thor.optim.loss_scale import LossScale, asked_by_lightning, remove_scale
-from torch_thor.optim.model_argument import Group, check_known, parameters_of_model
+from torch_thor.optim.model_argument import Closure, Group, check_known, parameters_of_model
 from torch_thor.optim.options import (
     COUNTERS,
     OPTIONS,
@@ -268,7 +268,7 @@ class CurvatureOptimizer(EagerStep):
     # ---- the step --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
         """Take one step: refresh the layers that are due, precondition, update.
 
         Args:

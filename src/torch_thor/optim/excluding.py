@@ -13,7 +13,7 @@ from torch_thor.curvature.factor import local
 from torch_thor.optim import state_dict as state_dicts
 from torch_thor.optim.base import EagerStep
 from torch_thor.optim.inputs import creates_state_only
-from torch_thor.optim.model_argument import Group, parameters_of
+from torch_thor.optim.model_argument import Closure, Group, parameters_of
 from torch_thor.optim.options import check_complete, options_in, options_of
 from torch_thor.optim.plan import parameters
 
@@ -115,7 +115,7 @@ class ExcludingOptimizer(EagerStep):
         return [Slot(name, p in chosen) for name, p in zip(names, params, strict=True)]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
         """Take one step after calling ``closure`` with gradients enabled; return its result."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._own_groups()

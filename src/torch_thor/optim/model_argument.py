@@ -1,6 +1,6 @@
 """The arguments ``params`` and ``model`` of the optimizers, and the gradients of a step."""
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -11,6 +11,7 @@ from torch_thor.capture.patterns import some
 from torch_thor.curvature.factor import local
 from torch_thor.optim.callers import line_of_caller
 
+Closure = Callable[[], float]  # evaluates the model again, and returns the loss
 Group = dict[str, Any]
 States = MutableMapping[Tensor, dict[str, Any]]  # the state of an optimizer: entries by parameter
 
