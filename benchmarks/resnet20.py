@@ -36,6 +36,7 @@ from torch.nn import functional
 
 from benchmarks.gpu_cifar10 import load
 from benchmarks.runner.drawing import Contestant, draw_contests, save
+from benchmarks.runner.machine import keep_freed_memory
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import mean_curve, shares_until
@@ -157,6 +158,7 @@ def scores(model: nn.Module, images: Tensor) -> Tensor:
 def run(job: Job) -> dict[str, Any]:
     """Train once, or time the steps of all."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     return {"data": data()[0], **(time_steps(job) if job.get("alone") else train(job))}
 
 

@@ -37,6 +37,7 @@ from torch.nn import functional
 
 from benchmarks.gpu_nanogpt import module_of
 from benchmarks.runner.drawing import Contestant, draw_contests, save
+from benchmarks.runner.machine import keep_freed_memory
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import mean_curve, shares_until
@@ -161,6 +162,7 @@ def held_out_loss(model: nn.Module, text: Tensor) -> float:
 def run(job: Job) -> dict[str, Any]:
     """Train once, or time the steps of all."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     return time_steps(job) if job.get("alone") else train(job)
 
 

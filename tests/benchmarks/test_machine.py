@@ -1,8 +1,10 @@
 """What stands beside every result: the machine, the versions, and the commit where there is one."""
 
 import json
+import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,28 @@ def test_the_commit_is_that_of_a_repository_which_tracks_the_file(tmp_path, monk
     assert commit(file) == git("rev-parse", "HEAD")
     monkeypatch.setenv("PATH", "")  # git is not installed
     assert commit(file) == provenance()["commit"] == "unknown"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_memory_that_was_freed_is_taken_again_without_page_faults():
+    code = """
+import resource
+import torch
+from benchmarks.runner.machine import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+usual = max(faults(), faults())
+keep_freed_memory()
+faults()
+print(usual, faults())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    usual, now = map(int, done.stdout.split())
+    assert usual > 1000
+    assert now < usual / 100
