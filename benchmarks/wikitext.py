@@ -16,6 +16,8 @@ epoch counts, whose weights main.py keeps.
   nearer to. Trials have a seed that serves nothing else, and choose by the validation perplexity.
 - ThorMuon has no option but the model.
 
+A training that is cut off goes on after its last whole epoch, if the commit is the same.
+
 Everything runs on one thread. Seconds are steps times the time of a step, which all optimizers take
 in turns (jobs named `alone`), relative to SGD's; evaluations do not count, refreshes count where
 they happen.
@@ -25,7 +27,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +39,7 @@ from torch.nn import functional
 
 from benchmarks.gpu_nanogpt import module_of
 from benchmarks.runner.drawing import Contestant, draw_contests, save
-from benchmarks.runner.machine import keep_freed_memory
+from benchmarks.runner.machine import commit, keep_freed_memory
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import mean_curve, shares_until
@@ -54,7 +56,7 @@ SIZE, HIDDEN, LAYERS, HEADS, DROPOUT = 200, 200, 2, 2, 0.2
 BATCH, HELD_OUT_BATCH, CONTEXT, CLIP = 20, 10, 35, 0.25
 THEIR_RATES = {"LSTM": 20.0, "Transformer": 5.0}
 EPOCHS, TRIAL_EPOCHS = 6, 2
-EVALUATIONS = 4  # in an epoch
+EVALUATIONS = 2  # in an epoch
 HIGHEST_LOSS = 50.0  # a run whose loss exceeds it, or is no number, has diverged
 TUNING_SEED, SEEDS = 10, (0, 1, 2)
 TRIALS, ADAMW = 5, 0.001  # the latter is the rate of their README, the middle of the first three
@@ -62,6 +64,7 @@ NAMES = {"sgd": "their SGD", "adamw": "AdamW, tuned", "thor-muon": "ThorMuon"}
 COLOURS = {"sgd": "#999999", "adamw": "#e69f00", "thor-muon": "#0072b2"}  # of Okabe and Ito
 SPANS = 5  # of ten rounds
 PICTURE = Path("docs/images/wikitext.png")
+UNFINISHED = Path("build/wikitext")  # where trainings that were cut off go on
 
 Job = dict[str, Any]
 Row = dict[str, Any]
@@ -177,31 +180,74 @@ def make(model: nn.Module, job: Job) -> torch.optim.Optimizer:
 def train(job: Job) -> dict[str, Any]:
     """Train, with several evaluations an epoch: step, perplexity, refreshes so far.
 
-    A trial is evaluated after each epoch alone.
+    A trial is evaluated after each epoch alone. After an epoch all that the next one needs is
+    saved, and one that was cut off goes on there.
     """
     own = example()
     torch.manual_seed(job["seed"])
     model = own.network(job["network"])
     optimizer = make(model, job)
     after = evaluated(len(list(pieces(own.train))), is_trial=job["seed"] == TUNING_SEED)
-    curve, lowest, refreshes = list[tuple[int, float, int]](), math.inf, 0
-    for epoch in range(job["epochs"]):
+    saved = UNFINISHED / f"{key_of(job)}, commit {commit()}.pt"
+    past = resumed(saved, model, optimizer) or Past()
+    for epoch in range(past.epochs, job["epochs"]):
         reader, loss = Reader(model, BATCH), math.nan
         for number, piece in enumerate(pieces(own.train), start=1):
             take_step(reader, optimizer, piece)
-            refreshes += bool(getattr(optimizer, "last_refresh", ()))
+            past.refreshes += bool(getattr(optimizer, "last_refresh", ()))
             if number not in after:
                 continue
             step, loss = epoch * max(after) + number, held_out_loss(model, own.held_out)
             if not loss <= HIGHEST_LOSS:
                 return {"value": None, "failure": f"loss {loss} after {step} steps"}
-            curve.append((step, math.exp(loss), refreshes))
-        if loss < lowest:
-            lowest = loss
+            past.curve.append((step, math.exp(loss), past.refreshes))
+        if loss < past.lowest:
+            past.lowest = loss
         else:
             for group in optimizer.param_groups:
                 group["lr"] /= 4
-    return {"value": math.exp(lowest), "curve": curve}
+        past.epochs = epoch + 1
+        save_unfinished(saved, model, optimizer, past)
+    saved.unlink()
+    return {"value": math.exp(past.lowest), "curve": past.curve}
+
+
+@dataclass
+class Past:
+    """What a training has behind it.
+
+    Args:
+        epochs: The number of epochs.
+        lowest: The lowest loss after one.
+        refreshes: The number of refreshes.
+        curve: The evaluations.
+    """
+
+    epochs: int = 0
+    lowest: float = math.inf
+    refreshes: int = 0
+    curve: list[tuple[int, float, int]] = field(default_factory=list)
+
+
+def save_unfinished(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, past: Past
+) -> None:
+    """Save all that the next epoch needs; a whole file takes the place of the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**states, "past": asdict(past), "random": torch.get_rng_state()}, f"{path}.new")
+    Path(f"{path}.new").replace(path)
+
+
+def resumed(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Past | None:
+    """Load what was saved, and return what is behind it; None where nothing was."""
+    if not path.exists():
+        return None
+    saved = torch.load(path)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    torch.set_rng_state(saved["random"])
+    return Past(**saved["past"])
 
 
 def evaluated(steps: int, *, is_trial: bool) -> set[int]:

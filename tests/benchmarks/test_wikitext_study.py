@@ -154,6 +154,28 @@ def test_a_training_gives_the_same_again_and_learns(small, network, name):
     assert [point[0] for point in trial["curve"]] == [6]
 
 
+@pytest.mark.parametrize("name", ["sgd", "thor-muon"])
+def test_one_that_was_cut_off_ends_as_if_it_had_not_been(small, monkeypatch, name):
+    job = a_job("LSTM", name, epochs=3)
+    whole, taken = wikitext.run(job), wikitext.take_step
+
+    def run(steps):
+        def take_step(*words):
+            done.append(words)
+            if len(done) == steps:
+                raise KeyboardInterrupt
+            taken(*words)
+
+        done = []
+        monkeypatch.setattr(wikitext, "take_step", take_step)
+        return wikitext.run(job), len(done)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(15)  # in the last of three epochs of 6 steps
+    assert run(100) == (whole, 6)
+    assert run(100) == (whole, 18)  # nothing is left of it
+
+
 def test_their_sgd_takes_the_steps_of_their_main(small):
     """Clipped gradients times the rate are subtracted: main.py's loop, written out."""
     own = wikitext.example()
