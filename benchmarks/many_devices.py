@@ -35,6 +35,7 @@ from torch import nn
 
 from benchmarks.local_ranks import on_ranks, parallel
 from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.markdown import with_error
 from benchmarks.suite_problems import PROBLEMS
 from torch_thor import THOR, Distributed, ThorMuon
 from torch_thor.split.observe import loss_of
@@ -313,7 +314,7 @@ def table(rows: dict[str, Any]) -> str:
             losses = [[row[dtype] for row in own] for dtype in ("float32", "bfloat16")]
             change = statistics.fmean(losses[1]) / statistics.fmean(losses[0]) - 1
             error = statistics.fmean(row["error"] for row in own)
-            rounded.append([form, *map(spread, losses), f"{change:+.2%}", f"{error:.2%}"])
+            rounded.append([form, *map(with_error, losses), f"{change:+.2%}", f"{error:.2%}"])
     in_parts = []
     for world in WORLDS:
         of_world = [row for row in parts.get("rows", []) if row["job"]["processes"] == world]
@@ -323,7 +324,7 @@ def table(rows: dict[str, Any]) -> str:
         ]
         if all(len(own) > 1 for own in losses):
             change = statistics.fmean(losses[0]) / statistics.fmean(losses[1]) - 1
-            in_parts.append([str(world), *map(spread, losses), f"{change:+.1%}"])
+            in_parts.append([str(world), *map(with_error, losses), f"{change:+.1%}"])
     tables = {
         ("model", "processes", *SENT.values()): sent,
         ("training", "2 processes", "4 processes"): scaled,
@@ -331,8 +332,3 @@ def table(rows: dict[str, Any]) -> str:
         ("processes", "rows of each process", "whole matrices", "difference"): in_parts,
     }
     return "\n\n".join(markdown(heads, lines) for heads, lines in tables.items() if lines)
-
-
-def spread(values: list[float]) -> str:
-    """Format mean and standard deviation."""
-    return f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"

@@ -38,11 +38,11 @@ def middle(values: Sequence[float], form: str) -> str:
 
 
 def summary(values: Sequence[float], form: str) -> str:
-    """Format the values of several seeds with their mean and standard deviation."""
+    """Format the values of several seeds, after their mean and its standard error."""
     if len(values) == 1:
         return format(values[0], form)
-    spread = f"{format(statistics.fmean(values), form)} ± {format(statistics.stdev(values), form)}"
-    return f"{spread} ({each(values, form)})"
+    same = len(set(values)) == 1
+    return f"{format(values[0], form) if same else with_error(values)} ({each(values, form)})"
 
 
 def with_error(values: Sequence[float]) -> str:
