@@ -18,6 +18,8 @@ Parts, in the order of importance, each as far as the time goes:
 6. problems of the suite (suite.py), seed 0: ThorMuon with its one setting, the others with those
    that results/suite.jsonl holds as their best, or else the middle of what they are tuned over.
 
+At the end one table has the times of steps and the results on others' code (gpu_summary.py).
+
 A part that fails is reported, and the others go on. `--device cpu --tiny` runs a miniature of
 everything.
 """
@@ -470,6 +472,9 @@ def main() -> None:
         "Trainings",
         lambda own: train(own, device, names, options.data, 2 if options.tiny else None),
     )
+    report.say("\n## In one table\n")
+    report.say(importlib.import_module("benchmarks.gpu_summary").table(report.found))
+    report.save()
     if report.failures:
         raise SystemExit("\n".join(["failed:", *report.failures]))
 

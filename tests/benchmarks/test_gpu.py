@@ -68,6 +68,10 @@ def test_a_miniature_of_everything(call):
         assert_is_a_profile(rows)
     assert text.count("| optimizer | layers refreshed | ATen operators | numbers read |") == 3
     assert found["failures"] == []
+    summary = text.partition("## In one table\n\n")[2]
+    assert [line.split("|")[1].strip() for line in summary.splitlines()[2:5]] == [
+        f"{name.removeprefix('Profile of ')}: ms a step" for name in profiles
+    ]
 
 
 def assert_is_a_profile(rows):
@@ -91,14 +95,15 @@ def test_what_is_wrong_is_told_and_the_other_parts_go_on(call, monkeypatch):
         gpu, "errors", lambda device: iter([("good", 0.1, 0.2), ("bad", float("nan"), 0.2)])
     )
     monkeypatch.setattr(gpu, "times", lambda *words: 1 / 0)
-    monkeypatch.setattr(gpu, "profiles", lambda report, **words: words["subject"][1])
+    monkeypatch.setattr(gpu, "profiles", lambda report, **words: {"batch": words["subject"][1]})
     monkeypatch.setattr(gpu, "train", lambda *words: [str(torch.device("cpu"))])
     found, text = call(failing=("bad",))
     assert found["failures"] == [
         "bad: nan is not below 2e-01",
         "Step times: ZeroDivisionError: division by zero",
     ]
-    assert found["Profile of gpt2-tiny, batch 2"] == 2
+    assert found["Profile of gpt2-tiny, batch 2"] == {"batch": 2}
+    assert "| gpt2-tiny, batch 2: ms a step |" in text.partition("## In one table")[2]
     assert found["Trainings"] == ["cpu"]
     assert "FAILED: bad" in text
 

@@ -1,13 +1,15 @@
 """gpu_airbench.py and gpu_nanogpt.py: what they add to the fetched code."""
 
+import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import gpu, gpu_airbench, gpu_cifar10, gpu_nanogpt
+from benchmarks import gpu, gpu_airbench, gpu_cifar10, gpu_nanogpt, gpu_summary
 
 
 def test_texts_of_the_fetched_file_are_changed_and_it_reads_itself(tmp_path):
@@ -124,3 +126,33 @@ def test_the_miniature_data_of_torchvision_are_read(tmp_path):
     assert test[1].tolist() == [3, 1]
     with pytest.raises(FileNotFoundError, match=r"has neither .* says how to make"):
         gpu_cifar10.load(tmp_path / "no folder")
+
+
+def test_one_table_has_the_times_of_steps_and_the_better_of_muons_rates():
+    profile = {"AdamW, fused": [1.0, 3.0], "ThorMuon": [2.0], "ThorMuon, refresh": [9.0]}
+    airbench = [("Muon + SGD", 8, 1.0), ("Muon + SGD", 8, 2.0), ("ThorMuon", 4, 3.0)]
+    texts = {"Muon 0.001": [4.0, 1.5, 1.6], "Muon 0.003": [4.0, 1.25]}
+    found = {
+        "Checks": [],
+        "Profile of gpt2, batch 8": {name: {"step_ms": own} for name, own in profile.items()},
+        gpu_summary.AIRBENCH: [
+            {"job": {"optimizer": name, "epochs": n}, "tta_val_acc": 0.5, "train_seconds": seconds}
+            for name, n, seconds in airbench
+        ],
+        gpu_summary.NANOGPT: [
+            {"job": {"optimizer": name}, "curve": [(0, loss, 0.0) for loss in losses]}
+            for name, losses in texts.items()
+        ],
+    }
+    found[gpu_summary.NANOGPT].append({"job": {"optimizer": "AdamW"}, "failure": "no memory"})
+    lines = [line[2:-2].split(" | ") for line in gpu_summary.table(found).splitlines()[2:]]
+    assert lines[0] == ["gpt2, batch 8: ms a step", "2.0", "", "", "2.0 (9.0)"]
+    assert [line[1:] for line in lines[1:]] == [
+        ["", own, "", ""] for own in ("0.5000", "1.50", "1.2500")
+    ]
+
+
+def test_the_recorded_table_is_that_of_the_raw_data():
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    found = json.loads((results / "gpu-h200.json").read_text())
+    assert gpu_summary.table(found) in (results / "gpu-h200.md").read_text()
