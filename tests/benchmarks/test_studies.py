@@ -117,7 +117,7 @@ def test_the_docs_show_the_raw_data():
     assert study("gpu_airbench").table(list(map(json.loads, lines))) in text
 
 
-@pytest.mark.parametrize("name", ["finetuning", "step_time", "suite"])
+@pytest.mark.parametrize("name", ["finetuning", "nanogpt", "step_time", "suite"])
 def test_each_row_that_readme_shows_can_be_run_again(name):
     one, rows = study(name), Lines(ROOT / "benchmarks" / "results" / f"{name}.jsonl").rows
     headlines = one.headlines(rows)

@@ -10,7 +10,7 @@ import imagenet_resnet50
 from command_line import command
 from torch_thor import THOR, ThorMuon
 
-SMALL = ("--network", "resnet18", "--size", "32", "--batch", "12", "--workers", "0")
+SMALL = ("--network", "shufflenet_v2_x0_5", "--size", "32", "--batch", "12", "--workers", "0")
 
 
 def small(images, out, *words):
