@@ -1,4 +1,4 @@
-"""README's first table and picture, from the raw data of nanogpt, finetuning and suite.
+"""README's first table and picture, from the raw data of four studies.
 
     python -m benchmarks front
 
@@ -7,11 +7,10 @@ is not, and *steps* and *seconds* are what ThorMuon needs to be where AdamW ends
 AdamW needs. Fine-tuning has no curves in its raw data.
 """
 
-import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import finetuning, nanogpt, suite, suite_report
+from benchmarks import cifar10, finetuning, nanogpt, suite, suite_report
 from benchmarks.gpu_airbench import OWN, THOR_MUON
 from benchmarks.runner.drawing import save
 from benchmarks.runner.markdown import table as markdown
@@ -22,6 +21,7 @@ from benchmarks.runner.study import RESULTS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+STUDIES = ("nanogpt", "finetuning", "suite", "cifar10")
 PICTURE = suite_report.PICTURES / "front.png"
 MINILM = {"minilm-sst2": "SST-2", "minilm-trec": "TREC", "minilm-subj": "films"}
 NONE, OURS, PEERS = "–", "ThorMuon", ("Muon", "SOAP")
@@ -32,9 +32,9 @@ Rows = dict[str, dict[str, Any]]
 
 def main() -> None:
     """Print the table, and draw the picture."""
-    studies = {name: rows_of(name) for name in ("nanogpt", "finetuning", "suite")}
-    print(table(**studies))
-    draw(studies["nanogpt"], studies["finetuning"])
+    studies = [rows_of(name) for name in STUDIES]
+    print(table(*studies))
+    draw(*studies[:2])
 
 
 def rows_of(study: str) -> Rows:
@@ -42,11 +42,11 @@ def rows_of(study: str) -> Rows:
     return Lines(RESULTS / f"{study}.jsonl").rows
 
 
-def table(nanogpt: Rows, finetuning: Rows, suite: Rows) -> str:
+def table(of_gpt: Rows, of_minilm: Rows, of_problems: Rows, of_images: Rows) -> str:
     """Return the table from the raw data of each study."""
     heads = ("task", "AdamW, tuned", "ThorMuon", "steps", "seconds", "Muon, tuned", "SOAP, tuned")
-    lines = [*of_nanogpt(nanogpt), *of_suite(suite), *of_finetuning(finetuning), of_airbench()]
-    return markdown(heads, lines)
+    lines = [*of_nanogpt(of_gpt), *of_suite(of_problems), *of_finetuning(of_minilm)]
+    return markdown(heads, [*lines, of_airbench(of_images)])
 
 
 def of_nanogpt(rows: Rows) -> list[list[str]]:
@@ -108,12 +108,11 @@ def of_finetuning(rows: Rows) -> list[list[str]]:
     return lines
 
 
-def of_airbench() -> list[str]:
-    """Return the line of airbench94 on a GPU, with its own optimizers in the place of Muon."""
-    lines = (RESULTS / "gpu-h200-airbench.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["job"]["epochs"] == AIRBENCH_EPOCHS]
+def of_airbench(rows: Rows) -> list[str]:
+    """Return the line of airbench94, with its own optimizers in the place of Muon."""
+    jobs = [{"epochs": AIRBENCH_EPOCHS, "seed": seed} for seed in cifar10.SEEDS]
     theirs, ours = (
-        with_error([row["tta_val_acc"] for row in rows if row["job"]["optimizer"] == name])
+        with_error([rows[key_of({**job, "optimizer": name})]["value"] for job in jobs])
         for name in (OWN, THOR_MUON)
     )
     title = f"airbench94, {AIRBENCH_EPOCHS} epochs of CIFAR-10 (JPEG copies): accuracy ↑"

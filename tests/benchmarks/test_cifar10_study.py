@@ -126,7 +126,7 @@ def test_what_is_missing_is_named_with_where_it_comes_from(small):
         cifar10.run(cifar10.jobs({})[0])
 
 
-def test_the_table_has_means_over_seeds_and_ratios_within_a_seed():
+def test_the_table_has_means_over_seeds_and_says_where_they_ran():
     rows = {}
     for job in cifar10.jobs({}):
         if job["epochs"] == 2 and job != {"optimizer": OWN, "epochs": 2, "seed": 2}:
@@ -135,11 +135,37 @@ def test_the_table_has_means_over_seeds_and_ratios_within_a_seed():
                 "job": job,
                 "val_acc": [0.5, 0.6 + seed / 10],
                 "value": 0.7 + seed / 10,
-                "train_seconds": 10.0 * (seed + 1) * (1.0 + ours * (0.1 + seed / 10)),
+                "train_seconds": 10.0 * (seed + 1),
                 "data": "JPEG copies of CIFAR-10",
+                "device": "NVIDIA H200" if ours and seed else "cpu",
             }
     own, ours = cifar10.table(rows).splitlines()[2:]
     words = "JPEG copies of CIFAR-10 |"
-    assert own == f"| 2 | Muon + SGD | 2 | .500, .650 | 0.750 ± 0.050 | 1.00 | {words}"
-    assert ours == f"| 2 | ThorMuon | 3 | .500, .700 | 0.800 ± 0.058 | 1.15 | {words}"
-    assert [job["optimizer"] for job in cifar10.headlines(rows)] == [OWN, THOR_MUON]
+    assert own == f"| 2 | Muon + SGD | 2 | .500, .650 | 0.750 ± 0.050 | 15.00 | {words} cpu |"
+    # seconds of two devices have no mean
+    after = ".500, .700 | 0.800 ± 0.058 |  |"
+    assert ours == f"| 2 | ThorMuon | 3 | {after} {words} NVIDIA H200, cpu |"
+
+
+def test_what_readme_shows_comes_after_what_takes_minutes():
+    jobs = cifar10.headlines({})
+    assert [job["epochs"] for job in jobs] == [2, 2, 8, 8]
+    assert {job["optimizer"] for job in jobs} == {OWN, THOR_MUON}
+    assert all(job in cifar10.jobs({}) for job in jobs)
+
+
+def test_on_a_gpu_the_file_is_as_it_is_and_the_network_is_compiled_first(small, monkeypatch):
+    trained = []
+
+    class Told:
+        def __init__(self, code, data, device, changes):
+            assert (device.type, changes) == ("cuda", {})
+
+        def train(self, name, epochs, seed):
+            trained.append((name, epochs, seed))
+            return {"tta_val_acc": 0.5}
+
+    monkeypatch.setattr(cifar10, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(cifar10, "Study", Told)
+    assert cifar10.run(cifar10.jobs({})[0])["value"] == 0.5
+    assert trained == [(OWN, 2, "warmup"), (OWN, 2, 0)]

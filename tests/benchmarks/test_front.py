@@ -7,14 +7,13 @@ from benchmarks.runner.stores import key_of
 from benchmarks.suite_problems import PROBLEMS
 
 ROOT = Path(__file__).parents[2]
-STUDIES = ("nanogpt", "finetuning", "suite")
 
 
 def test_readme_shows_the_raw_data_in_few_short_lines():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 120
     assert max(map(len, lines)) <= 200
-    table = front.table(**{name: front.rows_of(name) for name in STUDIES})
+    table = front.table(*map(front.rows_of, front.STUDIES))
     assert table in "\n".join(lines)
     assert table.count("\n") > 10
     assert suite_report.README.keys() <= PROBLEMS.keys()
