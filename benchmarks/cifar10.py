@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.gpu_airbench import FILTERS, FLOAT, OWN, THOR_MUON, Study, save, without_a_gpu
 from benchmarks.gpu_cifar10 import load
-from benchmarks.runner.machine import keep_freed_memory
+from benchmarks.runner.machine import DEVICE, keep_freed_memory
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.stores import key_of
@@ -35,7 +35,6 @@ from torch_thor.errors import require
 CODE, DATA = Path("build/airbench/airbench94_muon.py"), Path("build/cifar10")
 NAMES = {2: (OWN, THOR_MUON), 4: (OWN, THOR_MUON), 8: (OWN, THOR_MUON, FILTERS)}  # by epochs
 SEEDS = (0, 1, 2)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHANGES = FLOAT  # on a CPU
 STRIDE = 1  # between the images that are taken; more makes a run small
 

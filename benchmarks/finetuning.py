@@ -21,6 +21,7 @@ from torch import nn
 
 from benchmarks.finetuning_problems import PROBLEMS, UNSEEN
 from benchmarks.finetuning_ways import WAYS, same
+from benchmarks.runner.machine import DEVICE
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import apart
@@ -36,7 +37,6 @@ BEYOND = (5e-4, 1e-3, 2e-3)  # more than is usual, for the networks that were tr
 RATE = 0.08  # ThorMuon's
 OURS = {"optimizer": "thor-muon"}
 README = ("minilm-sst2", "minilm-trec", "minilm-subj")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Job = dict[str, Any]
 Rows = dict[str, dict[str, Any]]
 

@@ -16,10 +16,11 @@ fourth image of CIFAR-10 trains, in batches of 128 or 1,024. The data come from 
   5,000 images that neither train nor test.
 - The rates, whatever they are, grow over the first 5 % of the steps, then fall linearly to 0.
 
-Accuracies are those of the 10,000 test images after each epoch. Everything runs on one thread, in
-mixed precision as in the paper: autocast to bfloat16, weights and curvature in float32. Seconds are
-steps times the time of a step, which all optimizers take in turns (jobs named `alone`), relative to
-SGD's; evaluations do not count, refreshes count where they happen.
+Accuracies are those of the 10,000 test images after each epoch. Everything runs on a GPU where there
+is one, or else on one thread, in mixed precision as in the paper: autocast to bfloat16, weights and
+curvature in float32. Seconds are steps times the time of a step, which all optimizers take in turns
+(jobs named `alone`), relative to SGD's; evaluations do not count, refreshes count where they
+happen.
 """
 
 import itertools
@@ -36,7 +37,7 @@ from torch.nn import functional
 
 from benchmarks.gpu_cifar10 import load
 from benchmarks.runner.drawing import Contestant, draw_contests, save
-from benchmarks.runner.machine import keep_freed_memory
+from benchmarks.runner.machine import DEVICE, keep_freed_memory, synchronize
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import mean_curve, shares_until
@@ -96,7 +97,7 @@ def resnet20() -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return model.to(memory_format=torch.channels_last)
+    return model.to(DEVICE, memory_format=torch.channels_last)
 
 
 @cache
@@ -108,7 +109,7 @@ def data() -> tuple[str, Split, Split, Split]:
 
     def normalised(split: Split, which: slice) -> Split:
         images = (split[0][which].float() / 255 - mean) / deviation
-        return images.permute(0, 3, 1, 2), split[1][which]
+        return images.permute(0, 3, 1, 2).to(DEVICE), split[1][which].to(DEVICE)
 
     return words, normalised(train, TRAIN), normalised(train, CHOOSE), normalised(test, slice(None))
 
@@ -118,7 +119,7 @@ def epoch(split: Split, size: int, generator: torch.Generator) -> Iterator[Split
     images, labels = split
     order = torch.randperm(len(images), generator=generator)
     for start in range(0, len(images) - size + 1, size):
-        chosen = order[start : start + size]
+        chosen = order[start : start + size].to(images.device)
         yield augmented(images[chosen], generator), labels[chosen]
 
 
@@ -132,7 +133,8 @@ def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
     columns = torch.where(mirrored, columns.flip(1), columns)
     number = torch.arange(count).view(-1, 1, 1, 1)
     channel = torch.arange(channels).view(1, -1, 1, 1)
-    moved = padded[number, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    places = (number, channel, rows[:, None, :, None], columns[:, None, None, :])
+    moved = padded[tuple(place.to(images.device) for place in places)]
     return moved.contiguous(memory_format=torch.channels_last)
 
 
@@ -229,7 +231,12 @@ def time_steps(job: Job) -> dict[str, Any]:
         epoch(split, job["batch"], generator) for _ in itertools.count()
     )
     makers = {name: partial(made, name) for name in NAMES}
-    return time_optimizers(makers, take_step, partial(next, endless), SPANS)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Split) -> None:
+        take_step(model, optimizer, batch)
+        synchronize()
+
+    return time_optimizers(makers, step, partial(next, endless), SPANS)
 
 
 def made(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -18,9 +18,9 @@ epoch counts, whose weights main.py keeps.
 
 A training that is cut off goes on after its last whole epoch, if the commit is the same.
 
-Everything runs on one thread. Seconds are steps times the time of a step, which all optimizers take
-in turns (jobs named `alone`), relative to SGD's; evaluations do not count, refreshes count where
-they happen.
+Everything runs on a GPU where there is one, or else on one thread. Seconds are steps times the time
+of a step, which all optimizers take in turns (jobs named `alone`), relative to SGD's; evaluations
+do not count, refreshes count where they happen.
 """
 
 import itertools
@@ -39,7 +39,7 @@ from torch.nn import functional
 
 from benchmarks.gpu_nanogpt import module_of
 from benchmarks.runner.drawing import Contestant, draw_contests, save
-from benchmarks.runner.machine import commit, keep_freed_memory
+from benchmarks.runner.machine import DEVICE, commit, keep_freed_memory, synchronize
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import mean_curve, shares_until
@@ -94,8 +94,9 @@ class Example:
     def network(self, name: str) -> Any:
         """Make a network."""
         if name == "Transformer":
-            return self.networks.TransformerModel(self.words, SIZE, HEADS, HIDDEN, LAYERS, DROPOUT)
-        return self.networks.RNNModel(name, self.words, SIZE, HIDDEN, LAYERS, DROPOUT)
+            sizes = (self.words, SIZE, HEADS, HIDDEN, LAYERS, DROPOUT)
+            return self.networks.TransformerModel(*sizes).to(DEVICE)
+        return self.networks.RNNModel(name, self.words, SIZE, HIDDEN, LAYERS, DROPOUT).to(DEVICE)
 
 
 @cache
@@ -108,8 +109,8 @@ def example() -> Example:
     return Example(
         module_of(CODE / "model.py"),
         len(corpus.dictionary),
-        columns(corpus.train, BATCH),
-        columns(corpus.valid, HELD_OUT_BATCH),
+        columns(corpus.train, BATCH).to(DEVICE),
+        columns(corpus.valid, HELD_OUT_BATCH).to(DEVICE),
     )
 
 
@@ -234,7 +235,9 @@ def save_unfinished(
 ) -> None:
     """Save all that the next epoch needs; a whole file takes the place of the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    states: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if DEVICE.type == "cuda":  # where dropout draws
+        states["random of the GPU"] = torch.cuda.get_rng_state()
     torch.save({**states, "past": asdict(past), "random": torch.get_rng_state()}, f"{path}.new")
     Path(f"{path}.new").replace(path)
 
@@ -243,10 +246,12 @@ def resumed(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
     """Load what was saved, and return what is behind it; None where nothing was."""
     if not path.exists():
         return None
-    saved = torch.load(path)
+    saved = torch.load(path, map_location="cpu")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     torch.set_rng_state(saved["random"])
+    if DEVICE.type == "cuda":
+        torch.cuda.set_rng_state(saved["random of the GPU"])
     return Past(**saved["past"])
 
 
@@ -272,6 +277,7 @@ def time_steps(job: Job) -> dict[str, Any]:
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, piece: Piece) -> None:
         take_step(Reader(model, BATCH), optimizer, piece)
+        synchronize()
 
     return time_optimizers(makers, step, partial(next, whole), SPANS)
 

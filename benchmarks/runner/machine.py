@@ -13,6 +13,7 @@ import torch
 from torch_thor import __version__
 from torch_thor.split.timing import processor_name
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where studies train
 MMAP_MAX, TRIM_THRESHOLD, TOP_PAD = -4, -1, -2  # options of glibc's mallopt
 
 
@@ -23,6 +24,12 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         for option, value in ((MMAP_MAX, 0), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, 2**30)):
             mallopt(option, value)
+
+
+def synchronize() -> None:
+    """Wait until the device has done what it was told."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def provenance() -> dict[str, Any]:

@@ -248,8 +248,13 @@ def test_a_machine_without_resources_is_one_line(monkeypatch):
             happens=raising(UserError("too many open files")),
             workers=workers,
         )
+    others = multiprocessing.active_children()
     for end in (lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(7)):
         refused(rf"a worker process of the data has died, .*: {remedy}", happens=end, workers=2)
+        for worker in multiprocessing.active_children():
+            if worker not in others:
+                worker.join(timeout=60)
+                assert worker.exitcode is not None
     full = RuntimeError(
         "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device "
         "(28)"

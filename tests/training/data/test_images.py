@@ -306,10 +306,8 @@ def test_padded_crops(cropped):
     images, _ = cropped(Transform(size=32, resize=32, padding=4, flip=0.0), image)
     padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
     places = {(y, x): padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)}
-    found = [
-        [key for key, value in places.items() if torch.equal(value, images[epoch, 0][0])]
-        for epoch in range(200)
-    ]
+    crops = [images[epoch, 0][0] for epoch in range(200)]
+    found = [[key for key, value in places.items() if torch.equal(value, c)] for c in crops]
     assert all(len(keys) == 1 for keys in found)
     assert {y for ((y, _),) in found} == {x for ((_, x),) in found} == set(range(9))
 

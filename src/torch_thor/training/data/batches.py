@@ -13,6 +13,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import count as count_from
 from typing import Any, cast
@@ -164,8 +165,9 @@ def loaded(
         # the loader draws a number, which must not come from the generator of dropout
         generator=torch.Generator(),
     )
-    handler, broken, size = signal.getsignal(signal.SIGCHLD), set[str](), len(cast(Any, dataset))
-    fault: UnreadableError | None = None
+    handler = signal.getsignal(signal.SIGCHLD)
+    faults = _Faults(len(cast(Any, dataset)), max_broken, say)
+    others = multiprocessing.active_children()
     try:
         batches = iter(loader)
     except OSError as error:  # no memory, process or semaphore left
@@ -177,30 +179,62 @@ def loaded(
     finally:
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)
-    while (answer := _next(batches, workers)) is not None:
-        if isinstance(answer, UserError):
-            raise answer
-        batch, readable, reasons = answer
+    own = [child for child in multiprocessing.active_children() if child not in others]
+    with _killed_by_errors(own):
+        while (answer := _next(batches, workers)) is not None:
+            if isinstance(answer, UserError):
+                raise answer
+            batch, readable, reasons = answer
+            faults.tell(reasons)
+            if faults.error is not None and not patient:
+                raise faults.error
+            if batch is None:
+                raise faults.error or UserError(
+                    "too few samples for a batch can be read; the latest: "
+                    f"{reasons[-1]}: check the disk"
+                )
+            yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch), readable
+        if faults.error is not None:
+            raise faults.error
+
+
+class _Faults:
+    """Samples that cannot be read: each is told once, and too many are an error.
+
+    Args:
+        size: The number of samples.
+        allowed: Largest share of them that may be unreadable.
+        say: Prints a line.
+    """
+
+    def __init__(self, size: int, allowed: float, say: Callable[[str], None]) -> None:
+        self.size, self.allowed, self.say = size, allowed, say
+        self.known = set[str]()
+        self.error: UnreadableError | None = None
+
+    def tell(self, reasons: Iterable[str]) -> None:
+        """Say which samples are left out, until there are too many."""
         for reason in reasons:
-            if reason not in broken and fault is None:
-                broken.add(reason)
-                say(f"{reason} and is left out")
-                if len(broken) > max_broken * size:
-                    fault = UnreadableError(
-                        f"{len(broken)} of {size} samples cannot be read, more than "
-                        f"data.max_broken={max_broken:g} allows; the latest: {reason}: repair or "
+            if reason not in self.known and self.error is None:
+                self.known.add(reason)
+                self.say(f"{reason} and is left out")
+                if len(self.known) > self.allowed * self.size:
+                    self.error = UnreadableError(
+                        f"{len(self.known)} of {self.size} samples cannot be read, more than "
+                        f"data.max_broken={self.allowed:g} allows; the latest: {reason}: repair or "
                         "remove them, or raise data.max_broken"
                     )
-        if fault is not None and not patient:
-            raise fault
-        if batch is None:
-            raise fault or UserError(
-                f"too few samples for a batch can be read; the latest: {reasons[-1]}: check the "
-                "disk"
-            )
-        yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch), readable
-    if fault is not None:
-        raise fault
+
+
+@contextmanager
+def _killed_by_errors(workers: Sequence[multiprocessing.process.BaseProcess]) -> Iterator[None]:
+    """Kill worker processes after an error: torch would wait for each, 5 s if another has died."""
+    try:
+        yield
+    except UserError:
+        for worker in workers:
+            worker.kill()
+        raise
 
 
 def warn_of_workers(count: int, say: Callable[[str], None]) -> None:
