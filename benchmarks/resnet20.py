@@ -16,11 +16,11 @@ fourth image of CIFAR-10 trains, in batches of 128 or 1,024. The data come from 
   5,000 images that neither train nor test.
 - The rates, whatever they are, grow over the first 5 % of the steps, then fall linearly to 0.
 
-Accuracies are those of the 10,000 test images after each epoch. Everything runs on a GPU where there
-is one, or else on one thread, in mixed precision as in the paper: autocast to bfloat16, weights and
-curvature in float32. Seconds are steps times the time of a step, which all optimizers take in turns
-(jobs named `alone`), relative to SGD's; evaluations do not count, refreshes count where they
-happen.
+Accuracies are those of the 10,000 test images after each epoch. Everything runs on a GPU where
+there is one, or else on one thread, in mixed precision as in the paper: autocast to bfloat16,
+weights and curvature in float32. Seconds are steps times the time of a step, which all optimizers
+take in turns (jobs named `alone`), relative to SGD's; evaluations do not count, refreshes count
+where they happen.
 """
 
 import itertools
@@ -97,7 +97,7 @@ def resnet20() -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return model.to(DEVICE, memory_format=torch.channels_last)
+    return model.to(DEVICE).to(memory_format=torch.channels_last)
 
 
 @cache

@@ -60,7 +60,7 @@ def test_a_miniature_of_everything(call):
     assert "| THOR, float64, against the reference |" in text
     profiles = {name: rows for name, rows in found.items() if name.startswith("Profile")}
     assert [name.split()[2] for name in profiles] == [
-        "shufflenet_v2_x0_5,",
+        "squeezenet1_1,",
         "bert-tiny,",
         "gpt2-tiny,",
     ]
