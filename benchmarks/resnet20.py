@@ -12,8 +12,8 @@ fourth image of CIFAR-10 trains, in batches of 128 or 1,024. The data come from 
   `thor-paper` its step without a bound (``THOR.preset("paper")``). ThorMuon has no option.
 - The first three have five trials for each batch: three learning rates a factor of two apart, then
   two more beyond the end that the best is nearer to; for the paper's step the last two are other
-  dampings with the best of three rates. Trials take 10 epochs, have a seed that serves nothing else,
-  and choose by 5,000 images that neither train nor test.
+  dampings with the best of three rates. Trials take 10 epochs, have a seed that serves nothing
+  else, and choose by 5,000 images that neither train nor test.
 - The rates, whatever they are, grow over the first 5 % of the steps, then fall linearly to 0.
 
 Accuracies are those of the 10,000 test images after each epoch. Everything runs on a GPU where
