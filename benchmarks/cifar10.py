@@ -1,6 +1,6 @@
 """CIFAR-10 with airbench94: its own Muon and SGD untouched, and ThorMuon in their place.
 
-    python -m benchmarks cifar10            # runs what is missing, then the table
+    python -m benchmarks cifar10            # runs what is missing, then table and picture
     python -m benchmarks cifar10 --table
 
 airbench94_muon.py of KellerJordan/cifar10-airbench is read from build/airbench and run as it is, at
@@ -26,6 +26,8 @@ import torch
 
 from benchmarks.gpu_airbench import FILTERS, FLOAT, OWN, THOR_MUON, Study, save, without_a_gpu
 from benchmarks.gpu_cifar10 import load
+from benchmarks.runner.drawing import Contestant, draw_contests
+from benchmarks.runner.drawing import save as save_figure
 from benchmarks.runner.machine import DEVICE, keep_freed_memory
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
@@ -36,6 +38,9 @@ CODE, DATA = Path("build/airbench/airbench94_muon.py"), Path("build/cifar10")
 NAMES = {2: (OWN, THOR_MUON), 4: (OWN, THOR_MUON), 8: (OWN, THOR_MUON, FILTERS)}  # by epochs
 SEEDS = (0, 1, 2)
 CHANGES = FLOAT  # on a CPU
+STEPS = 25  # of an epoch
+COLOURS = {OWN: "#d55e00", THOR_MUON: "#0072b2", FILTERS: "#009e73"}  # of Okabe and Ito
+PICTURE = Path("docs/images/cifar10.png")
 STRIDE = 1  # between the images that are taken; more makes a run small
 
 Job = dict[str, Any]
@@ -99,12 +104,45 @@ def table(rows: Rows) -> str:
     lines = []
     for epochs, names in sorted(NAMES.items(), reverse=True):
         for name in names:
-            asked = [{"optimizer": name, "epochs": epochs, "seed": seed} for seed in SEEDS]
-            own = [rows[key_of(job)] for job in asked if key_of(job) in rows]
+            own = ran(rows, name, epochs)
             if own:
                 lines.append([str(epochs), name, *cells(own)])
     heads = ("epochs", "optimizer", "seeds", "accuracy after each", "at the end", "seconds")
     return markdown((*heads, "data", "device"), lines)
+
+
+def ran(rows: Rows, name: str, epochs: int) -> list[Row]:
+    """Return the rows of the seeds that have run."""
+    asked = [{"optimizer": name, "epochs": epochs, "seed": seed} for seed in SEEDS]
+    return [rows[key_of(job)] for job in asked if key_of(job) in rows]
+
+
+def draw(rows: Rows) -> None:
+    """Draw the accuracies after each epoch, in rows of as many epochs as are trained."""
+    devices = {row["device"] for row in rows.values()}
+    if len(devices) == 1:  # seconds of several have no axis
+        contests = {
+            f"test accuracy, {epochs} epochs": [
+                drawn(name, epochs, own) for name in names if (own := ran(rows, name, epochs))
+            ]
+            for epochs, names in sorted(NAMES.items(), reverse=True)
+            if epochs > 2  # two points are no curve
+        }
+        shown = {name: found for name, found in contests.items() if found}
+        save_figure(draw_contests(shown, device=devices.pop()), PICTURE)
+
+
+def drawn(name: str, epochs: int, own: list[Row]) -> Contestant:
+    """Return what is drawn of an optimizer: all epochs take equally long."""
+    seconds = statistics.fmean(row["train_seconds"] for row in own) / epochs
+    ends = range(1, epochs + 1)
+    return Contestant(
+        name,
+        COLOURS[name],
+        [STEPS * end for end in ends],
+        [seconds * end for end in ends],
+        [row["val_acc"] for row in own],
+    )
 
 
 def cells(own: list[Row]) -> list[str]:

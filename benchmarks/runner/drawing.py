@@ -69,7 +69,9 @@ class Contestant:
         return cls(label, colour, [point[0] for point in curves[0]], seconds, values)
 
 
-def draw_contests(contests: Mapping[str, Sequence[Contestant]]) -> "Figure":
+def draw_contests(
+    contests: Mapping[str, Sequence[Contestant]], *, device: str = "one core"
+) -> "Figure":
     """Draw a row for each contest, by the name of its values: against steps and against seconds."""
     from matplotlib.figure import Figure
 
@@ -80,7 +82,7 @@ def draw_contests(contests: Mapping[str, Sequence[Contestant]]) -> "Figure":
             draw_band(left, one.steps, one.values, label=one.label, colour=one.colour)
             draw_band(right, one.seconds, one.values, label=one.label, colour=one.colour)
         left.set(xlabel="steps", ylabel=name)
-        right.set(xlabel="seconds, one core")
+        right.set(xlabel=f"seconds, {device}")
         left.grid(alpha=0.3)
         right.grid(alpha=0.3)
     legend_below(figure, grid[0][:1])

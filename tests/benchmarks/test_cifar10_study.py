@@ -126,7 +126,8 @@ def test_what_is_missing_is_named_with_where_it_comes_from(small):
         cifar10.run(cifar10.jobs({})[0])
 
 
-def test_the_table_has_means_over_seeds_and_says_where_they_ran():
+def test_the_table_has_means_over_seeds_and_says_where_they_ran(tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar10, "PICTURE", tmp_path / "cifar10.png")
     rows = {}
     for job in cifar10.jobs({}):
         if job["epochs"] == 2 and job != {"optimizer": OWN, "epochs": 2, "seed": 2}:
@@ -142,9 +143,18 @@ def test_the_table_has_means_over_seeds_and_says_where_they_ran():
     own, ours = cifar10.table(rows).splitlines()[2:]
     words = "JPEG copies of CIFAR-10 |"
     assert own == f"| 2 | Muon + SGD | 2 | .500, .650 | 0.750 ± 0.050 | 15.00 | {words} cpu |"
-    # seconds of two devices have no mean
+    # seconds of two devices have no mean, and no axis of a picture
+    cifar10.draw(rows)
+    assert not cifar10.PICTURE.exists()
     after = ".500, .700 | 0.800 ± 0.058 |  |"
     assert ours == f"| 2 | ThorMuon | 3 | {after} {words} NVIDIA H200, cpu |"
+
+
+def test_what_is_drawn_is_the_accuracy_after_each_epoch():
+    rows = [{"val_acc": [0.5, 0.6 + seed / 10], "train_seconds": 1.0 + seed} for seed in (0, 1)]
+    found = cifar10.drawn(OWN, 2, rows)
+    assert (found.label, found.steps, found.seconds) == (OWN, [25, 50], [0.75, 1.5])
+    assert found.values == [[0.5, 0.6], [0.5, 0.7]]
 
 
 def test_what_readme_shows_comes_after_what_takes_minutes():
