@@ -1,6 +1,6 @@
 """ThorMuon without a learning rate against AdamW, where a trained network adapts to other data.
 
-    python -m benchmarks finetuning           # runs what is missing, then the tables
+    python -m benchmarks finetuning           # runs what is missing, then tables and picture
     python -m benchmarks finetuning --table
 
 The problems are those of finetuning_problems.py, the ways those of finetuning_ways.py. The learning
@@ -13,14 +13,16 @@ trained on one thread.
 import math
 import statistics
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from benchmarks.finetuning_problems import PROBLEMS, UNSEEN
 from benchmarks.finetuning_ways import WAYS, same
+from benchmarks.runner.drawing import save
 from benchmarks.runner.machine import DEVICE
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
@@ -29,6 +31,10 @@ from benchmarks.runner.stores import key_of
 from benchmarks.suite_problems import Batch, Problem
 from torch_thor import THOR, ThorMuon
 from torch_thor.optim import learned
+from torch_thor.training.curves import legend_below
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CHOOSING, SEEDS = (10, 11, 12), (0, 1, 2)
 WARM_UP = 0.05  # of the steps
@@ -37,6 +43,14 @@ BEYOND = (5e-4, 1e-3, 2e-3)  # more than is usual, for the networks that were tr
 RATE = 0.08  # ThorMuon's
 OURS = {"optimizer": "thor-muon"}
 README = ("minilm-sst2", "minilm-trec", "minilm-subj")
+PICTURE = Path("docs/images/fine-tuning.png")
+COLOURS = {  # of Okabe and Ito
+    "AdamW, tuned": "#e69f00",
+    "ThorMuon, 0.08 for all": "#999999",
+    "ThorMuon, no option": "#0072b2",
+}
+FRONT = ("AdamW, tuned", "ThorMuon, no option")  # on the front page
+
 Job = dict[str, Any]
 Rows = dict[str, dict[str, Any]]
 
@@ -262,3 +276,47 @@ def cell(rows: Rows, problem: str, job: Job, seeds: Sequence[int]) -> str:
     if not values:
         return "–"
     return f"{values[0]:.4f}" if len(values) == 1 else with_error(values)
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def draw(rows: Rows) -> None:
+    """Draw all problems: accuracies above, losses below."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6.4), layout="constrained")
+    panels = figure.subplots(2, 1, height_ratios=(9, 2))
+    for panel, (name, higher) in zip(
+        panels, (("held-out accuracy", True), ("held-out loss", False)), strict=True
+    ):
+        every = (PROBLEMS | UNSEEN).items()
+        names = {key: key for key, problem in every if problem.higher is higher}
+        compare(panel, rows, names, tuple(COLOURS))
+        panel.set(xlabel=name)
+    legend_below(figure, panels[:1])
+    save(figure, PICTURE)
+
+
+def compare(panel: "Axes", rows: Rows, problems: Mapping[str, str], names: Sequence[str]) -> None:
+    """Draw means and standard errors on some problems, a line for each."""
+    for place, problem in enumerate(problems):
+        for number, name in enumerate(reversed(names)):
+            job = {**setting(rows, problem, name), "task": problem}
+            values = [rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS]
+            error = statistics.stdev(values) / len(values) ** 0.5
+            panel.errorbar(
+                [statistics.fmean(values)], [place + 0.15 * number], xerr=[error],
+                fmt="o", markersize=9, elinewidth=2, color=COLOURS[name],
+                label=name if place == 0 else None,
+            )  # fmt: skip
+    panel.set_yticks(range(len(problems)), list(problems.values()))
+    panel.set_ylim(len(problems) - 0.4, -0.4)  # the first is above
+    panel.grid(alpha=0.3)
+
+
+def setting(rows: Rows, problem: str, name: str) -> Job:
+    """Return the job of a name in the picture, without its seed."""
+    if name == "AdamW, tuned":
+        return {"optimizer": "adamw", "lr": chosen_rate(rows, problem, None)}
+    return {**OURS, "lr": RATE} if name == "ThorMuon, 0.08 for all" else FINALISTS[0]

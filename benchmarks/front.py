@@ -7,7 +7,6 @@ is not, and *steps* and *seconds* are what ThorMuon needs to be where AdamW ends
 AdamW needs. Fine-tuning has no curves in its raw data.
 """
 
-import statistics
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import cifar10, finetuning, nanogpt, suite, suite_report
@@ -19,7 +18,7 @@ from benchmarks.runner.stores import Lines, key_of
 from benchmarks.runner.study import RESULTS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 STUDIES = ("nanogpt", "finetuning", "suite", "cifar10")
 PICTURE = suite_report.PICTURES / "front.png"
@@ -136,28 +135,8 @@ def draw(of_nanogpt: Rows, of_finetuning: Rows) -> None:
         nanogpt.against(left, of_nanogpt, times)
         left.set(title="nanoGPT's CPU example", ylabel="validation loss")
         left.legend(frameon=False, fontsize=FONT - 1)
-        accuracies(right, of_finetuning)
+        problems = MINILM | {f"{problem}-lora": f"{name}, LoRA" for problem, name in MINILM.items()}
+        finetuning.compare(right, of_finetuning, problems, finetuning.FRONT)
+        right.set(title="MiniLM, fine-tuned", xlabel="held-out accuracy")
+        right.legend(frameon=False, fontsize=FONT - 1)
         save(figure, PICTURE)
-
-
-def accuracies(panel: "Axes", rows: Rows) -> None:
-    """Draw the accuracies on each set of sentences, with all weights trained and with LoRA."""
-    problems = dict(MINILM)
-    problems |= {f"{problem}-lora": f"{name}, LoRA" for problem, name in MINILM.items()}
-    for place, problem in enumerate(problems):
-        adamw = {"optimizer": "adamw", "lr": finetuning.chosen_rate(rows, problem, None)}
-        jobs = {"AdamW, tuned": adamw, "ThorMuon, no option": finetuning.FINALISTS[0]}
-        for (label, job), name in zip(jobs.items(), ("AdamW, tuned", OURS), strict=True):
-            asked = [key_of({**job, "task": problem, "seed": seed}) for seed in finetuning.SEEDS]
-            values = [rows[key]["value"] for key in asked]
-            error = statistics.stdev(values) / len(values) ** 0.5
-            panel.errorbar(
-                [statistics.fmean(values)], [place + 0.15 * (name != OURS)], xerr=[error],
-                fmt="o", markersize=9, elinewidth=2, color=nanogpt.COLOURS[name],
-                label=label if place == 0 else None,
-            )  # fmt: skip
-    panel.set_yticks(range(len(problems)), list(problems.values()))
-    panel.invert_yaxis()
-    panel.set(title="MiniLM, fine-tuned", xlabel="held-out accuracy")
-    panel.grid(alpha=0.3)
-    panel.legend(frameon=False, fontsize=FONT - 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 from benchmarks.figures import FIGURES
@@ -172,3 +173,16 @@ def test_ways_to_scale_a_learning_rate():
             model.weight.sub_(0.01 * model.weight.grad)
     moved = 0.01 * 99 * math.sqrt(8)  # the largest singular value of what was added
     assert 0.01 < found <= min(1.0, moved / 0.08)
+
+
+def test_every_problem_is_drawn_with_its_means_and_standard_errors():
+    tuned = study("finetuning")
+    rows = Lines(ROOT / "benchmarks" / "results" / "finetuning.jsonl").rows
+    axes = Figure().subplots()
+    tuned.compare(axes, rows, {"gpt-adamw": "a", "minilm-trec": "b"}, tuple(tuned.COLOURS))
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
+    assert len(axes.containers) == 6
+    adamw = axes.containers[2]  # the last of the first problem: 1.38817 ± 0.00062 in the table
+    assert adamw.lines[0].get_xdata() == pytest.approx([1.38817], abs=5e-6)
+    ends = adamw.lines[2][0].get_segments()[0][:, 0]
+    assert (ends[1] - ends[0]) / 2 == pytest.approx(0.00062, abs=5e-6)
