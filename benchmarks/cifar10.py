@@ -26,8 +26,7 @@ import torch
 
 from benchmarks.gpu_airbench import FILTERS, FLOAT, OWN, THOR_MUON, Study, save, without_a_gpu
 from benchmarks.gpu_cifar10 import load
-from benchmarks.runner.drawing import Contestant, draw_contests
-from benchmarks.runner.drawing import save as save_figure
+from benchmarks.runner.drawing import Contestant, save_contests
 from benchmarks.runner.machine import DEVICE, keep_freed_memory
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
@@ -96,7 +95,7 @@ def headlines(rows: Rows) -> list[Job]:
 
 def tolerance(rows: Rows, job: Job) -> float:
     """Return how far an accuracy may differ on another machine."""
-    return 0.015
+    return 0.01
 
 
 def table(rows: Rows) -> str:
@@ -128,8 +127,7 @@ def draw(rows: Rows) -> None:
             for epochs, names in sorted(NAMES.items(), reverse=True)
             if epochs > 2  # two points are no curve
         }
-        shown = {name: found for name, found in contests.items() if found}
-        save_figure(draw_contests(shown, device=devices.pop()), PICTURE)
+        save_contests(contests, PICTURE, device=devices.pop())
 
 
 def drawn(name: str, epochs: int, own: list[Row]) -> Contestant:

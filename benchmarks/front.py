@@ -7,7 +7,7 @@ is not, and *steps* and *seconds* are what ThorMuon needs to be where AdamW ends
 AdamW needs. Fine-tuning has no curves in its raw data.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import cifar10, finetuning, nanogpt, suite, suite_report
 from benchmarks.gpu_airbench import OWN, THOR_MUON
@@ -16,9 +16,6 @@ from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.stores import Lines, key_of
 from benchmarks.runner.study import RESULTS
-
-if TYPE_CHECKING:
-    pass
 
 STUDIES = ("nanogpt", "finetuning", "suite", "cifar10")
 PICTURE = suite_report.PICTURES / "front.png"
@@ -31,9 +28,9 @@ Rows = dict[str, dict[str, Any]]
 
 def main() -> None:
     """Print the table, and draw the picture."""
-    studies = [rows_of(name) for name in STUDIES]
-    print(table(*studies))
-    draw(*studies[:2])
+    of_gpt, of_minilm, of_problems, of_images = map(rows_of, STUDIES)
+    print(table(of_gpt, of_minilm, of_problems, of_images))
+    draw(of_gpt, of_minilm)
 
 
 def rows_of(study: str) -> Rows:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.gpu_cifar10 import load
-from benchmarks.runner.drawing import Contestant, draw_contests, save
+from benchmarks.runner.drawing import Contestant, save_contests
 from benchmarks.runner.machine import DEVICE, keep_freed_memory, synchronize
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
@@ -405,9 +405,7 @@ def draw(rows: Rows) -> None:
         for batch in BATCHES
         if key_of(timing(batch)) in rows
     }
-    contests = {name: found for name, found in contests.items() if found}
-    if contests:
-        save(draw_contests(contests), PICTURE)
+    save_contests(contests, PICTURE)
 
 
 def drawn(rows: Rows, name: str, setting: Job) -> Contestant:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.gpu_nanogpt import module_of
-from benchmarks.runner.drawing import Contestant, draw_contests, save
+from benchmarks.runner.drawing import Contestant, save_contests
 from benchmarks.runner.machine import DEVICE, commit, keep_freed_memory, synchronize
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
@@ -48,6 +48,7 @@ from benchmarks.runner.timing import RATE, seconds_at, time_optimizers
 from benchmarks.runner.trials import best_of, rates_around, shown
 from torch_thor import ThorMuon
 from torch_thor.errors import require
+from torch_thor.files import whole_file
 
 CODE = Path("build/word_language_model")
 FILES = ("model.py", "data.py", *(f"data/wikitext-2/{n}.txt" for n in ("train", "valid", "test")))
@@ -200,6 +201,7 @@ def train(job: Job) -> dict[str, Any]:
                 continue
             step, loss = epoch * max(after) + number, held_out_loss(model, own.held_out)
             if not loss <= HIGHEST_LOSS:
+                saved.unlink(missing_ok=True)
                 return {"value": None, "failure": f"loss {loss} after {step} steps"}
             past.curve.append((step, math.exp(loss), past.refreshes))
         if loss < past.lowest:
@@ -233,13 +235,13 @@ class Past:
 def save_unfinished(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, past: Past
 ) -> None:
-    """Save all that the next epoch needs; a whole file takes the place of the one before."""
+    """Save all that the next epoch needs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     states: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if DEVICE.type == "cuda":  # where dropout draws
         states["random of the GPU"] = torch.cuda.get_rng_state()
-    torch.save({**states, "past": asdict(past), "random": torch.get_rng_state()}, f"{path}.new")
-    Path(f"{path}.new").replace(path)
+    with whole_file(path) as temporary:
+        torch.save({**states, "past": asdict(past), "random": torch.get_rng_state()}, temporary)
 
 
 def resumed(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Past | None:
@@ -433,9 +435,7 @@ def draw(rows: Rows) -> None:
         for network in THEIR_RATES
         if key_of(timing(network)) in rows
     }
-    contests = {name: found for name, found in contests.items() if found}
-    if contests:
-        save(draw_contests(contests), PICTURE)
+    save_contests(contests, PICTURE)
 
 
 def drawn(rows: Rows, name: str, setting: Job) -> Contestant:

@@ -69,12 +69,18 @@ class Contestant:
         return cls(label, colour, [point[0] for point in curves[0]], seconds, values)
 
 
-def draw_contests(
-    contests: Mapping[str, Sequence[Contestant]], *, device: str = "one core"
-) -> "Figure":
-    """Draw a row for each contest, by the name of its values: against steps and against seconds."""
+def save_contests(
+    contests: Mapping[str, Sequence[Contestant]], path: Path, *, device: str = "one core"
+) -> None:
+    """Save a picture with a row for each contest in which there is somebody, if there is one.
+
+    A row has the name of its values, which it shows against steps and against seconds.
+    """
     from matplotlib.figure import Figure
 
+    contests = {name: contestants for name, contestants in contests.items() if contestants}
+    if not contests:
+        return
     figure = Figure(figsize=(9, 3.6 * len(contests)), layout="constrained")
     grid = figure.subplots(len(contests), 2, squeeze=False, sharey="row")
     for (name, contestants), (left, right) in zip(contests.items(), grid, strict=True):
@@ -86,7 +92,7 @@ def draw_contests(
         left.grid(alpha=0.3)
         right.grid(alpha=0.3)
     legend_below(figure, grid[0][:1])
-    return figure
+    save(figure, path)
 
 
 def save(figure: "Figure", path: Path) -> None:

@@ -157,6 +157,15 @@ def test_what_is_drawn_is_the_accuracy_after_each_epoch():
     assert found.values == [[0.5, 0.6], [0.5, 0.7]]
 
 
+def test_a_picture_needs_more_than_two_points(tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar10, "PICTURE", tmp_path / "cifar10.png")
+    for epochs in (2, 4):
+        job = {"optimizer": OWN, "epochs": epochs, "seed": 0}
+        row = {"val_acc": [0.5] * epochs, "train_seconds": 1.0, "device": "cpu"}
+        cifar10.draw({key_of(job): row})
+        assert cifar10.PICTURE.exists() == (epochs == 4)
+
+
 def test_what_readme_shows_comes_after_what_takes_minutes():
     jobs = cifar10.headlines({})
     assert [job["epochs"] for job in jobs] == [2, 2, 8, 8]

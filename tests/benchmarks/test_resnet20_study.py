@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks import resnet20
 from benchmarks.gpu_cifar10 import ORIGINAL
-from benchmarks.runner import study
+from benchmarks.runner import drawing, study
 from benchmarks.runner.stores import Lines, key_of
 
 SETTINGS = {
@@ -285,7 +285,7 @@ def test_table_and_picture_say_when_each_is_where_sgd_ends(monkeypatch):
     assert f"| 128 | ThorMuon | none given | 0.8000 ± 0.0058 | 0.75 | 0.75 | {copies}" in lines
     assert any("0.1: 0.900, 0.1 / 0.1: 0.901, 0.1 / 0.3: 0.900" in line for line in lines)
     drawn = []
-    monkeypatch.setattr(resnet20, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(drawing, "save", lambda figure, path: drawn.append(figure))
     resnet20.draw(rows)
     panels = drawn[0].axes
     assert [len(panel.lines) for panel in panels] == [4, 4, 3, 3]
@@ -296,7 +296,7 @@ def test_table_and_picture_say_when_each_is_where_sgd_ends(monkeypatch):
 
 def test_what_is_not_there_is_not_drawn(monkeypatch):
     drawn = []
-    monkeypatch.setattr(resnet20, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(drawing, "save", lambda figure, path: drawn.append(figure))
     resnet20.draw({})
     assert drawn == []
     assert len(resnet20.table({}).splitlines()) == 2 + 1 + 2 + 6

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks import wikitext
-from benchmarks.runner import study
+from benchmarks.runner import drawing, study
 from benchmarks.runner.stores import Lines, key_of
 from torch_thor.errors import UserError
 
@@ -218,6 +218,11 @@ def test_one_that_diverges_is_a_row_without_a_value(small, monkeypatch, loss):
     monkeypatch.setattr(wikitext, "held_out_loss", lambda model, text: loss)
     row = wikitext.run(a_job("LSTM", "sgd"))
     assert row == {"value": None, "failure": f"loss {loss} after 3 steps"}
+    told = iter([1.0, 1.0, loss])
+    monkeypatch.setattr(wikitext, "held_out_loss", lambda model, text: next(told))
+    row = wikitext.run(a_job("LSTM", "sgd"))
+    assert row["failure"] == f"loss {loss} after 9 steps"
+    assert not list(wikitext.UNFINISHED.iterdir())
 
 
 def test_steps_of_all_are_timed(small):
@@ -289,7 +294,7 @@ def test_table_and_picture_say_when_ours_is_where_the_others_end(monkeypatch):
     assert f"| LSTM {ours}" in lines
     assert any("0.0005: 201.000, 0.001: 200.000" in line for line in lines)
     drawn = []
-    monkeypatch.setattr(wikitext, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(drawing, "save", lambda figure, path: drawn.append(figure))
     wikitext.draw(rows)
     assert [len(panel.lines) for panel in drawn[0].axes] == [3] * 4
     wikitext.draw({})
