@@ -37,7 +37,7 @@ from torch.nn import functional
 
 from benchmarks.gpu_cifar10 import load
 from benchmarks.runner.drawing import Contestant, save_contests
-from benchmarks.runner.machine import DEVICE, keep_freed_memory, synchronize
+from benchmarks.runner.machine import DEVICE, keep_freed_memory
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import mean_curve, shares_until
@@ -233,12 +233,7 @@ def time_steps(job: Job) -> dict[str, Any]:
         epoch(split, job["batch"], generator) for _ in itertools.count()
     )
     makers = {name: partial(made, name) for name in NAMES}
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Split) -> None:
-        take_step(model, optimizer, batch)
-        synchronize()
-
-    return time_optimizers(makers, step, partial(next, endless), SPANS)
+    return time_optimizers(makers, take_step, partial(next, endless), SPANS)
 
 
 def made(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -39,7 +39,7 @@ from torch.nn import functional
 
 from benchmarks.gpu_nanogpt import module_of
 from benchmarks.runner.drawing import Contestant, save_contests
-from benchmarks.runner.machine import DEVICE, commit, keep_freed_memory, synchronize
+from benchmarks.runner.machine import DEVICE, commit, keep_freed_memory
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import mean_curve, shares_until
@@ -279,7 +279,6 @@ def time_steps(job: Job) -> dict[str, Any]:
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, piece: Piece) -> None:
         take_step(Reader(model, BATCH), optimizer, piece)
-        synchronize()
 
     return time_optimizers(makers, step, partial(next, whole), SPANS)
 

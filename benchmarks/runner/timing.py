@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from benchmarks.runner.machine import synchronize
+
 SPAN = 10  # rounds, of which one has a refresh
 RATE = 1e-6  # where steps are timed: the weights hardly change, so that none diverges
 
@@ -131,6 +133,11 @@ def time_optimizers(
         steps in which NAME refreshes are those of ``NAME refresh``.
     """
     now: list[Any] = []
+
+    def step(model: nn.Module, optimizer: optim.Optimizer) -> None:
+        take_step(model, optimizer, now[-1])
+        synchronize()
+
     steps, optimizers, weights = {}, {}, {}
     for name, make in makers.items():
         torch.manual_seed(0)
@@ -143,8 +150,7 @@ def time_optimizers(
                 group["trace_thresholds"] = (0.0, 0.0)  # or weights that stay need no inversion
         optimizers[name] = optimizer
         weights[name] = sum(parameter.numel() for parameter in model.parameters())
-        taken = partial(take_step, model, optimizer)
-        steps[name] = lambda taken=taken: taken(now[-1])
+        steps[name] = partial(step, model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the learning rate is small
         times = take_turns(
