@@ -38,5 +38,10 @@ def write_whole(path: Path, text: str, remedy: str = REMEDY) -> None:
 
 
 def key_of(words: Mapping[str, Any]) -> str:
-    """Return a key made of the values that identify a job."""
-    return ", ".join(f"{name} {words[name]}" for name in sorted(words))
+    """Return a key made of the values that identify a job, whatever their order."""
+    return ", ".join(f"{name} {_in_order(words[name])}" for name in sorted(words))
+
+
+def _in_order(value: Any) -> Any:
+    """Return a value, the options of a recipe in the order of the alphabet."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else value

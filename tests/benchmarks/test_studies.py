@@ -44,6 +44,34 @@ def test_rows_have_the_numbers_of_the_optimizers_that_made_them():
     assert seen == {"THOR", "ThorMuon", "LAMB"}
 
 
+FIGURE_OPTIONS = {  # those of docs/how-to/paper.md
+    "fisher-norm": [{"seeds": (0, 1, 2)}, {"seeds": (0, 1, 2), "data": "digits"}],
+    "split-dim": [{}],
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_raw_data_of_a_figure_are_those_of_its_command(name):
+    results = Lines(ROOT / "benchmarks" / "results" / "figures" / f"{name}.jsonl")
+    options = FIGURE_OPTIONS.get(name, [{"seeds": (0, 1, 2)}])
+    jobs = [job for given in options for job in FIGURES[name].jobs(given, "cpu")]
+    assert {key_of(job) for job in jobs} == results.rows.keys()
+
+
+@pytest.mark.parametrize("name", [*STUDIES, "suite"])
+def test_no_job_of_a_study_is_left(name):
+    rows = Lines(ROOT / "benchmarks" / "results" / f"{name}.jsonl").rows
+    assert [job for job in study(name).jobs(rows) if key_of(job) not in rows] == []
+
+
+def test_the_order_of_options_is_no_part_of_a_job():
+    job = {"seed": 0, "recipe": {"lr": 0.1, "schedule": {"kind": "cosine", "final": 0.0}}}
+    other = {"recipe": {"schedule": {"final": 0.0, "kind": "cosine"}, "lr": 0.1}, "seed": 0}
+    assert key_of(job) == key_of(other)
+    other["recipe"]["schedule"]["final"] = 0.5
+    assert key_of(job) != key_of(other)
+
+
 def test_bytes_that_are_sent():
     many = study("many_devices")
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5), nn.Linear(5, 2))
