@@ -35,6 +35,7 @@ from joined import (
     uneven,
     world_of,
 )
+from tiny import renewed
 from torch_thor import THOR, ThorMuon, split_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
@@ -316,6 +317,16 @@ def ordinary(model, optimizer, first, step):
     return train(model, optimizer, shares(stream(6), first, step))
 
 
+def moved_between_steps(model, optimizer, first, step):
+    """What .cpu() and .cuda() after a step leave: the same numbers in other tensors."""
+    decisions = []
+    for batch in shares(stream(6), first, step):
+        decisions += train(model, optimizer, [batch])
+        model._apply(torch.clone)
+        renewed(optimizer)
+    return decisions
+
+
 def a_head_for_each_rank(model, optimizer, first, step):
     """A head is used by some ranks alone; it has rows on all."""
     batches = list(stream(6))
@@ -404,6 +415,8 @@ CASES = {
         "lr": 0.5,
     },
     "uneven batches": {**IN_PARTS, "go": uneven},
+    "moved between steps": {**IN_PARTS, "go": moved_between_steps},
+    "moved between steps, ThorMuon": {**MUON_IN_LOOPS, "lr": 0.05, "go": moved_between_steps},
     "a layer without examples on some ranks": {
         **IN_PARTS,
         "go": a_head_for_each_rank,

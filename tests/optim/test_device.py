@@ -9,8 +9,11 @@ step reads the norms of the gradients first, as on a CPU: what one process finds
 the others. A learning rate that is a tensor on the device is read in every step.
 """
 
+import copy
+import gc
 import itertools
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -353,6 +356,109 @@ def a_state_dict_waits(label):
 @pytest.mark.parametrize("label", OPTIMIZERS)
 def test_a_state_dict_has_the_counters_of_what_was_done(label):
     pretend.run(a_state_dict_waits, label)
+
+
+def a_loaded_state_is_what_counts(label, nonfinite):
+    training, twin = (Training(OPTIMIZERS[label], nonfinite=nonfinite) for _ in range(2))
+    for one in (training, twin):
+        one.step()
+    saved = [copy.deepcopy(one.optimizer.state_dict()) for one in (training, twin)]
+    for one in (training, twin):
+        one.step()
+    bad_step(training)
+    next(twin.batches)
+    for one, state in zip((training, twin), saved, strict=True):
+        one.optimizer.load_state_dict(state)
+    for _ in range(INTERVAL + 1):
+        assert training.step() == twin.step()
+    same(training.contents(), twin.contents())
+    assert training.optimizer.skipped_steps == (1 if nonfinite == "skip" else 0)
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("label", OPTIMIZERS)
+def test_nan_before_a_state_is_loaded_has_no_effect_on_it(label, nonfinite):
+    pretend.run(a_loaded_state_is_what_counts, label, nonfinite)
+
+
+def without_head(label):
+    def make(model, **options):
+        body = [p for name, p in model.named_parameters() if not name.startswith("head")]
+        return OPTIMIZERS[label](body, model=model, **options)
+
+    return make
+
+
+def a_group_comes_after_nan(label):
+    training, twin = (Training(without_head(label), nonfinite="skip") for _ in range(2))
+    for one in (training, twin):
+        one.step()
+    bad_step(training)
+    next(twin.batches)
+    for one in (training, twin):
+        one.optimizer.add_param_group({"params": [*one.model.head.parameters()]})
+        one.model.zero_grad()
+    for _ in range(INTERVAL + 1):
+        assert training.step() == twin.step()
+    same(training.contents(), twin.contents())
+
+
+@pytest.mark.parametrize("label", OPTIMIZERS)
+def test_a_group_can_be_added_after_nan(label):
+    pretend.run(a_group_comes_after_nan, label)
+
+
+class SkippingNet(Net):
+    """A network whose last layers can be left out."""
+
+    def forward(self, images, words):
+        body = self.body
+        if self.skips:
+            self.body = body[:2]
+        try:
+            return super().forward(images, words)
+        finally:
+            self.body = body
+
+
+def a_layer_that_waits(label):
+    make = partial(Training, OPTIMIZERS[label], net=SkippingNet, nonfinite="skip")
+    training, twin = make(), make()
+    for one in (training, twin):
+        one.model.skips = False
+        one.step()
+        one.model.skips = True
+        for _ in range(INTERVAL):  # the last of them is a refresh
+            one.step()
+        waiting = one.optimizer.curvature["body.2"]
+        assert waiting.due and waiting.idle
+    bad_step(training)
+    assert training.optimizer.skipped_steps == 1
+    same(training.contents(), twin.contents())
+
+
+@pytest.mark.parametrize("label", OPTIMIZERS)
+def test_a_layer_that_waits_for_statistics_still_does_after_nan(label):
+    pretend.run(a_layer_that_waits, label)
+
+
+def it_is_freed_at_once(label):
+    training = Training(OPTIMIZERS[label])
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            training.step()
+        kept = weakref.ref(training.optimizer)
+        del training.optimizer
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("label", OPTIMIZERS)
+def test_an_optimizer_is_freed_without_a_garbage_collection(label):
+    pretend.run(it_is_freed_at_once, label)
 
 
 # ---- the same numbers as on a CPU ----------------------------------------------------------------

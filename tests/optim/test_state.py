@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.utils import prune
 
 import every_kind
-from tiny import assert_same, batches, train, weights
+from tiny import assert_same, batches, renewed, train, weights
 from torch_thor import THOR, ThorMuon
 
 STREAM = batches(8, dtype=torch.float32)
@@ -367,3 +367,25 @@ def test_a_run_is_rolled_back(make):
         train(model, optimizer, STREAM[3:6])
         ends.append(weights(model))
     assert_same(ends[1:], ends[:1] * 2)
+
+
+@pytest.mark.parametrize("make", [THOR, ThorMuon])
+def test_other_code_replaces_tensors_of_the_state(make):
+    """As offloading does between two steps, or a reset of the momentum."""
+    (model, optimizer), (twin, plain) = thor(optimizer=make)(), thor(optimizer=make)()
+    for batch in STREAM[:6]:
+        train(model, optimizer, [batch])
+        train(twin, plain, [batch])
+        renewed(optimizer)
+        assert_same(weights(model), weights(twin))
+        assert_same(optimizer.state_dict(), plain.state_dict())
+    for one in (optimizer, plain):
+        for state in one.state.values():
+            for key in state.keys() & {"momentum_buffer", "exp_avg"}:
+                if one is optimizer:
+                    state[key] = torch.zeros_like(state[key])
+                else:
+                    state[key].zero_()
+    train(model, optimizer, STREAM[6:])
+    train(twin, plain, STREAM[6:])
+    assert_same(weights(model), weights(twin))

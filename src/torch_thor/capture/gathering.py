@@ -34,7 +34,7 @@ from torch_thor.capture.hooks import ModuleCalls, ModuleHook
 from torch_thor.capture.sampling import Mark, Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature, Statistics
-from torch_thor.curvature.lifecycle import after_refresh, after_step
+from torch_thor.curvature.lifecycle import Life, after_refresh, after_step
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.torch_internals import (
     backward_id,
@@ -290,8 +290,8 @@ class Capture:
     ) -> None:
         """Record what a refresh has decided on each layer, and drop the statistics.
 
-        ``silent`` are the layers with a gradient and without statistics: their weights are used
-        without calling them.
+        Layers with a gradient and without statistics have weights that are used without calling
+        them.
         """
         decisions = {event.layer: event.decision for event in events}
         for layer in due:
@@ -308,14 +308,14 @@ class Capture:
         self.evidence = Evidence()
         self.discard()
 
-    def finish_step(self) -> bool:
-        """Drop a non-refresh step's statistics, and return whether an idle layer was reached."""
+    def finish_step(self) -> dict[LayerCurvature, Life]:
+        """Drop a non-refresh step's statistics; return the idle layers that were reached, idle."""
         idle = [layer for layer in self.gathering if layer.idle]
-        reached = [layer for layer in idle if layer.weight_view.has_gradient()]
-        for layer in reached:
-            layer.record(**vars(after_step(layer.life, has_gradient=True)))
+        reached = {layer: layer.life for layer in idle if layer.weight_view.has_gradient()}
+        for layer, life in reached.items():
+            layer.record(**vars(after_step(life, has_gradient=True)))
         self.discard()
-        return bool(reached)
+        return reached
 
     @uncompiled
     def discard(self) -> None:

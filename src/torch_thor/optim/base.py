@@ -20,6 +20,7 @@ from torch_thor.capture.hooks import suspended_stances
 from torch_thor.capture.sharding import check_shards_fit
 from torch_thor.curvature.blocks import ieee_float32
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.lifecycle import Life
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.options import Distributed
 from torch_thor.optim import counterparts, persistence, report
@@ -226,7 +227,10 @@ class CurvatureOptimizer(EagerStep):
         self.nonfinite = "raise"
         self.grad_scaler: Any = None
         self._skipped_steps = 0
-        self._check: Check | None = None  # of the gradients of the step before, on an accelerator
+        # on an accelerator: the check of the gradients of the step before, and what it has counted:
+        # groups with their counters, and layers with their lives, as they were
+        self._check: Check | None = None
+        self._before: tuple[list[tuple[Group, int, int]], dict[LayerCurvature, Life]] | None = None
         # states with the entries that processes divide, collected
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None
         options.update(COUNTERS)
@@ -341,8 +345,7 @@ class CurvatureOptimizer(EagerStep):
             return
         failed = check.failed()
         if failed:
-            check.undo()
-            check.undo = lambda: None
+            self._undo()
             if self.nonfinite == "raise" and not raises:
                 return  # the next step raises the error
         self._check = None
@@ -364,10 +367,11 @@ class CurvatureOptimizer(EagerStep):
 
     def _advance(self, inputs: StepInputs) -> None:
         """Count the step, and register the hooks that the next one needs."""
+        lives: dict[LayerCurvature, Life] = {}
         if inputs.check is not None:
-            counters = [(group["step"], group["next_refresh"]) for group in self.param_groups]
-            inputs.check.send(undo=partial(self._undo, counters))
-            self._check = inputs.check
+            counters = [(g, g["step"], g["next_refresh"]) for g in self.param_groups]
+            self._check, self._before = inputs.check, (counters, lives)
+            inputs.check.send()
         for group, at in zip(self.param_groups, inputs.next_refreshes, strict=True):
             dict.update(group, step=group["step"] + 1, next_refresh=at)  # plain already
         # what consolidate_state_dict() has collected is that of the step before
@@ -379,15 +383,18 @@ class CurvatureOptimizer(EagerStep):
             warnings.note_lr(
                 self.param_groups, self.usual_lr, partial(looks_trained, binding.plan.model)
             )
-        self._curvature.finish(inputs)
+        lives.update(self._curvature.finish(inputs))
 
-    def _undo(self, counters: list[tuple[int, int]]) -> None:
-        """Put the counters of a step back that has changed nothing."""
-        for group, (step, at) in zip(self.param_groups, counters, strict=True):
+    def _undo(self) -> None:
+        """Put back, once, what a step has counted that has changed nothing."""
+        if self._before is None:
+            return
+        counters, lives = self._before
+        for group, step, at in counters:
             dict.update(group, step=step, next_refresh=at)
-            for layer in self.curvature.values() if step < at else ():
-                if layer.weight_view.options is group and layer.refreshes:
-                    layer.record(due=False)
+        for layer, life in lives.items():
+            layer.record(**vars(life))
+        self._before = None
         self._curvature.listen()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -458,8 +465,9 @@ class CurvatureOptimizer(EagerStep):
                 parameters, or tensors of other shapes; it was saved with other ``layers``; or it
                 holds NaN or inf, an option that is out of range, or an unknown schedule.
         """
+        self._read_check(raises=False)
         persistence.load(self, self._curvature, super().load_state_dict, state_dict)
-        self._consolidated = None
+        self._check = self._consolidated = None
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Collect the curvature that is divided among the processes, for the next ``state_dict``.

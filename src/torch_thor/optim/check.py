@@ -6,7 +6,7 @@ then waits for the host. So on an accelerator the update is done unless the numb
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +49,9 @@ class Check:
         most = min(1.0, damping) * torch.finfo(torch.float32).max
         self.found_inf = 1.0 - (self._norms.max() <= most).to(torch.float32)  # 1 for NaN too
 
-    def send(self, undo: Callable[[], None]) -> None:
-        """Start to copy the number to the host, without waiting for it.
-
-        Args:
-            undo: puts the counters of the host back, if the step has changed nothing.
-        """
-        self.undo, device = undo, self.found_inf.device
+    def send(self) -> None:
+        """Start to copy the number to the host, without waiting for it."""
+        device = self.found_inf.device
         pinned = device.type in WITH_PINNED_MEMORY
         self._on_host = torch.empty((), dtype=torch.float32, pin_memory=pinned)
         self._on_host.copy_(self.found_inf, non_blocking=True)

@@ -26,6 +26,7 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.reasons import LEFT_OUT
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.curvature.blocks import has_values
+from torch_thor.curvature.factor import local
 from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.layer import Layer, LayerCurvature
 from torch_thor.curvature.layout import Owners
@@ -270,7 +271,7 @@ class Binding:
         self.group_of = {id(p): group for group in groups for p in group["params"]}
         # the layers that precondition a parameter, by its id
         self.layer_parameters_of: dict[int, list[LayerParameter]] = {}
-        self._buckets: tuple[list[bool], list[Any]] | None = None
+        self._buckets: tuple[list[Any], list[Any]] | None = None
         for layer in plan.layers.values():
             for view in layer.layer.views:
                 parameter = plan.parameter_of(view)
@@ -330,11 +331,16 @@ class Binding:
 
     def buckets(self, of_group: Callable[["Binding", Group], list[Any]]) -> list[Any]:
         """Return what steps with gradients of the same parameters need until the next refresh."""
-        present = [p.grad is not None for group in self.groups for p in group["params"]]
+        present = [self._present(p) for group in self.groups for p in group["params"]]
         if self._buckets is None or self._buckets[0] != present:
             buckets = [bucket for group in self.groups for bucket in of_group(self, group)]
             self._buckets = present, buckets
         return self._buckets[1]
+
+    def _present(self, parameter: Tensor) -> tuple[Any, ...]:
+        """Return what buckets hold of a parameter, which others replace (offloading, a reset)."""
+        state = self.states.get(parameter, {})
+        return parameter.grad is not None, id(local(parameter)), *map(id, state.values())
 
     def refreshed(self) -> "Binding":
         """Return the same for steps with other factors."""

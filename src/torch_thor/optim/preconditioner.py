@@ -20,7 +20,7 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.communication import SINGLE_PROCESS, Processes
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.lifecycle import when_interval_ends
+from torch_thor.curvature.lifecycle import Life, when_interval_ends
 from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
 from torch_thor.distributed.agreement import NUMBERS, agree, check_same_gradients, count_rows
 from torch_thor.distributed.data_parallel import DataParallel
@@ -435,24 +435,27 @@ class Preconditioner:
 
     # ---- the end of a step -----------------------------------------------------------------------
 
-    def finish(self, inputs: StepInputs) -> None:
-        """Register the hooks that the next step needs.
+    def finish(self, inputs: StepInputs) -> dict[LayerCurvature, Life]:
+        """Register the hooks that the next step needs, and return the lives that end here.
 
         They are those of the layers that it refreshes, or that were reached again.
         """
-        changed = self._heard is not self.binding or bool(inputs.due)
+        changed, before = self._heard is not self.binding or bool(inputs.due), {}
         if not inputs.due and self.capture.gathering:
-            changed = self.capture.finish_step() or changed
+            before = self.capture.finish_step()
         for group in inputs.binding.groups:
             if group["step"] >= group["next_refresh"]:
                 for layer in inputs.binding.plan.layers.values():
                     if layer.weight_view.options is group:
-                        layer.record(**vars(when_interval_ends(layer.life)))
+                        life = layer.life
+                        before.setdefault(layer, life)
+                        layer.record(**vars(when_interval_ends(life)))
                 changed = True
-        if changed:
+        if changed or before:
             self.listen()
         if self.warnings.pending:
             self.warnings.issue()
+        return before
 
 
 _UNCERTAIN = (
