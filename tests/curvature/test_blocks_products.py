@@ -65,7 +65,7 @@ def test_products_are_exact():
 
 def test_the_settings_are_the_users_again():
     matmul = torch.backends.mkldnn.matmul
-    was = matmul.fp32_precision
+    was, of_all = matmul.fp32_precision, torch.backends.fp32_precision
     try:
         for before in ("ieee", "bf16", "none"):
             matmul.fp32_precision = before
@@ -76,7 +76,14 @@ def test_the_settings_are_the_users_again():
                 product(torch.randn(1, 128, 128), torch.randn(1, 128, 128))
                 assert matmul.fp32_precision == "ieee"
             assert matmul.fp32_precision == given
+        torch.backends.fp32_precision = "bf16"  # what is inherited stays so
+        with ieee_float32("cpu"):
+            pass
+        assert matmul.fp32_precision == "bf16"
+        torch.backends.fp32_precision = "ieee"
+        assert matmul.fp32_precision == "ieee"
     finally:
+        torch.backends.fp32_precision = of_all
         matmul.fp32_precision = was
 
 

@@ -1,6 +1,7 @@
 """What is preconditioned and what is not is said by name, for every parameter."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -63,6 +64,17 @@ def test_print_lists_the_options_of_each_group_and_nothing_that_is_internal():
     assert {line.split(":")[0].strip() for line in second} <= set(
         inspect.signature(THOR).parameters
     )
+
+
+def test_what_was_frozen_after_a_step_is_printed_without_bytes_a_parameter():
+    model = mlp()
+    optimizer = THOR(model)
+    model(torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    assert " for each trained parameter" in repr(optimizer)
+    model.requires_grad_(False)
+    (state,) = [line for line in repr(optimizer).splitlines() if line.startswith("State: ")]
+    assert re.fullmatch(r"State: [\d,]+ bytes", state)
 
 
 def test_nothing_to_precondition_is_an_error():

@@ -409,7 +409,11 @@ def test_a_group_can_be_added_after_nan(label):
 
 
 class SkippingNet(Net):
-    """A network whose last layers can be left out."""
+    """A network whose last two layers can be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.body.append(nn.Linear(60, 60))
 
     def forward(self, images, words):
         body = self.body
@@ -431,10 +435,35 @@ def a_layer_that_waits(label):
         for _ in range(INTERVAL):  # the last of them is a refresh
             one.step()
         waiting = one.optimizer.curvature["body.2"]
-        assert waiting.due and waiting.idle
+        assert (waiting.due, waiting.idle) == (True, True)
     bad_step(training)
     assert training.optimizer.skipped_steps == 1
     same(training.contents(), twin.contents())
+
+
+def idle_layers_are_asked_at_once(label):
+    """Their gradients are zeros, which a loss may have left or `set_to_none=False`."""
+    training = Training(OPTIMIZERS[label], net=SkippingNet)
+    training.model.skips = False
+    training.step()
+    training.model.skips = True
+    found = []
+    for _ in range(2 * INTERVAL + 1):
+        training.backward()
+        with pretend.recorded() as record:
+            training.optimizer.step()
+        training.optimizer.zero_grad(set_to_none=False)
+        found.append(len(record.synchronisations))
+    assert not training.optimizer.curvature["body.2"].refreshes > 1
+    refreshes = found[INTERVAL - 1 :: INTERVAL]
+    ordinary = [n for i, n in enumerate(found) if (i + 1) % INTERVAL]
+    assert max(refreshes) <= 4
+    assert max(ordinary) <= 1
+
+
+@pytest.mark.parametrize("label", OPTIMIZERS)
+def test_layers_that_no_loss_reached_cost_one_wait_for_all(label):
+    pretend.run(idle_layers_are_asked_at_once, label)
 
 
 @pytest.mark.parametrize("label", OPTIMIZERS)

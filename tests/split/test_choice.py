@@ -244,6 +244,8 @@ def test_batches_and_losses_of_ones_own():
         linear, ((x,), torch.zeros(5, 2)), loss_fn=lambda y, t: (y - t).square().sum()
     )
     assert by_name["fc"] == alone["0"] == by_position["0"]
+    sparse = losses_with(linear, x.to_sparse(), loss_fn=lambda output: output.square().sum())
+    assert sparse["0"] == alone["0"]
     model, x = nn.Linear(4, 2), torch.randn(8, 4)
     nn.init.zeros_(model.weight)
     # class 0 is certain, and a drawn label leaves no gradient

@@ -197,6 +197,31 @@ def test_labels_are_followed_as_if_terms_and_mask_were_set_by_hand(build, terms)
     assert_same(trained(follow=True), trained(follow=False))
 
 
+@pytest.mark.parametrize(
+    ("make", "freeze", "counted"),
+    [
+        (THOR, False, [True, None, None, True]),
+        (THOR, True, [True, None, None, True]),  # a frozen layer is never due
+        (ThorMuon, False, [None] * 4),  # which needs no number
+    ],
+)
+def test_labels_are_counted_where_a_refresh_needs_them(make, freeze, counted):
+    model, found = gpt2(), []
+    if freeze:
+        model.transformer.h[0].requires_grad_(False)
+    labels = tokens().index_fill(1, torch.tensor([1]), -100)
+    optimizer = make(model, update_interval=3)
+    follow_labels(optimizer)
+    terms = int(labels[:, 1:].ne(-100).sum())
+    for _ in counted:
+        optimizer.loss_terms = None
+        model(input_ids=tokens(), labels=labels).loss.backward()
+        found.append(optimizer.loss_terms)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found == [None if number is None else terms for number in counted]
+
+
 def test_the_callback_follows_labels_and_names_arguments_without_effect(tmp_path):
     sentences = [{"input_ids": one, "labels": one.clone().index_fill(0, torch.arange(i % 4), -100)}
                  for i, one in enumerate(tokens(16))]  # fmt: skip

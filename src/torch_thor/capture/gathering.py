@@ -33,7 +33,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch_thor.capture.hooks import ModuleCalls, ModuleHook
 from torch_thor.capture.sampling import Mark, Sampler
 from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.layer import LayerCurvature, Statistics
+from torch_thor.curvature.layer import LayerCurvature, Statistics, with_gradient
 from torch_thor.curvature.lifecycle import Life, after_refresh, after_step
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.torch_internals import (
@@ -294,6 +294,7 @@ class Capture:
         them.
         """
         decisions = {event.layer: event.decision for event in events}
+        late = with_gradient(layer for layer in due if layer not in self.reached)
         for layer in due:
             reached = layer in self.reached
             life = after_refresh(
@@ -301,7 +302,7 @@ class Capture:
                 decision=decisions.get(layer.name),
                 reached=reached,
                 without_statistics=layer in without_statistics,
-                has_gradient=reached or layer.weight_view.has_gradient(),
+                has_gradient=reached or layer in late,
                 has_factors=layer.refreshes > 0,
             )
             layer.record(**vars(life))
@@ -310,8 +311,8 @@ class Capture:
 
     def finish_step(self) -> dict[LayerCurvature, Life]:
         """Drop a non-refresh step's statistics; return the idle layers that were reached, idle."""
-        idle = [layer for layer in self.gathering if layer.idle]
-        reached = {layer: layer.life for layer in idle if layer.weight_view.has_gradient()}
+        idle = with_gradient(layer for layer in self.gathering if layer.idle)
+        reached = {layer: layer.life for layer in idle}
         for layer, life in reached.items():
             layer.record(**vars(after_step(life, has_gradient=True)))
         self.discard()

@@ -1,20 +1,25 @@
 """The curvature of one layer: its factors, their inverses and its counters.
 
 They are stored in the optimizer's state of the weight, as tensors and numbers only, so a checkpoint
-of the optimizer contains them. New statistics (``torch_thor.curvature.layer.Statistics``) exist
-until the end of the step. If several layers are rows of one parameter, the keys of each have a
-prefix.
+of the optimizer contains them. New statistics (:class:`Statistics`) exist until the end of the
+step. If several layers are rows of one parameter, the keys of each have a prefix.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks, factor_dtype, has_values, ieee_float32
+from torch_thor.curvature.blocks import (
+    Blocks,
+    factor_dtype,
+    has_values,
+    ieee_float32,
+    to_device,
+)
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layout import Owners, block_sizes_of, layout_of
@@ -124,7 +129,7 @@ class Statistics:
             if not group_rows:
                 factor.rows.div_(rows)
                 continue
-            counts = factor.rows.new_tensor(group_rows)
+            counts = to_device(group_rows, factor.rows.device, factor.rows.dtype)
             mean = counts.clamp(min=1).reciprocal()
             factor.scale_groups_(
                 mean if len(self.factors) == 1 else (counts * loss_terms).clamp(min=1).rsqrt()
@@ -195,6 +200,17 @@ class Layer:
     def views(self) -> tuple[ParameterView, ...]:
         """The parameters that are preconditioned, or the rows of them that belong to it."""
         return self.weight, *self.biases
+
+
+def with_gradient(layers: Iterable["LayerCurvature"]) -> set["LayerCurvature"]:
+    """Return the layers whose weights a loss has reached; the device is waited for once."""
+    found = {layer: layer.weight_view.has_gradient() for layer in layers}
+    asked = {layer: flag for layer, flag in found.items() if isinstance(flag, Tensor)}
+    if asked:
+        first, *_ = asked.values()
+        flags = torch.stack([flag.to(first.device) for flag in asked.values()]).tolist()
+        found.update(zip(asked, flags, strict=True))
+    return {layer for layer, flag in found.items() if flag}
 
 
 class LayerCurvature:

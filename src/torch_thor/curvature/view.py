@@ -108,15 +108,15 @@ class ParameterView:
         tensor = getattr(self.module, self.attribute) if self.divided is None else self.divided
         return tuple(tensor.shape)
 
-    def has_gradient(self) -> bool:
-        """Return whether a loss has reached the parameter.
+    def has_gradient(self) -> bool | Tensor:
+        """Return whether a loss has reached the parameter, as a number on the device if need be.
 
         The gradient of an unused parameter may be zeros.
         """
         gradient = self.parameter.grad
         if gradient is None or self.shards is not None or not has_values(gradient):
             return gradient is not None
-        return bool((gradient._values() if gradient.is_sparse else self.of(gradient)).any())
+        return (gradient._values() if gradient.is_sparse else self.of(gradient)).any()
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the rows of this view from a tensor in the shape of the parameter."""

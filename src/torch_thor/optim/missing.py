@@ -4,17 +4,15 @@ from collections.abc import Collection, Iterable
 
 from torch_thor.capture.gathering import Capture, Evidence
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import LayerCurvature, with_gradient
 
 
 def layers_without_statistics(
     layers: Collection[LayerCurvature], capture: Capture
 ) -> list[tuple[LayerCurvature, str]]:
     """Return the layers without statistics, and why; an error if no process has any of any."""
-    required = capture.awaited - capture.reached
-    without_statistics = [
-        layer for layer in layers if layer in required and layer.weight_view.has_gradient()
-    ]
+    required = with_gradient(capture.awaited - capture.reached)
+    without_statistics = [layer for layer in layers if layer in required]
     if without_statistics and not any(layer in capture.reached for layer in layers):
         message = _why_nothing_seen(without_statistics, capture)
         capture.evidence = Evidence()

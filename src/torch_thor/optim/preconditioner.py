@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from torch_thor.capture.gathering import Capture, loss_terms_of_step
 from torch_thor.capture.patterns import Patterns
-from torch_thor.curvature.blocks import has_values
+from torch_thor.curvature.blocks import has_values, to_device
 from torch_thor.curvature.communication import SINGLE_PROCESS, Processes
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.lifecycle import Life, when_interval_ends
@@ -376,7 +376,7 @@ class Preconditioner:
             group_rows, group_rows_per_term = layer.statistics.group_rows, None
             if group_rows and layer.g is not None:
                 before = layer.state[layer.prefix + "group_rows_per_term"]
-                now = before.new_tensor(group_rows) / loss_terms
+                now = to_device(group_rows, before.device, before.dtype) / loss_terms
                 group_rows_per_term = torch.where(now > 0, now, before)
             factors = layer.statistics.take(loss_terms)
             if factors is None:
@@ -436,9 +436,12 @@ class Preconditioner:
     # ---- the end of a step -----------------------------------------------------------------------
 
     def finish(self, inputs: StepInputs) -> dict[LayerCurvature, Life]:
-        """Register the hooks that the next step needs, and return the lives that end here.
+        """Register the hooks that the next step needs.
 
         They are those of the layers that it refreshes, or that were reached again.
+
+        Returns:
+            The lives of layers that have changed, as they were before.
         """
         changed, before = self._heard is not self.binding or bool(inputs.due), {}
         if not inputs.due and self.capture.gathering:

@@ -86,7 +86,8 @@ def _bytes_of_state(optimizer: Any, trained: int) -> str:
     size = sum(local(entry).nbytes for entry in entries if isinstance(entry, Tensor))
     if not size:
         return "State: none before the first step"
-    return f"State: {size:,} bytes, {size / trained:.1f} for each trained parameter"
+    each = f", {size / trained:.1f} for each trained parameter" if trained else ""
+    return f"State: {size:,} bytes{each}"
 
 
 def described(optimizer: Any) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_thor.capture.gathering import as_rows
 from torch_thor.capture.hooks import ModuleCalls
 from torch_thor.capture.inspection import inspect
 from torch_thor.capture.layers import hooks_of
@@ -59,11 +60,12 @@ class Observer:
         """Gather a layer's rows when the gradient of its output has been computed."""
         if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
             return
-        x = x.detach()
+        x = as_rows(x)
         self._waiting[layer.name] += 1
 
         def on_gradient(g: Tensor) -> None:
-            layer.statistics.gather(kind, x, g.shape if layer.g is None else g)
+            rows = as_rows(g)
+            layer.statistics.gather(kind, x, rows.shape if layer.g is None else rows)
             self._waiting[layer.name] -= 1
             if not self._waiting[layer.name]:
                 self._finish(layer)

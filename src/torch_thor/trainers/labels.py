@@ -40,12 +40,12 @@ def follow_labels(optimizer: CurvatureOptimizer) -> Callable[[], None]:
     def before(module: nn.Module, args: Any, given: Mapping[str, Any]) -> None:
         nonlocal counted
         if not torch.is_grad_enabled() or not any(
-            layer.due for layer in optimizer.curvature.values()
+            layer.due and layer.weight.requires_grad for layer in optimizer.curvature.values()
         ):
             return
         mask, labels = given.get("attention_mask"), given.get("labels")
         optimizer.row_mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        if isinstance(labels, Tensor):
+        if isinstance(labels, Tensor) and optimizer.form.has_g:
             targets = labels[:, 1:] if shifts and labels.dim() == 2 else labels
             counted += int(targets.ne(IGNORED).sum())
         optimizer.loss_terms = counted or None
