@@ -61,8 +61,8 @@ def optimizers(job: dict[str, Any]) -> list[str]:
 
 
 def headlines(rows: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the network that README shows; its value is ThorMuon's ordinary step over SGD's."""
-    return jobs(rows)[:1]
+    """Return the networks that README shows; a value is ThorMuon's ordinary step over SGD's."""
+    return jobs(rows)
 
 
 def tolerance(rows: dict[str, Any], job: dict[str, Any]) -> float:

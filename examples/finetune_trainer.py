@@ -3,11 +3,11 @@
 An optimizer that reads the inputs of layers is given to the Trainer as an object, with a callback
 that tells it the learning rate of the arguments, loss terms and padding.
 
-    pip install transformers accelerate peft
+    pip install "transformers>=5" accelerate peft
     python examples/finetune_trainer.py --optimizer thor-muon --lora
 
 Model: from the Hugging Face hub, or a folder with ``--model``. Data: a folder with train.tsv and
-dev.tsv (sentence, tab, label); examples/finetune_bert.py downloads them.
+dev.tsv (sentence, tab, label), such as the 6,920 sentences that the error names.
 """
 
 import argparse
@@ -28,6 +28,9 @@ from transformers import (
 from torch_thor import THOR, ThorMuon
 from torch_thor.trainers.hugging_face import CurvatureCallback
 
+HUB = "https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2"
+URL = "https://raw.githubusercontent.com/clairett/pytorch-sentiment-classification/master/data/SST2"
+
 
 def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer | None:
     """Return what trains the model; the Trainer makes AdamW itself where it is None."""
@@ -41,7 +44,7 @@ def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer |
 def read(file: Path, tokenizer: Any) -> list[dict[str, Any]]:
     """Return tokens and labels of the lines of a file."""
     if not file.exists():
-        raise SystemExit(f"no {file}: run examples/finetune_bert.py, which downloads it")
+        raise SystemExit(f"no {file}: save {URL}/{file.name} there")
     rows = [line.rsplit("\t", 1) for line in file.read_text(encoding="utf-8").splitlines()]
     rows = rows[rows[0][1] == "label" :]  # without the heads of GLUE's files
     return [
@@ -75,7 +78,9 @@ def main(words: Sequence[str] | None = None) -> dict[str, float]:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
     except OSError as error:
-        raise SystemExit(f"no model {args.model}: give a folder with --model ({error})") from None
+        why = str(error).partition("\n")[0]
+        said = f"no model {args.model}: give a folder with --model, such as {HUB} ({why})"
+        raise SystemExit(said) from None
     train, dev = (read(args.data / f"{part}.tsv", tokenizer) for part in ("train", "dev"))
     if args.lora:  # before the optimizer is made, which trains what is trainable then
         lora = peft.LoraConfig("SEQ_CLS", r=8, lora_alpha=16, target_modules=["query", "value"])

@@ -74,8 +74,18 @@ def checkpoint(
     return int(content["step"])
 
 
+def read(file: Path | None) -> bytes:
+    """Return a text, or that of the example."""
+    try:
+        return file.read_bytes() if file else "\n".join(topics.values()).encode()
+    except OSError as error:
+        raise SystemExit(f"no {file}: give a text with --data, or leave it out ({error})") from None
+
+
 def start() -> str:
     """Join the other processes; return the kind of device."""
+    if not dist.is_torchelastic_launched():
+        raise SystemExit("start it with torchrun --nproc-per-node 2 examples/fsdp2.py")
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -97,7 +107,7 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--out", type=Path, help="folder of the checkpoint")
     args = parser.parse_args(words)
 
-    device = start()
+    text, device = read(args.data), start()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)  # the same weights on all
     model = Transformer(args.width, args.length).to(device)
@@ -109,7 +119,6 @@ def main(words: Sequence[str] | None = None) -> None:
         optimizer.loss_terms = args.batch // ranks * args.length
     first = checkpoint(args.out, model, optimizer) if args.out else 0
 
-    text = args.data.read_bytes() if args.data else "\n".join(topics.values()).encode()
     numbers = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     for step in range(first, args.steps):
         generator = torch.Generator().manual_seed(args.seed + step)

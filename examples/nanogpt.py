@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch_thor import THOR, ThorMuon
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-LENGTH, BATCH = 64, 12  # characters of context; contexts of a step
+DATA, LENGTH, BATCH = Path("corpora/shakespeare.txt"), 64, 12  # characters, contexts of a step
 
 
 def make_optimizers(name: str, model: "GPT") -> list[torch.optim.Optimizer]:
@@ -84,14 +84,14 @@ class GPT(nn.Module):
 
 
 def read(file: Path) -> str:
-    """Return the text, downloaded where it is missing."""
-    if not file.exists():
-        try:
+    """Return a text; that of the example is downloaded where it is missing."""
+    try:
+        if file == DATA and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(urllib.request.urlopen(URL).read())
-        except OSError as error:
-            raise SystemExit(f"no {file}: save {URL} as this file ({error})") from None
-    return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SystemExit(f"no {file}: save {URL} as this file ({error})") from None
 
 
 def main(words: Sequence[str] | None = None) -> float:
@@ -99,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description="nanoGPT's example for a CPU")
     add = parser.add_argument
     add("--optimizer", default="thor-muon", choices=["adamw", "muon", "thor-muon", "thor"])
-    add("--data", type=Path, default=Path("corpora/shakespeare.txt"), help="a text")
+    add("--data", type=Path, default=DATA, help="a text")
     add("--width", type=int, default=128)
     add("--steps", type=int, default=2000)
     add("--eval-every", type=int, default=250)

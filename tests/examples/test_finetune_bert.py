@@ -66,7 +66,12 @@ def test_what_is_missing_is_one_line(tmp_path, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(finetune_bert.urllib.request, "urlopen", fail)
-    with pytest.raises(SystemExit, match=r"no .*train.tsv: save https://.*train.tsv there"):
+    said = r"no .*train.tsv: save https://.*train.tsv there \(.*{}"
+    with pytest.raises(SystemExit, match=said.format("No such file")):
+        finetune_bert.read(tmp_path / "new", "train")  # another folder than that of the example
+    monkeypatch.setattr(finetune_bert, "DATA", tmp_path / "new")
+    with pytest.raises(SystemExit, match=said.format("no network")):
         finetune_bert.read(tmp_path / "new", "train")
-    with pytest.raises(SystemExit, match=r"no model .*: give a folder with --model"):
+    with pytest.raises(SystemExit, match=r"no model .*: give a folder with --model") as failed:
         finetune_bert.load(str(tmp_path / "absent"))
+    assert "\n" not in str(failed.value)

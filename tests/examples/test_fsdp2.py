@@ -19,6 +19,14 @@ def losses(folder, ranks, *words):
     return {step: float(loss) for step, loss in lines}
 
 
+def test_what_is_missing_is_one_line(tmp_path):
+    code, _, err = command(tmp_path, script=SCRIPT)
+    assert (code, err) == (1, "start it with torchrun --nproc-per-node 2 examples/fsdp2.py\n")
+    code, _, err = command(tmp_path, "--data", "absent.txt", script=SCRIPT)
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("no absent.txt: give a text with --data, or leave it out (")
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "thor-muon", "thor"])
 def test_two_processes_equal_one(tmp_path, optimizer):
     one, two = (losses(tmp_path, n, "--optimizer", optimizer, "--steps", 40) for n in (1, 2))

@@ -65,6 +65,9 @@ def test_data_that_cannot_be_downloaded_are_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(urllib.request, "urlopen", fail)
     file = tmp_path / "new" / "text.txt"
+    with pytest.raises(SystemExit, match=rf"no {file}: save https://.*input.txt .*No such file"):
+        nanogpt.main(["--data", str(file)])  # another text than that of the example
+    monkeypatch.setattr(nanogpt, "DATA", file)
     with pytest.raises(SystemExit, match=rf"no {file}: save https://.*input.txt .*no network"):
         nanogpt.main(["--data", str(file)])
     assert not file.exists()

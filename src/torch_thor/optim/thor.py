@@ -74,8 +74,9 @@ class THOR(CurvatureOptimizer):
         factor_decay: weight of the old factors in a running average; 0, as in the paper, uses the
             latest only.
         max_update_ratio: r; the step ``lr · d`` of a parameter, before momentum, is at most r times
-            as long as the parameter: ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)``. None: no bound, as
-            in the paper. Under FSDP2 it bounds the rows of each process on their own.
+            as long as the parameter: ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)``, where d_out is its
+            first size that is not 1. None: no bound, as in the paper. Under FSDP2 it bounds the
+            rows of each process on their own.
         kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))``
             (Ba et al. 2017), in the place of ``max_update_ratio``, which is then not applied. None:
             not used.

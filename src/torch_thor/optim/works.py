@@ -21,8 +21,9 @@ from torch_thor.optim.model_argument import Group
 from torch_thor.optim.plan import Binding
 
 # A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so
-# its norm counts as at least this number times √d_out. That is a twentieth of the norm of a newly
-# initialised linear layer, √(d_out / 3).
+# its norm counts as at least this number times √d_out, or the root of its first size where a weight
+# has its inputs first. That is a twentieth of the norm of a newly initialised linear layer,
+# √(d_out / 3).
 SMALLEST_SHARE = 0.03
 
 
