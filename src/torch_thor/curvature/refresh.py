@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, wide_dtype
 from torch_thor.curvature.communication import SINGLE_PROCESS, Processes
+from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.inverse import (
     DAMPING_RAISES,
     NOT_POSITIVE,
@@ -199,13 +200,7 @@ def refresh(
         beside = None  # it is read by itself
     vectors = [*traces, *(() if beside is None else [beside.values])]
     vectors += () if found_inf is None else [found_inf.reshape(1)]
-    # with one host–device synchronisation for all layers
-    numbers: list[float] = []
-    if vectors:
-        device = vectors[0].device
-        is_wide = any(vector.dtype == torch.float64 for vector in vectors)
-        dtype = wide_dtype(device) if is_wide else torch.float32
-        numbers = torch.cat([vector.to(dtype).to(device) for vector in vectors]).tolist()
+    numbers = _on_host(vectors)
     if found_inf is not None and numbers.pop():
         raise FloatingPointError("gradients are not finite")
     if beside is not None:
@@ -213,7 +208,37 @@ def refresh(
         beside.numbers = processes.gather(numbers[count:])[0]
         numbers = numbers[:count]
     rows = processes.gather(numbers) if processes.count > 1 else [numbers]
-    half = len(numbers) // 2
+    numbers_of = tuple(map(iter, _traces_of_all(rows, stored)))
+    for candidate in candidates:
+        now, before = (
+            [
+                [next(of) if candidate.has_numbers else 1.0 for _ in range(groups)]
+                for groups in [candidate.layer.kind.groups] * len(candidate.factors)
+            ]
+            for of in numbers_of
+        )
+        candidate.judge(now, before, relative)
+    invert_([factor for candidate in candidates for factor in candidate.new], processes)
+    # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises
+    # from here on
+    return tuple(candidate.commit(report) for candidate in candidates)
+
+
+def _on_host(vectors: Sequence[Tensor]) -> list[float]:
+    """Return the numbers of vectors, with one host–device synchronisation for all layers."""
+    if not vectors:
+        return []
+    device = vectors[0].device
+    is_wide = any(vector.dtype == torch.float64 for vector in vectors)
+    dtype = wide_dtype(device) if is_wide else torch.float32
+    return torch.cat([vector.to(dtype).to(device) for vector in vectors]).tolist()
+
+
+def _traces_of_all(
+    rows: Sequence[list[float]], stored: Sequence[Factor]
+) -> tuple[list[float], list[float]]:
+    """Return the traces of new factors and of those in use, from those that each process has."""
+    half = len(rows[0]) // 2
     new = [sum(of_processes) for of_processes in zip(*rows, strict=True)][:half]
     # Those of the first process: on different hardware the last bits of a sum may differ, and if a
     # layer stopped on one process and not on another, their weights would differ from then on.
@@ -229,17 +254,4 @@ def refresh(
                 if any(bounds[rank] < bounds[rank + 1] for bounds in owners.bounds)
             )
         i += factor.layout.block_sizes.groups
-    numbers_of = iter(new), iter(in_use)
-    for candidate in candidates:
-        now, before = (
-            [
-                [next(of) if candidate.has_numbers else 1.0 for _ in range(groups)]
-                for groups in [candidate.layer.kind.groups] * len(candidate.factors)
-            ]
-            for of in numbers_of
-        )
-        candidate.judge(now, before, relative)
-    invert_([factor for candidate in candidates for factor in candidate.new], processes)
-    # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises
-    # from here on
-    return tuple(candidate.commit(report) for candidate in candidates)
+    return new, in_use
