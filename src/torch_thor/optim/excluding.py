@@ -11,7 +11,7 @@ from torch_thor.capture.patterns import Patterns, selected, some
 from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.factor import local
 from torch_thor.optim import state_dict as state_dicts
-from torch_thor.optim.eager import EagerStep
+from torch_thor.optim.base import EagerStep
 from torch_thor.optim.inputs import creates_state_only
 from torch_thor.optim.model_argument import Closure, Group, parameters_of
 from torch_thor.optim.options import check_complete, options_in, options_of

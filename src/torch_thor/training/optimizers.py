@@ -14,7 +14,7 @@ from torch_thor.distributed.options import Distributed
 from torch_thor.errors import explaining, first_line, require
 from torch_thor.intervals import as_interval
 from torch_thor.optim import registry
-from torch_thor.optim.eager import EagerStep
+from torch_thor.optim.base import EagerStep
 from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.registry import WITH_CURVATURE
 from torch_thor.optim.thor import PRESETS
