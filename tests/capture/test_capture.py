@@ -88,6 +88,12 @@ def unreached(net):
     net.finish({"0": UPDATE})
 
 
+def refreshed_without_2(net):
+    """All but a frozen layer."""
+    net.backward()
+    net.finish({"0": UPDATE, "4": UPDATE})
+
+
 def due_again(net):
     net.record(*NAMES, due=True)
 
@@ -123,7 +129,8 @@ CASES = {
     (): ("024", "024"),
     (lambda net: net.record("2", due=False),): ("04", "04"),
     (lambda net: net.record(*NAMES, due=False),): ("", ""),
-    (freeze,): ("04", "04"),
+    (freeze,): ("024", "024"),  # until the next refresh, because parts may be frozen in turn
+    (freeze, refreshed_without_2): ("2", ""),
     (DECIDED,): ("", ""),
     (DECIDED, due_again): ("024", "024"),
     (refreshed(FAILED, FAILED, FAILED),): ("024", "024"),

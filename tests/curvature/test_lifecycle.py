@@ -5,10 +5,17 @@ from itertools import product
 import pytest
 
 from torch_thor.curvature import Decision
-from torch_thor.curvature.lifecycle import Life, after_refresh, after_step, when_interval_ends
+from torch_thor.curvature.lifecycle import (
+    IDLE,
+    WOKEN,
+    Life,
+    after_refresh,
+    after_step,
+    when_interval_ends,
+)
 
 BOTH = (False, True)
-LIVES = [Life(*bits) for bits in product(BOTH, repeat=4)]
+LIVES = [Life(*facts) for facts in product(BOTH, (0, IDLE, WOKEN), BOTH, BOTH)]
 
 
 def refreshed(life=None, decision=Decision.UPDATE, **facts):
@@ -38,9 +45,21 @@ def test_a_stopped_layer_is_never_due_again():
 
 def test_a_layer_that_the_loss_did_not_reach_is_idle_until_it_has_a_gradient():
     life = refreshed(decision=None, reached=False, has_gradient=False)
-    assert life == Life(due=True, idle=True)
+    assert life == Life(due=True, idle=IDLE)
     assert after_step(life, has_gradient=False) == life
-    assert after_step(life, has_gradient=True) == Life()
+    assert after_step(life, has_gradient=True) == Life(idle=WOKEN)
+    assert after_step(Life(), has_gradient=True) == Life()
+
+
+def test_a_woken_layer_waits_until_it_is_reached():
+    """Layers may be used in turn: the step after the one that wakes it does not reach it."""
+    unreached = {"decision": None, "reached": False, "has_gradient": False}
+    woken = after_step(Life(idle=IDLE), has_gradient=True)
+    assert woken == Life(idle=WOKEN)
+    assert when_interval_ends(woken) == refreshed(woken, **unreached) == woken
+    assert refreshed(woken) == Life(due=False)
+    used_beside = refreshed(woken, None, reached=False, without_statistics=True)
+    assert used_beside == Life(due=False, uncalled=True)
 
 
 def test_a_weight_that_is_used_without_its_module_is_not_waited_for():

@@ -156,3 +156,34 @@ def test_a_model_that_is_another_one_is_named_once(make):
             if "nothing is trained. Call the model that" in str(one.message)
         ]
         assert len(texts) == said
+
+
+# ---- in turn -------------------------------------------------------------------------------------
+
+EVERY = {THOR: {"trace_thresholds": (0.0, 0.0)}, ThorMuon: {}}
+
+
+@BOTH
+@pytest.mark.parametrize(("interval", "least"), [(1, 12), (2, 8), (3, 4), (10, 3)])
+def test_parts_that_are_frozen_in_turn_get_factors(make, interval, least):
+    model = mlp()
+    optimizer = make(model, update_interval=interval, **EVERY[make])
+    for step, batch in enumerate(batches(40)):
+        for part in (0, 1):
+            model[2 * part].requires_grad_(step % 2 == part)
+        train(model, optimizer, [batch])
+    assert all(layer.refreshes >= least for layer in optimizer.curvature.values())
+
+
+@BOTH
+def test_what_is_frozen_for_good_is_not_waited_for(make):
+    model = mlp()
+    optimizer = make(model, update_interval=3, **EVERY[make])
+    train(model, optimizer, STREAM[:1])
+    model[2].requires_grad_(False)
+    watched = []
+    for batch in batches(10):
+        train(model, optimizer, [batch])
+        watched.append(bool(listened_to(model)))
+    assert watched == [False, True, False] * 3 + [False]
+    assert optimizer.curvature["2"].refreshes == 1

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from tiny import batches, cross_entropy, listened_to, mlp, train
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 
 STREAM = batches(5)
 
@@ -29,6 +29,37 @@ class Watch:
 
     def alive(self):
         return self.inputs() is not None or self.output() is not None
+
+
+class Heads(nn.Module):
+    """Three heads, of which a step uses one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(5, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, x, task):
+        return self.heads[task](self.body(x).tanh())
+
+
+@pytest.mark.parametrize("make", [THOR, ThorMuon])
+@pytest.mark.parametrize("tasks", [2, 3])
+@pytest.mark.parametrize("interval", [2, 6, 10])
+def test_layers_that_are_used_in_turn_get_factors(make, tasks, interval):
+    """Also where the interval is a multiple of the turns, so that refreshes never see some."""
+    model = Heads().double()
+    every = {"trace_thresholds": (0.0, 0.0)} if make is THOR else {}
+    optimizer = make(model, update_interval=interval, **every)
+    for step, (x, labels) in enumerate(batches(40)):
+        cross_entropy(labels)(model(x, step % tasks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    refreshes = {name: layer.refreshes for name, layer in optimizer.curvature.items()}
+    used = ["body", *(f"heads.{i}" for i in range(tasks))]
+    assert all(refreshes[name] >= 40 // max(interval, 6) - 1 for name in used), refreshes
+    assert all(count == 0 for name, count in refreshes.items() if name not in used)
 
 
 def test_activations_die_as_they_do_without_us():

@@ -15,8 +15,8 @@ reached has a gradient.
 
 Which layers gather follows from entries of their state (``due``, ``idle``, ``uncalled``), which
 checkpoints contain. A layer that is due gathers if it is called. It is *awaited*, and a compiled
-model runs eagerly for it, unless it is frozen, the loss did not reach it when it was due (idle), or
-its weight is used without calling its module (uncalled).
+model runs eagerly for it, unless the loss did not reach it when it was due (idle), which is so of
+one that was frozen then, or its weight is used without calling its module (uncalled).
 """
 
 from collections import Counter, defaultdict
@@ -129,7 +129,10 @@ class Capture:
     def listen(self, *, unseen: bool = False) -> None:
         """Register the hooks that the layers' states call for, and remove all others."""
         self.gathering = {
-            layer for layer in self.layers if layer.due and layer.weight.requires_grad
+            layer
+            for layer in self.layers
+            # a weight that has a state was trained once: parts of a model may be frozen in turn
+            if layer.due and (layer.weight.requires_grad or layer.weight_view.state)
         }
         self.awaited = {layer for layer in self.gathering if not layer.uncalled and not layer.idle}
         needed = (
@@ -294,7 +297,8 @@ class Capture:
         them.
         """
         decisions = {event.layer: event.decision for event in events}
-        late = with_gradient(layer for layer in due if layer not in self.reached)
+        others = [layer for layer in due if layer not in self.reached]
+        late = with_gradient(others) if others else ()
         for layer in due:
             reached = layer in self.reached
             life = after_refresh(

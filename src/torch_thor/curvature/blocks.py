@@ -12,7 +12,7 @@ are ever computed and stored; :meth:`Blocks.dense` is for users to look at.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -308,20 +308,13 @@ def has_values(tensor: Tensor) -> bool:
 @contextmanager
 def ieee_float32(device_type: str) -> Iterator[None]:
     """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes."""
-    backend: Any = torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda
+    # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
+    matmul: Any = (torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda).matmul
     has_autocast = torch.amp.is_autocast_available(device_type)
-    no_autocast = torch.autocast(device_type, enabled=False) if has_autocast else nullcontext()
-    with _precision(backend, "ieee"), no_autocast:
-        yield
-
-
-@contextmanager
-def _precision(backend: Any, precision: str) -> Iterator[None]:
-    """Set the precision of a backend's float32 products; what was inherited is so again."""
-    matmul = backend.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, precision
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
     try:
-        yield
+        with torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
+            yield
     finally:
         matmul.fp32_precision = "none"  # what torch.backends.fp32_precision says
         if matmul.fp32_precision != before:
@@ -369,9 +362,15 @@ def add_product_(
         into.baddbmm_(a, b, beta=decay, alpha=scale)
 
 
-def _onednn() -> AbstractContextManager[None]:
+@contextmanager
+def _onednn() -> Iterator[None]:
     """Make torch multiply float32 matrices with oneDNN."""
-    return _precision(torch.backends.mkldnn, _ONEDNN)
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # as in ieee_float32
+    before, matmul.fp32_precision = matmul.fp32_precision, _ONEDNN
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 @cache

@@ -8,6 +8,7 @@ step. If several layers are rows of one parameter, the keys of each have a prefi
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch_thor.curvature.blocks import (
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layout import Owners, block_sizes_of, layout_of
-from torch_thor.curvature.lifecycle import Life
+from torch_thor.curvature.lifecycle import IDLE, Life
 from torch_thor.curvature.view import ParameterView, State
 
 
@@ -158,8 +159,8 @@ SHARDS = "row_shards"
 _NO_CHANGE_YET = -1.0
 # The numbers in the state, with their initial values. ``due``: the next step with statistics
 # applies the trace rule; ``idle``: it was due on a step in which the loss did not reach it, and has
-# not been reached since; ``uncalled``: its weight is used without calling its module, so it had a
-# gradient but no statistics on a refresh.
+# not been reached since (1), or once (2); ``uncalled``: its weight is used without calling its
+# module, so it had a gradient but no statistics on a refresh.
 NUMBERS = {
     "rows_per_term": 0.0,
     "refreshes": 0,
@@ -204,7 +205,9 @@ class Layer:
 
 def with_gradient(layers: Iterable["LayerCurvature"]) -> set["LayerCurvature"]:
     """Return the layers whose weights a loss has reached; the device is waited for once."""
-    found = {layer: layer.weight_view.has_gradient() for layer in layers}
+    found = {
+        layer: layer.weight.requires_grad and layer.weight_view.has_gradient() for layer in layers
+    }
     asked = {layer: flag for layer, flag in found.items() if isinstance(flag, Tensor)}
     if asked:
         first, *_ = asked.values()
@@ -301,14 +304,17 @@ class LayerCurvature:
         "due", "Whether the next step with statistics applies the trace rule to this layer."
     )
     idle: bool = _stored(
-        "idle", "Whether it was due when the loss did not reach it, and has not been reached since."
+        "idle",
+        "Whether it was due when the loss did not reach it, and has not been reached since.",
+        partial(operator.eq, IDLE),
     )
     uncalled: bool = _stored("uncalled", "Whether its weight is used without calling its module.")
 
     @property
     def life(self) -> Life:
         """Whether it takes part in refreshes."""
-        return Life(self.due, self.idle, self.uncalled, self.stopped)
+        idle = self.weight_view.state.get(self.prefix + "idle", NUMBERS["idle"])
+        return Life(self.due, idle, self.uncalled, self.stopped)
 
     def __repr__(self) -> str:
         return (

@@ -1,8 +1,10 @@
-"""The life of a layer: when it takes part in a refresh, as pure functions of four bits.
+"""The life of a layer: when it takes part in a refresh, as pure functions of four facts.
 
 A layer begins due. It is due again when the interval of its group ends, unless the trace rule has
 stopped it. A layer that is due gathers statistics if it is called; a step waits for it (runs
-eagerly, and agrees with other processes) unless it is idle or uncalled.
+eagerly, and agrees with other processes) unless it is idle or uncalled. A loss that reaches an idle
+layer wakes it, and from then on steps wait until one reaches it again: layers may be used, or
+frozen, in turn.
 """
 
 import enum
@@ -26,12 +28,16 @@ class Decision(enum.Enum):
     FAILED = "failed"
 
 
+IDLE, WOKEN = 1, 2  # what is stored as ``idle``, beside 0
+
+
 @dataclass(frozen=True)
 class Life:
     """Whether a layer takes part in refreshes."""
 
     due: bool = True  # the next step with statistics applies the trace rule to it
-    idle: bool = False  # the loss did not reach it when it was due, and has not since
+    # IDLE: the loss did not reach it when it was due, and has not since; WOKEN: but for once
+    idle: int = 0
     uncalled: bool = False  # its weight is used without calling its module
     stopped: bool = False  # by the trace rule: it takes no new factors any more
 
@@ -60,7 +66,7 @@ def after_refresh(
     waits = decision is None or (decision is Decision.FAILED and not has_factors)
     return Life(
         due=waits and not uncalled,
-        idle=not reached and not has_gradient,
+        idle=0 if reached or has_gradient else life.idle or IDLE,
         uncalled=uncalled,
         stopped=life.stopped or decision is Decision.STOP,
     )
@@ -69,7 +75,7 @@ def after_refresh(
 @cache
 def after_step(life: Life, *, has_gradient: bool) -> Life:
     """Return the life of a layer that gathers, after a step without a refresh."""
-    return replace(life, idle=life.idle and not has_gradient)
+    return replace(life, idle=WOKEN) if has_gradient and life.idle else life
 
 
 @cache

@@ -200,7 +200,13 @@ def refresh(
         beside = None  # it is read by itself
     vectors = [*traces, *(() if beside is None else [beside.values])]
     vectors += () if found_inf is None else [found_inf.reshape(1)]
-    numbers = _on_host(vectors)
+    # with one host–device synchronisation for all layers
+    numbers: list[float] = []
+    if vectors:
+        device = vectors[0].device
+        is_wide = any(vector.dtype == torch.float64 for vector in vectors)
+        dtype = wide_dtype(device) if is_wide else torch.float32
+        numbers = torch.cat([vector.to(dtype).to(device) for vector in vectors]).tolist()
     if found_inf is not None and numbers.pop():
         raise FloatingPointError("gradients are not finite")
     if beside is not None:
@@ -222,16 +228,6 @@ def refresh(
     # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises
     # from here on
     return tuple(candidate.commit(report) for candidate in candidates)
-
-
-def _on_host(vectors: Sequence[Tensor]) -> list[float]:
-    """Return the numbers of vectors, with one host–device synchronisation for all layers."""
-    if not vectors:
-        return []
-    device = vectors[0].device
-    is_wide = any(vector.dtype == torch.float64 for vector in vectors)
-    dtype = wide_dtype(device) if is_wide else torch.float32
-    return torch.cat([vector.to(dtype).to(device) for vector in vectors]).tolist()
 
 
 def _traces_of_all(

@@ -331,16 +331,17 @@ class Binding:
 
     def buckets(self, of_group: Callable[["Binding", Group], list[Any]]) -> list[Any]:
         """Return what steps with gradients of the same parameters need until the next refresh."""
-        present = [self._present(p) for group in self.groups for p in group["params"]]
+        states, sharded = self.states, self.plan.sharded
+        # what the buckets hold, which others replace (offloading, moving a model, a reset)
+        present = [
+            (p.grad is not None, sharded and id(local(p)), *map(id, states.get(p, {}).values()))
+            for group in self.groups
+            for p in group["params"]
+        ]
         if self._buckets is None or self._buckets[0] != present:
             buckets = [bucket for group in self.groups for bucket in of_group(self, group)]
             self._buckets = present, buckets
         return self._buckets[1]
-
-    def _present(self, parameter: Tensor) -> tuple[Any, ...]:
-        """Return what buckets hold of a parameter, which others replace (offloading, a reset)."""
-        state = self.states.get(parameter, {})
-        return parameter.grad is not None, id(local(parameter)), *map(id, state.values())
 
     def refreshed(self) -> "Binding":
         """Return the same for steps with other factors."""

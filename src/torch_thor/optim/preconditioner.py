@@ -229,11 +229,7 @@ class Preconditioner:
         """Return the layers that refresh in this step."""
         # one that was made just now gathers nothing yet
         gathering = self.capture.gathering if self.capture.awaited else ()
-        due = [
-            layer
-            for layer in binding.plan.layers.values()
-            if layer in gathering and layer.weight.requires_grad
-        ]
+        due = [layer for layer in binding.plan.layers.values() if layer in gathering]
         for layer in due:
             check_split(layer)
         return due
