@@ -3,6 +3,7 @@ images as batches.
 """
 
 import itertools
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,14 @@ def test_more_workers_than_cores_are_one_line(folder, monkeypatch):
         "data.workers.count=2: 4 worker processes share 1 cores; data.workers.count=0 would be "
         "enough"
     ]
+
+
+def test_workers_that_could_not_be_talked_to_are_refused_before_they_start(folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/" + 75 * "t")
+    message = r"TMPDIR=/t+ has 76 bytes, .* or data.workers.count=0 to read in the training process"
+    with pytest.raises(UserError, match=message):
+        opened(print, **folder(workers=1), train=False)
+    opened(print, **folder(workers=0), train=False)
 
 
 def test_what_the_data_refuse():
