@@ -115,6 +115,20 @@ def test_articles_are_the_same_in_all_their_forms(tmp_path):
     assert found_in(tmp_path / "wiki_01", json.dumps(line))[0] == of_elements[1:2]
 
 
+def test_bytes_in_a_table_are_text_if_they_are_utf8(tmp_path):
+    rows = [row(n) for n in range(3)]
+    binary = [{**one, "text": one["text"].encode(), "picture": b"\xff\x00"} for one in rows]
+    read, faults = found(table(tmp_path / "a.parquet", binary))
+    assert read == found(table(tmp_path / "b.parquet", rows))[0]
+    assert not faults
+    binary[1]["text"] += "\u00e9".encode("latin-1")
+    size = len(binary[1]["text"])
+    other, faults = found(table(tmp_path / "a.parquet", binary))
+    assert other == [read[0], read[2]]
+    said = f'a.parquet#2: its text is {{"bytes that are not UTF-8": {size}}}: give text in UTF-8'
+    assert faults == [said]
+
+
 def found_in(path, text):
     path.write_text(text)
     return found(path)

@@ -226,10 +226,20 @@ def pieces(source: dict[str, Any]) -> Iterator[tuple[str, int, bytes]]:
 def _chunks(form: str, path: str) -> Iterator[bytes]:
     """Read a file, uncompressed; rows of tables as JSON lines."""
     if rows := _ROWS.get(form):
-        yield from (json.dumps(row, default=str).encode() + b"\n" for row in rows(path))
+        yield from (json.dumps(row, default=_plain).encode() + b"\n" for row in rows(path))
     else:
         with fsspec.open(path, compression="gzip" if path.endswith(".dz") else "infer") as file:
             yield from iter(lambda: file.read1(_CHUNK), b"")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a table for JSON; many texts are stored as bytes."""
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"bytes that are not UTF-8": len(value)}  # so it is not taken for a text
 
 
 def _of_the_hub(place: str) -> Iterator[dict[str, Any]]:
@@ -334,8 +344,12 @@ def _of_row(name: str, text: str) -> tuple[str, list[str]]:
     """Read a row of a table; its title and id identify it if it has them."""
     row = json.loads(text) if text.strip() else {"text": ""}
     require(
-        isinstance(row, dict) and isinstance(row.get("text", 0), str | None),
+        isinstance(row, dict) and "text" in row,
         f"it is no object with a text, but has {', '.join(row) if isinstance(row, dict) else row}",
+    )
+    require(
+        isinstance(row["text"], str | None),
+        f"its text is {json.dumps(row['text'])[:60]}: give text in UTF-8",
     )
     # WikiExtractor's rows, which have this key, escape characters as in HTML
     body = unescape(row["text"] or "") if "revid" in row else row["text"] or ""
