@@ -6,6 +6,7 @@ import hashlib
 import json
 import lzma
 import os
+import zipfile
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -168,6 +169,12 @@ def test_compressed_files_are_read(tmp_path):
         assert texts_of(tmp_path / f"book.txt{suffix}", pack(PROSE.encode())) == (FOUND, [])
 
 
+def test_names_of_files_mean_nothing_but_their_endings(tmp_path):
+    for name in ("File::Spec.pod", "memory::a.txt", "a[1]*?.txt", "~.txt", "B.TXT.GZ"):
+        data = gzip.compress(PROSE.encode()) if name.endswith("GZ") else PROSE.encode()
+        assert texts_of(tmp_path / name, data) == (FOUND, []), name
+
+
 MARKUP = (
     "\ufeff<html><nav><p>Go to the next page of this book</p></nav><p>The first <b>paragraph</b> "
     "has more\n than five words.¶</p><pre>code that has more than five words</pre><ul><li><p>An "
@@ -302,7 +309,11 @@ def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "nothing" / "book.txt").symlink_to(tmp_path / "nowhere.txt")
     (tmp_path / "circle" / "again").symlink_to(tmp_path)
     (tmp_path / "wiki.xml.bz2").write_bytes(bz2.compress(b'<mediawiki xmlns="x">\n<page>'))
+    with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
+        for name in ("a.jsonl", "b.jsonl"):
+            archive.writestr(name, json.dumps(row(0)))
     for given, message in (
+        (["two.zip"], "two.zip is an archive of files: unpack it, and give its folder"),
         ([], "no source: name text files"),
         (["nowhere.txt"], "nowhere.txt does not exist"),
         (["other/nowhere"], "other/nowhere does not exist"),

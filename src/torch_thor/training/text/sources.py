@@ -4,8 +4,11 @@ Files are read as streams, so that memory use does not depend on their size. Wha
 a document with a fault; those before it in the file are kept.
 """
 
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import pydoc_data.topics
 import re
@@ -17,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import fsspec
 import pyarrow.parquet as pq
 from bs4 import BeautifulSoup
 from huggingface_hub import HfApi
@@ -54,9 +56,12 @@ _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".parquet": "parquet",
 }
-_COMPRESSED = (".gz", ".dz", ".bz2", ".xz")
+_COMPRESSED: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open, ".dz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open,
+}  # fmt: skip
 # what files begin with, whatever their names are
 _SIGNS = {
+    "zip": rb"PK\x03\x04",
     "dump": rb"(<\?xml[^>]*>\s*)?<mediawiki",
     "parquet": rb"PAR1",
     "doc": rb"<doc ",
@@ -168,6 +173,7 @@ def _form_of(path: Path, chosen: str | None, *, named: bool = False) -> str | No
         "(a folder of its Parquet files or, for English, wikimedia/wikipedia:20231101.en), or "
         f"extract them: pip install wikiextractor; wikiextractor {path.name} --json -o extracted",
     )
+    require(form != "zip", f"{path} is an archive of files: unpack it, and give its folder")
     is_of_bert = form == "text" and _is_of_bert(begin.decode(errors="replace"))
     return chosen if chosen and (named or form) else "bert" if is_of_bert else form
 
@@ -228,7 +234,7 @@ def _chunks(form: str, path: str) -> Iterator[bytes]:
     if rows := _ROWS.get(form):
         yield from (json.dumps(row, default=_plain).encode() + b"\n" for row in rows(path))
     else:
-        with fsspec.open(path, compression="gzip" if path.endswith(".dz") else "infer") as file:
+        with _COMPRESSED.get(Path(path).suffix.lower(), open)(path, "rb") as file:
             yield from iter(lambda: file.read1(_CHUNK), b"")
 
 
