@@ -169,6 +169,59 @@ def test_compressed_files_are_read(tmp_path):
         assert texts_of(tmp_path / f"book.txt{suffix}", pack(PROSE.encode())) == (FOUND, [])
 
 
+ENDS = pytest.mark.parametrize(
+    "end", ["\n", "\r\n", "\r", "\r\r\n"], ids=["lf", "crlf", "cr", "crcrlf"]
+)
+WIKITEXT = " \n = Title {0} = \n \n One paragraph of {0} that has more than these words . \n"
+BERT = "Mr. {0} went.\nHe ate!\n\n"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\r\r\n"], ids=["lf", "crlf", "cr", "crcrlf"])
+def test_lines_end_as_on_any_system(tmp_path, end):
+    for form, each in {
+        "doc": ELEMENT,
+        "wikitext": WIKITEXT,
+        "bert": BERT,
+        "text": f"{PROSE}\n",
+    }.items():
+        text = "".join(each.format(n) for n in range(3)).replace("\n", end)
+        (tmp_path / f"{form}.txt").write_bytes(text.encode())
+        read, faults = found(tmp_path / f"{form}.txt")
+        assert find(tmp_path / f"{form}.txt")[0]["form"] == form
+        assert not faults
+        assert [own for _, own in read] == {
+            "doc": [ARTICLE] * 3,
+            "wikitext": [
+                [f"One paragraph of {n} that has more than these words ."] for n in range(3)
+            ],
+            "bert": [[f"Mr. {n} went.", "He ate!"] for n in range(3)],
+            "text": [FOUND * 3],
+        }[form]
+    lines = json.dumps({"text": PROSE.replace("\n", end)})
+    assert [own for _, own in found_in(tmp_path / "a.jsonl", lines)[0]] == [FOUND]
+
+
+@pytest.mark.parametrize("space", [" ", "\t", "\f", "\u00a0", "\u3000", "\u00a0 \u3000"])
+def test_blank_lines_may_have_spaces_of_any_kind(tmp_path, space):
+    def texts(name, text):
+        return [
+            own for _, own in found_in(tmp_path / name, text.replace("\n\n", f"\n{space}\n"))[0]
+        ]
+
+    assert texts("a.txt", PROSE) == [FOUND]
+    assert texts("b.txt", BERT.format(0) + BERT.format(1)) == [
+        [f"Mr. {n} went.", "He ate!"] for n in range(2)
+    ]
+    assert find(tmp_path / "b.txt")[0]["form"] == "bert"
+
+
+@pytest.mark.filterwarnings("ignore::bs4.XMLParsedAsHTMLWarning")  # pytest drops the filters
+def test_html_is_known_by_its_beginning(tmp_path):
+    for begin in ("<html>", "\n<!DOCTYPE html><html>", '<?xml version="1.0"?>\n<!doctype HTML>'):
+        text = f"{begin}<body><p>{FOUND[0]}</p><pre>five words that are no prose</pre>"
+        assert texts_of(tmp_path / "page.txt", text.encode()) == ([FOUND[0]], []), begin
+
+
 def test_names_of_files_mean_nothing_but_their_endings(tmp_path):
     for name in ("File::Spec.pod", "memory::a.txt", "a[1]*?.txt", "~.txt", "B.TXT.GZ"):
         data = gzip.compress(PROSE.encode()) if name.endswith("GZ") else PROSE.encode()
