@@ -100,6 +100,13 @@ def test_words_reach_their_keys_and_replace_what_stood_there():
         assert load_recipe("digits", [f"schedule.power={word}"]).schedule.power == value
 
 
+def test_a_number_sign_in_quotes_or_inside_a_name_is_no_comment():
+    for text, root in (("'data #2'", "data #2"), ("data#2", "data#2"), ("'#' ", "#")):
+        assert load_recipe("digits", [f"data.root={text}"]).data.root == root
+    about = load_recipe("digits", ["about=|\n  a\n  # b\n"]).about
+    assert about == "a\n# b\n"  # a block of text
+
+
 def test_a_setting_goes_to_the_chosen_optimizers_that_have_it():
     # the order does not matter
     recipe = load_recipe("digits", ["lr=0.7", "damping=2", "optimizer=thor,adamw"])
@@ -197,6 +204,12 @@ WRONG = {
     "epochs=1__0": "epochs='1__0' is text and should be a valid integer",
     "lr=1:30": "optimizers.thor.lr='1:30' is text and should be a valid number",
     "about=" + "[" * 500: "about=[[",
+    "data.root=data #2": (
+        "data.root=data #2: YAML takes #2 for a comment: leave it out, or quote the value, as in "
+        "\"data.root='data #2'\""
+    ),
+    "weights=#best": "weights=#best: YAML takes #best for a comment: leave it out, or quote",
+    "schedule={kind: linear} # 3": "schedule={kind: linear} # 3: YAML takes # 3 for a comment",
     "=3": "'=3' is not key=value",
     "lr": "'lr' is not key=value",
 }

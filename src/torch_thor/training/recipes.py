@@ -22,7 +22,7 @@ from torch_thor.training.recipe_model import (
     Workers,
 )
 from torch_thor.training.tasks.opening import check_task
-from torch_thor.training.yaml12 import read_yaml, write_yaml
+from torch_thor.training.yaml12 import comment_of, read_yaml, write_yaml
 
 _ABSENT = object()  # stands for the value of a key that is not there
 # the tables of `torch-thor keys PART`; without a part, the keys that are of no other
@@ -205,6 +205,12 @@ def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
         key, equals, text = word.partition("=")
         require(key != "" and equals != "", f"'{word}' is not key=value: write it as in lr=0.1")
         value = read_yaml(text, f"{word}: the value")
+        comment = comment_of(text)
+        require(
+            comment == "",
+            f"{word}: YAML takes {comment} for a comment: leave it out, or quote the value, as in "
+            f"\"{key}='{text}'\"",
+        )
         if key == "optimizer" and isinstance(value, str):
             value = value.split(",")
         path = key.split(".")

@@ -93,6 +93,13 @@ def read_yaml(text: str, what: str) -> Any:
         raise UserError(f"{what} is not YAML ({fault}): {remedy}") from error
 
 
+def comment_of(text: str) -> str:
+    """Return the comment that a document, which can be read, ends with; "" if there is none."""
+    node = yaml.compose(text, Loader=_Loader)
+    rest = text[0 if node is None else node.end_mark.index :].strip()
+    return rest if rest.startswith("#") else ""
+
+
 def write_yaml(values: Any) -> str:
     """Write values as text that `read_yaml` makes equal values of."""
     return yaml.dump(
