@@ -3,6 +3,7 @@ nothing.
 """
 
 import io
+import json
 import os
 import shutil
 import threading
@@ -216,6 +217,30 @@ def test_a_checkpoint_has_a_copy_of_a_damaged_recipe(run, damage):
         run.stored()
     run_recipe(RECIPE, run, SILENT, resume=True)
     assert run.recipe.read_text() == text
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_that_has_lost_its_checkpoints_is_not_begun_anew(run, finished):
+    shutil.rmtree(run.checkpoints("sgd"))
+    if not finished:
+        run.summary.unlink()
+    before = contents(run.path)
+    message = r"checkpoints has no checkpoint, but .*metrics.jsonl has 10 steps: put the checkpoint"
+    with pytest.raises(UserError, match=message):
+        run_recipe(changed(checkpoint_interval=20), run, SILENT, resume=True)
+    assert contents(run.path) == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_goes_on(run):
+    """While it wrote that of its fifth step, the metrics of five were on the disk."""
+    lines = run.metrics("sgd").read_text().splitlines(keepends=True)
+    text = "".join(line for line in lines if json.loads(line)["step"] <= 5)
+    shutil.rmtree(run.checkpoints("sgd"))
+    run.summary.unlink()
+    run.metrics("sgd").write_text(text)
+    run_recipe(RECIPE, run, SILENT, resume=True)
+    assert newest(run.checkpoints("sgd"), pytest.fail).step == 10
+    assert len(run.metrics("sgd").read_text().splitlines()) == len(lines)
 
 
 def test_a_recipe_whose_bit_flipped_is_not_continued(run):

@@ -22,7 +22,7 @@ from torch_thor.training import (
 from torch_thor.training import (
     recipe_schedules as schedules,
 )
-from torch_thor.training.checkpoint import Checkpoint, newest
+from torch_thor.training.checkpoint import Checkpoint, newest, newest_first
 from torch_thor.training.checkpoint_saving import Saver, listening, settle
 from torch_thor.training.evaluation import counted
 from torch_thor.training.folder import RunFolder
@@ -35,7 +35,7 @@ from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, div
 from torch_thor.training.precision import Precision, averaged
 from torch_thor.training.recipe_model import Recipe, absolute, path_of
 from torch_thor.training.recipes import override
-from torch_thor.training.summary import report
+from torch_thor.training.summary import read, report
 from torch_thor.training.tasks.opening import open_task, task_class
 from torch_thor.training.tasks.task import Metric, Task
 
@@ -135,6 +135,8 @@ def run_recipe(
         recipe, resume = ranks.broadcast((recipe, resume))
         with agreed(ranks):
             task = open_task(recipe, ranks.device, say)
+            if resume and ranks.first:
+                _check_checkpoints(folder, task)
         # the first run is built before the folder is changed: a recipe that cannot start must leave
         # it as it was
         pending = {
@@ -158,6 +160,24 @@ def run_recipe(
                 del begun
             if ranks.first:
                 report(folder, recipe, task, console)
+
+
+def _check_checkpoints(folder: RunFolder, task: Task) -> None:
+    """Refuse a run that has lost checkpoints: it would begin anew, and lose its metrics too."""
+    begun = folder.begun()
+    assert begun is not None  # else nothing continues
+    for name in begun.optimizer:
+        metrics, checkpoints = folder.metrics(name), folder.checkpoints(name)
+        if newest_first(checkpoints) or not metrics.is_file():
+            continue
+        # a run may have been killed while it wrote the first one
+        first = begun.checkpoint_interval or task.steps_per_epoch
+        last = max((line["step"] for line in read(metrics)), default=0)
+        require(
+            last <= first and not folder.summary.exists(),
+            f"{checkpoints} has no checkpoint, but {metrics} has {last} steps: put the checkpoints "
+            "back, or start again with --overwrite or --out",
+        )
 
 
 def _begin(
