@@ -331,6 +331,18 @@ def test_a_setting_of_an_optimizer_at_the_top_of_a_file():
         parse("lr: 0.1", "x")
 
 
+def test_dots_in_the_keys_of_a_file_are_levels_of_words():
+    remedy = "dots are for words of the command line; write"
+    for text, said in {
+        "schedule.kind: cosine": f"schedule.kind: {remedy} schedule: {{kind: cosine}}",
+        "data: {workers.count: 2}": f"data.workers.count: {remedy} workers: {{count: 2}}",
+        "optimizers.sgd.lr: 1": f"optimizers.sgd.lr: {remedy} optimizers: {{sgd: {{lr: 1}}}}",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            parse(text, "x")
+        assert str(caught.value) == f"there is no key {said}"
+
+
 def test_recipes_cannot_be_changed_and_their_paths_name_the_environment(monkeypatch):
     recipe = load_recipe("digits", ["data.root=$PLACE/images"])
     with pytest.raises(ValidationError, match="frozen"):

@@ -70,6 +70,13 @@ def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
                 about += f": write {int(text)}, without quotes and without 0 in front"
         if fault["type"] == _FAULTS:
             lines += [f"{key}.{line}".removeprefix(".") for line in fault["ctx"]["lines"]]
+        elif fault["type"] == "extra_forbidden" and "." in str(fault["loc"][-1]):
+            *outer, inner = str(fault["loc"][-1]).split(".")
+            nested = "".join(f"{part}: {{" for part in outer) + f"{inner}: {shown}"
+            lines.append(
+                f"there is no key {key}: dots are for words of the command line; write "
+                f"{nested}{'}' * len(outer)}"
+            )
         elif fault["type"] == "extra_forbidden" and key in meanings:
             lines.append(
                 f"{key} is a setting of some optimizers: name one in optimizer, or give "

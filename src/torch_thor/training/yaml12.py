@@ -31,6 +31,7 @@ _REMEDIES = {  # by a word of the fault
     "twice": "remove one of the two",
     "alias": "quote text that begins with *",
     "another document": "write one recipe in a file",
+    "value that !!": "leave out tags such as !!int, and quote text",
     "levels": "a recipe has a few",
     "special characters": "save it as plain UTF-8 text",
 }
@@ -40,7 +41,18 @@ _REMEDY = "write `key: value` lines, and quote text that contains brackets, colo
 class _Loader(yaml.SafeLoader):
     """Reads the core schema; a key that is given twice is an error."""
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        # of a tag such as !!bool whose value is of another kind; PyYAML tells some of them only
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a value that !!{kind} does not have", node.start_mark
+            ) from error
+
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         lines: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
@@ -50,7 +62,6 @@ class _Loader(yaml.SafeLoader):
                     f"the key {name} is given twice, in lines {lines[name]} and {line}"
                 )
             lines[name] = line
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 
 
