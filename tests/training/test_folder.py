@@ -4,6 +4,7 @@ nothing.
 
 import io
 import json
+import math
 import os
 import shutil
 import threading
@@ -12,7 +13,7 @@ import noisy
 import pytest
 from rich.console import Console
 
-from command_line import contents
+from command_line import call, contents
 from torch_thor.errors import UserError
 from torch_thor.training import run as running
 from torch_thor.training.checkpoint import newest
@@ -297,6 +298,16 @@ def test_evaluations_find_the_checkpoints_of_a_path(run, tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             evaluate_saved(path, words, pytest.fail)
+
+
+def test_an_evaluation_that_is_not_finite_is_null_in_json(run, monkeypatch, capsys):
+    found = {"loss": math.inf, "top1": math.nan, "top5": 0.5}
+    monkeypatch.setattr(running, "counted", lambda *_: (found, 60))
+    code, out, _ = call(monkeypatch, capsys, "eval", run.path, "device=cpu", "--json")
+    told = json.loads(out, parse_constant=pytest.fail)
+    assert code == 0
+    assert [(one["loss"], one["top1"], one["top5"]) for one in told] == [(None, None, 0.5)] * 2
+    assert "not finite" in call(monkeypatch, capsys, "eval", run.path, "device=cpu")[1]
 
 
 def test_a_recipe_that_cannot_start_leaves_no_folder(tmp_path):

@@ -3,6 +3,7 @@
 Then what is trained is used.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -226,7 +227,8 @@ def _train(
 class SavedScore:
     """The evaluation of a checkpoint's weights, or averaged weights: metrics and their values.
 
-    `number` counts what the metrics are means over, in the `unit` of the task, such as images.
+    A value that is not finite is None, as in `metrics.jsonl`. `number` counts what the metrics are
+    means over, in the `unit` of the task, such as images.
     """
 
     optimizer: str
@@ -234,7 +236,7 @@ class SavedScore:
     step: int
     path: Path
     metrics: Sequence[Metric]
-    values: Mapping[str, float]
+    values: Mapping[str, float | None]
     number: int
     unit: str
 
@@ -278,7 +280,10 @@ def evaluate_saved(
                     saved.load_weights(model, averaged=averages)
                 measured = counted(task, model, ranks)
                 assert measured is not None  # no signal is listened to
-                values, number = measured
+                means, number = measured
+                values = {
+                    name: mean if math.isfinite(mean) else None for name, mean in means.items()
+                }
                 scores.append(
                     SavedScore(
                         saved.optimizer, averages, saved.step, saved.path, task.metrics, values,
