@@ -15,6 +15,7 @@ from rich.console import Console
 
 from command_line import call, contents
 from torch_thor.errors import UserError
+from torch_thor.printing import is_first_rank
 from torch_thor.training import run as running
 from torch_thor.training.checkpoint import newest
 from torch_thor.training.folder import RunFolder
@@ -308,6 +309,15 @@ def test_an_evaluation_that_is_not_finite_is_null_in_json(run, monkeypatch, caps
     assert code == 0
     assert [(one["loss"], one["top1"], one["top5"]) for one in told] == [(None, None, 0.5)] * 2
     assert "not finite" in call(monkeypatch, capsys, "eval", run.path, "device=cpu")[1]
+
+
+@pytest.mark.parametrize("rank", ["1", ""])
+def test_a_rank_that_torchrun_did_not_give_hides_nothing(run, monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", rank)
+    code, out, err = call(monkeypatch, capsys, "eval", run.path, "device=cpu", "--json")
+    assert (code, len(json.loads(out)), err) == (0, 2, "")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    assert not is_first_rank()
 
 
 def test_a_recipe_that_cannot_start_leaves_no_folder(tmp_path):

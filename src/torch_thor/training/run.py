@@ -4,7 +4,6 @@ Then what is trained is used.
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from torch_thor.errors import require
 from torch_thor.files import check_place, whole_folder, writing
-from torch_thor.printing import lasting_output, printer
+from torch_thor.printing import is_first_rank, lasting_output, printer
 from torch_thor.training import (
     initial_weights as weights,
 )
@@ -257,9 +256,7 @@ def evaluate_saved(
     Returns:
         A score for each optimizer, and one for its averaged weights if it has any.
     """
-    checkpoints = weights.find_checkpoints(
-        path, say if os.environ.get("RANK", "0") == "0" else lambda _: None
-    )
+    checkpoints = weights.find_checkpoints(path, say if is_first_rank() else lambda _: None)
     recipes = [_with_words(saved, words) for saved in checkpoints]
     scores = []
     with processes(recipes[0]) as ranks:
