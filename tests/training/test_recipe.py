@@ -107,6 +107,21 @@ def test_a_number_sign_in_quotes_or_inside_a_name_is_no_comment():
     assert about == "a\n# b\n"  # a block of text
 
 
+def test_names_that_look_like_numbers_are_kept_as_they_are_written(tmp_path):
+    for text in ("2024_01_01", "1e5", "1.10", "0x10", "+5", "007", "12", "1.", "-.inf"):
+        words = ["weights=x", f"weights_except=[{text}, a]", f"about={text}"]
+        keys = f"data: {{root: {text}}}\nweights_except: [{text}, a]\nabout: {text}\n"
+        (tmp_path / "mine.yaml").write_text(f"{keys}weights: x\nseed: 0x10\n")
+        for recipe in (
+            load_recipe("digits", [*words, f"data.root={text}", "seed=0x10"]),
+            load_recipe("digits", [*words, f"data={{root: {text}}}", "seed=1_6"]),
+            load_recipe(str(tmp_path / "mine.yaml")),
+        ):
+            assert (recipe.data.root, recipe.weights_except) == (text, (text, "a"))
+            assert (recipe.about, recipe.seed) == (text, 16)
+            assert parse(to_yaml(recipe), "other") == recipe
+
+
 def test_a_setting_goes_to_the_chosen_optimizers_that_have_it():
     # the order does not matter
     recipe = load_recipe("digits", ["lr=0.7", "damping=2", "optimizer=thor,adamw"])

@@ -104,6 +104,11 @@ def read_yaml(text: str, what: str) -> Any:
         raise UserError(f"{what} is not YAML ({fault}): {remedy}") from error
 
 
+def read_texts(text: str) -> Any:
+    """Read a document, which `read_yaml` has read, with each number as the text that is there."""
+    return yaml.load(text, Loader=yaml.BaseLoader)
+
+
 def comment_of(text: str) -> str:
     """Return the comment that a document, which can be read, ends with; "" if there is none."""
     node = yaml.compose(text, Loader=_Loader)
