@@ -107,6 +107,16 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_a_link_to_nothing_is_named_before_any_work(tmp_path):
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    for folder, where in (("gone", ""), ("gone/run", r" \(which .*gone/run would be in\)")):
+        with pytest.raises(
+            UserError, match=f"gone is a link to nothing{where}: choose another folder with --out"
+        ):
+            run_recipe(RECIPE, RunFolder(tmp_path / folder), SILENT)
+    assert [path.name for path in tmp_path.iterdir()] == ["gone"]
+
+
 def test_resume_lengthens_and_overwrite_begins_anew(run, tmp_path):
     longer = changed(epochs=3, keep_best=False)
     run_recipe(longer, run, SILENT, resume=True)
