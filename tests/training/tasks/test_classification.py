@@ -222,7 +222,10 @@ def test_an_evaluation_of_too_many_broken_images_is_an_error_at_its_end(folder):
 
 def test_more_workers_than_cores_are_one_line(folder, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")  # as others than torchrun may leave it
+    opened(**folder(workers=1), train=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     said = []
     task = opened(said.append, **folder(workers=2), train=False)
     list(task.held_out(Ranks()))

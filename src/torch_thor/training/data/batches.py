@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import is_torchelastic_launched
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from torch_thor.errors import UserError, first_line, require
@@ -247,7 +248,7 @@ def check_workers(count: int, say: Callable[[str], None]) -> None:
     if count:
         check_temporary_folder("data.workers.count=0 to read in the training process")
     cores = allowed_cores()
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = int(os.environ["LOCAL_WORLD_SIZE"]) if is_torchelastic_launched() else 1
     if count * processes > cores:
         say(
             f"data.workers.count={count}: {count * processes} worker processes share {cores} "
