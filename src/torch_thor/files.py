@@ -176,10 +176,12 @@ def check_place(folder: Path, option: str = "--out") -> None:
 
     Nothing is changed.
     """
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    places = (folder, *folder.absolute().parents)
+    existing = next(place for place in places if place.exists() or place.is_symlink())
     below = "" if existing == folder else f" (which {folder} would be in)"
     usable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    why = "cannot be written to" if existing.is_dir() else "is a file"
+    is_file = "is a file" if existing.exists() else "is a link to nothing"
+    why = "cannot be written to" if existing.is_dir() else is_file
     require(
         usable, f"{option} {folder}: {existing} {why}{below}: choose another folder with {option}"
     )

@@ -65,14 +65,16 @@ def quantity(number: int) -> str:
 
 def is_first_rank() -> bool:
     """Return whether this is the only process, or the first of those that `torchrun` started."""
-    return os.environ.get("RANK", "0") == "0"
+    # schedulers and containers may set RANK where nothing else does what torchrun does
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def print_message(text: str) -> None:
-    """Print lines on stderr, with the rank of the process if it is not the first."""
-    rank = "" if is_first_rank() else f", rank {os.environ['RANK']}"
+    """Print lines on stderr, with the rank of the process if its environment has another than 0."""
+    rank = os.environ.get("RANK", "0")
+    of_rank = "" if rank in ("", "0") else f", rank {rank}"
     for line in text.splitlines():
-        sys.stderr.write(f"torch-thor{rank}: {visible(line)}\n")
+        sys.stderr.write(f"torch-thor{of_rank}: {visible(line)}\n")
 
 
 class _Lasting:

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -344,6 +345,17 @@ def test_newest_and_best_are_kept(trained, tmp_path):
     # of a run that continues because those of later steps are damaged
     save(tmp_path, trained, 11, 1, 11)
     assert names(tmp_path) == ["step-00000011", "step-00000013"]
+
+
+def test_the_best_one_of_a_copy_that_followed_the_link_is_replaced(trained, tmp_path):
+    save(tmp_path / "run", trained, 1, 2, 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)
+    assert not (tmp_path / "copy" / "best").is_symlink()
+    for step, best in ((2, 2), (3, 2)):
+        save(tmp_path / "copy", trained, step, 1, best)
+        assert (tmp_path / "copy" / "best").is_symlink()
+        assert open_checkpoint(tmp_path / "copy" / "best").step == 2
+    assert names(tmp_path / "copy") == ["step-00000002", "step-00000003"]
 
 
 def test_an_old_one_that_cannot_be_removed_ends_nothing(trained, tmp_path, monkeypatch):

@@ -3,6 +3,8 @@ nothing.
 """
 
 import io
+import json
+import math
 import os
 import shutil
 import threading
@@ -11,8 +13,9 @@ import noisy
 import pytest
 from rich.console import Console
 
-from command_line import contents
+from command_line import call, contents
 from torch_thor.errors import UserError
+from torch_thor.printing import is_first_rank
 from torch_thor.training import run as running
 from torch_thor.training.checkpoint import newest
 from torch_thor.training.folder import RunFolder
@@ -102,6 +105,16 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         with pytest.raises(UserError, match=said):
             run_recipe(RECIPE, RunFolder(tmp_path / folder), SILENT, **options)
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_link_to_nothing_is_named_before_any_work(tmp_path):
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    for folder, where in (("gone", ""), ("gone/run", r" \(which .*gone/run would be in\)")):
+        with pytest.raises(
+            UserError, match=f"gone is a link to nothing{where}: choose another folder with --out"
+        ):
+            run_recipe(RECIPE, RunFolder(tmp_path / folder), SILENT)
+    assert [path.name for path in tmp_path.iterdir()] == ["gone"]
 
 
 def test_resume_lengthens_and_overwrite_begins_anew(run, tmp_path):
@@ -218,6 +231,30 @@ def test_a_checkpoint_has_a_copy_of_a_damaged_recipe(run, damage):
     assert run.recipe.read_text() == text
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_that_has_lost_its_checkpoints_is_not_begun_anew(run, finished):
+    shutil.rmtree(run.checkpoints("sgd"))
+    if not finished:
+        run.summary.unlink()
+    before = contents(run.path)
+    message = r"checkpoints has no checkpoint, but .*metrics.jsonl has 10 steps: put the checkpoint"
+    with pytest.raises(UserError, match=message):
+        run_recipe(changed(checkpoint_interval=20), run, SILENT, resume=True)
+    assert contents(run.path) == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_goes_on(run):
+    """While it wrote that of its fifth step, the metrics of five were on the disk."""
+    lines = run.metrics("sgd").read_text().splitlines(keepends=True)
+    text = "".join(line for line in lines if json.loads(line)["step"] <= 5)
+    shutil.rmtree(run.checkpoints("sgd"))
+    run.summary.unlink()
+    run.metrics("sgd").write_text(text)
+    run_recipe(RECIPE, run, SILENT, resume=True)
+    assert newest(run.checkpoints("sgd"), pytest.fail).step == 10
+    assert len(run.metrics("sgd").read_text().splitlines()) == len(lines)
+
+
 def test_a_recipe_whose_bit_flipped_is_not_continued(run):
     for key, old, new in (("seed", 3, 2), ("epochs", 2, 1)):
         run.recipe.write_text(run.recipe.read_text().replace(f"{key}: {old}\n", f"{key}: {new}\n"))
@@ -272,6 +309,25 @@ def test_evaluations_find_the_checkpoints_of_a_path(run, tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             evaluate_saved(path, words, pytest.fail)
+
+
+def test_an_evaluation_that_is_not_finite_is_null_in_json(run, monkeypatch, capsys):
+    found = {"loss": math.inf, "top1": math.nan, "top5": 0.5}
+    monkeypatch.setattr(running, "counted", lambda *_: (found, 60))
+    code, out, _ = call(monkeypatch, capsys, "eval", run.path, "device=cpu", "--json")
+    told = json.loads(out, parse_constant=pytest.fail)
+    assert code == 0
+    assert [(one["loss"], one["top1"], one["top5"]) for one in told] == [(None, None, 0.5)] * 2
+    assert "not finite" in call(monkeypatch, capsys, "eval", run.path, "device=cpu")[1]
+
+
+@pytest.mark.parametrize("rank", ["1", ""])
+def test_a_rank_that_torchrun_did_not_give_hides_nothing(run, monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", rank)
+    code, out, err = call(monkeypatch, capsys, "eval", run.path, "device=cpu", "--json")
+    assert (code, len(json.loads(out)), err) == (0, 2, "")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    assert not is_first_rank()
 
 
 def test_a_recipe_that_cannot_start_leaves_no_folder(tmp_path):

@@ -374,6 +374,29 @@ def test_divergence_is_one_error_that_names_the_step(name, said):
     assert (run.step, diary.lines[-2:]) == (2, ["end 2", "close"])
 
 
+def test_a_step_beyond_float32_is_a_divergence_and_other_errors_are_not():
+    one = torch.ones(1)
+
+    def beyond(_):
+        one.addcdiv_(one, one, value=1e39)  # as AdamW computes with lr=1e38
+
+    def wrong(_):
+        raise RuntimeError("a fault of the program")
+
+    for step, kind, said in (
+        (
+            beyond,
+            DivergedError,
+            r"^step 1: lr=0.3 makes a step that no float32 can hold: lower",
+        ),
+        (wrong, RuntimeError, "a fault of the program"),
+    ):
+        run = started("sgd", Padded())
+        run.precision.step = step
+        with pytest.raises(kind, match=said):
+            train(run, [])
+
+
 def test_a_step_that_thor_skips_enters_no_average_and_the_average_is_evaluated():
     run, watch, seen = started("thor", Padded(spoiled=3), ema_decay=0.5), Diary(), []
     run.optimizer.nonfinite = "skip"

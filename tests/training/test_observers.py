@@ -129,6 +129,19 @@ def test_every_step_refresh_and_evaluation_is_a_line(tmp_path):
     assert (lines[2]["loss"], last["loss"], last["averaged_top1"]) == (None, None, None)
 
 
+def test_a_file_whose_line_ends_were_converted_is_left_as_it_is(tmp_path):
+    metrics = Metrics(tmp_path / "m")
+    tell(metrics, new_run())
+    offset = metrics.offset()
+    metrics.close()
+    converted = metrics.path.read_bytes().replace(b"\n", b"\r\n")
+    metrics.path.write_bytes(converted)
+    message = rf"m was changed since .* no line ends at byte {offset}, .*: put the file back, or"
+    with pytest.raises(UserError, match=message):
+        Metrics(metrics.path, offset)
+    assert metrics.path.read_bytes() == converted
+
+
 def test_a_resumed_run_cuts_the_file_to_its_checkpoint(tmp_path):
     """Wherever it was killed, also inside a line, the file is that of a run that was not."""
     metrics = Metrics(tmp_path / "m")

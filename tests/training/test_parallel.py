@@ -113,3 +113,14 @@ def test_devices(monkeypatch):
             UserError, match=f"device={name} cannot be used .*: try device=cpu or device=auto"
         ):
             device_of(name)
+
+    def none(*_, **__):
+        raise RuntimeError("there is none")
+
+    monkeypatch.setattr(torch, "ones", none)  # on every machine
+    monkeypatch.setenv("LOCAL_RANK", "99")
+    for launched, name in ((False, "cuda"), (True, "cuda:99")):
+        if launched:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+        with pytest.raises(UserError, match=rf"device={name} cannot be used \("):
+            device_of("cuda")

@@ -100,6 +100,28 @@ def test_words_reach_their_keys_and_replace_what_stood_there():
         assert load_recipe("digits", [f"schedule.power={word}"]).schedule.power == value
 
 
+def test_a_number_sign_in_quotes_or_inside_a_name_is_no_comment():
+    for text, root in (("'data #2'", "data #2"), ("data#2", "data#2"), ("'#' ", "#")):
+        assert load_recipe("digits", [f"data.root={text}"]).data.root == root
+    about = load_recipe("digits", ["about=|\n  a\n  # b\n"]).about
+    assert about == "a\n# b\n"  # a block of text
+
+
+def test_names_that_look_like_numbers_are_kept_as_they_are_written(tmp_path):
+    for text in ("2024_01_01", "1e5", "1.10", "0x10", "+5", "007", "12", "1.", "-.inf"):
+        words = ["weights=x", f"weights_except=[{text}, a]", f"about={text}"]
+        keys = f"data: {{root: {text}}}\nweights_except: [{text}, a]\nabout: {text}\n"
+        (tmp_path / "mine.yaml").write_text(f"{keys}weights: x\nseed: 0x10\n")
+        for recipe in (
+            load_recipe("digits", [*words, f"data.root={text}", "seed=0x10"]),
+            load_recipe("digits", [*words, f"data={{root: {text}}}", "seed=1_6"]),
+            load_recipe(str(tmp_path / "mine.yaml")),
+        ):
+            assert (recipe.data.root, recipe.weights_except) == (text, (text, "a"))
+            assert (recipe.about, recipe.seed) == (text, 16)
+            assert parse(to_yaml(recipe), "other") == recipe
+
+
 def test_a_setting_goes_to_the_chosen_optimizers_that_have_it():
     # the order does not matter
     recipe = load_recipe("digits", ["lr=0.7", "damping=2", "optimizer=thor,adamw"])
@@ -197,6 +219,12 @@ WRONG = {
     "epochs=1__0": "epochs='1__0' is text and should be a valid integer",
     "lr=1:30": "optimizers.thor.lr='1:30' is text and should be a valid number",
     "about=" + "[" * 500: "about=[[",
+    "data.root=data #2": (
+        "data.root=data #2: YAML takes #2 for a comment: leave it out, or quote the value, as in "
+        "\"data.root='data #2'\""
+    ),
+    "weights=#best": "weights=#best: YAML takes #best for a comment: leave it out, or quote",
+    "schedule={kind: linear} # 3": "schedule={kind: linear} # 3: YAML takes # 3 for a comment",
     "=3": "'=3' is not key=value",
     "lr": "'lr' is not key=value",
 }
@@ -316,6 +344,18 @@ def test_a_setting_of_an_optimizer_at_the_top_of_a_file():
         UserError, match=r"^lr is a setting of some optimizers: .* or give optimizers.NAME.lr$"
     ):
         parse("lr: 0.1", "x")
+
+
+def test_dots_in_the_keys_of_a_file_are_levels_of_words():
+    remedy = "dots are for words of the command line; write"
+    for text, said in {
+        "schedule.kind: cosine": f"schedule.kind: {remedy} schedule: {{kind: cosine}}",
+        "data: {workers.count: 2}": f"data.workers.count: {remedy} workers: {{count: 2}}",
+        "optimizers.sgd.lr: 1": f"optimizers.sgd.lr: {remedy} optimizers: {{sgd: {{lr: 1}}}}",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            parse(text, "x")
+        assert str(caught.value) == f"there is no key {said}"
 
 
 def test_recipes_cannot_be_changed_and_their_paths_name_the_environment(monkeypatch):

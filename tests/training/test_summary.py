@@ -117,6 +117,13 @@ def test_averaged_weights_decide_where_there_are_any(folder):
     assert told["ended_at_target"]
 
 
+def test_a_value_that_is_not_finite_is_null_as_json_has_it(folder):
+    write(folder, "sgd", (math.nan, math.nan))
+    _, _, [told] = reported(folder)
+    assert told["best"] == {"step": 2, "top1": None}
+    assert "NaN" not in folder.summary.read_text()
+
+
 def test_the_sentence_compares_with_adamw_or_the_last(folder):
     for name, finals in {
         "thor-muon": (0.75, 0.9),

@@ -52,7 +52,17 @@ FAULTS = {
     "a: 1\nb: x: y\n": ("in line 2, `b: x: y`", "colons"),
     "a: 1\n---\nb: 2\n": ("another document in line 2", "one recipe in a file"),
     "a: 1\nb: \x00\n": ("in line 2", "plain UTF-8"),
-    "a: !!int 010\n": ("invalid literal", "quote text"),
+    "a: !!int 010\n": ("a value that !!int does not have in line 1", "`a: !!int", "leave out tags"),
+    "a: !!bool maybe\n": ("a value that !!bool does not have in line 1", "and quote text"),
+    "a: !!bool ''\n": ("a value that !!bool does not have in line 1", "leave out tags"),
+    "a: 1\nb: !!timestamp foo\n": (
+        "a value that !!timestamp does not have",
+        "in line 2",
+        "leave out tags",
+    ),
+    "a: !!float ''\n": ("a value that !!float does not have", "in line 1", "leave out tags"),
+    "a: !!int [1]\n": ("a value that !!int does not have", "in line 1", "leave out tags"),
+    "a: !!set [1]\n": ("expected a mapping node, but found sequence in line 1", "quote text"),
     "a: " + "[" * 30: ("nested in more than 20 levels in line 1", "a recipe has a few"),
 }
 

@@ -136,11 +136,13 @@ def settle(folder: Path, run: Run) -> None:
     """
     best = f"{PREFIX}{run.best.step:08d}" if run.best is not None and run.recipe.keep_best else ""
     if best and (folder / best).exists():
-        temporary = folder / f"{REMAINS}{BEST}"
+        temporary, link = folder / f"{REMAINS}{BEST}", folder / BEST
         temporary.unlink(missing_ok=True)
         with if_offered(f"make the link {BEST!r} to the best checkpoint"):
             temporary.symlink_to(best)
-            temporary.replace(folder / BEST)
+            if link.is_dir() and not link.is_symlink():  # a copy of the run that followed the link
+                shutil.rmtree(link)
+            temporary.replace(link)
         flush(folder)
     # a run continues from an earlier step only if those of later steps are damaged
     earlier = [path for path in newest_first(folder) if path.name <= f"{PREFIX}{run.step:08d}"]

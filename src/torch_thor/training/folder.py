@@ -155,7 +155,7 @@ class RunFolder:
         begun = stored_origin(self.path)
         return origin is None or begun is None or begun.is_same(origin)
 
-    def _begun(self) -> Recipe | None:
+    def begun(self) -> Recipe | None:
         """Return the recipe of the newest checkpoint of verified checksum, or else the run's."""
         for name in OPTIMIZERS:
             with suppress(DamagedCheckpointError):
@@ -184,7 +184,7 @@ class RunFolder:
         It refuses a run that may not write here.
         """
         # If a run has begun here meanwhile, `claim` gives a new run another name.
-        begun = self._begun() if self._others is None else None
+        begun = self.begun() if self._others is None else None
         check_place(self.path)
         require(
             not (resume and overwrite), "--resume and --overwrite exclude each other: choose one"

@@ -353,7 +353,7 @@ def take_step(run: Run, feed: Feed) -> Point:
     with explaining(  # THOR refuses a gradient that is not finite
         FloatingPointError, lambda error: f"step {run.step + 1}: {error}", DivergedError
     ):
-        taken = run.precision.step(optimizer)
+        taken = _stepped(run)
     taken = taken and getattr(optimizer, "skipped_steps", 0) == skips
     optimizer.zero_grad()
     # This waits for the device, because the step is timed and its loss recorded.
@@ -374,6 +374,19 @@ def take_step(run: Run, feed: Feed) -> Point:
         feed.waited, count,
         not taken, refresh, () if thor is None else thor.last_refresh,
     )  # fmt: skip
+
+
+def _stepped(run: Run) -> bool:
+    """Step, and return whether it was taken; a step that float32 cannot hold is a divergence."""
+    try:
+        return run.precision.step(run.optimizer)
+    except RuntimeError as error:
+        if "without overflow" not in str(error):
+            raise
+        lr = float(run.optimizer.param_groups[0]["lr"])
+        raise DivergedError(
+            f"step {run.step + 1}: lr={lr:.3g} makes a step that no float32 can hold: lower lr"
+        ) from error
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:

@@ -95,12 +95,19 @@ class Metrics(Observer):
         self.path = path
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab")
+            self._file = path.open("a+b")
             size = self._file.tell()
             require(
                 size >= offset,
                 f"{path} has {size} bytes, but it had {offset} when the checkpoint was saved: put "
                 "the whole file back, or start another run with weights=CHECKPOINT and --out",
+            )
+            self._file.seek(max(0, offset - 1))
+            require(
+                offset == 0 or self._file.read(1) == b"\n",
+                f"{path} was changed since the checkpoint was saved: no line ends at byte "
+                f"{offset}, where it ended (were its line ends converted?): put the file back, or "
+                "start another run with weights=CHECKPOINT and --out",
             )
             self._file.truncate(offset)
 

@@ -76,7 +76,7 @@ def device_of(name: str) -> torch.device:
     """Return a recipe's device; under `torchrun`, `auto` and `cuda` are the GPU of this process."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and "LOCAL_RANK" in os.environ:
+    if name == "cuda" and dist.is_torchelastic_launched():
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     # torch asserts when it was built without CUDA, and imports modules of other devices
     with explaining(

@@ -70,6 +70,13 @@ def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
                 about += f": write {int(text)}, without quotes and without 0 in front"
         if fault["type"] == _FAULTS:
             lines += [f"{key}.{line}".removeprefix(".") for line in fault["ctx"]["lines"]]
+        elif fault["type"] == "extra_forbidden" and "." in str(fault["loc"][-1]):
+            *outer, inner = str(fault["loc"][-1]).split(".")
+            nested = "".join(f"{part}: {{" for part in outer) + f"{inner}: {shown}"
+            lines.append(
+                f"there is no key {key}: dots are for words of the command line; write "
+                f"{nested}{'}' * len(outer)}"
+            )
         elif fault["type"] == "extra_forbidden" and key in meanings:
             lines.append(
                 f"{key} is a setting of some optimizers: name one in optimizer, or give "
@@ -118,6 +125,37 @@ def meanings_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
         for inner in _models(field.annotation):
             meanings.update(meanings_of(inner, f"{prefix}{name}{many}."))
     return meanings
+
+
+def as_written(value: Any, texts: Any, hint: Any) -> Any:
+    """Return a mapping's values with numbers as they were written where a key takes text alone.
+
+    Such a key is a path or a name: 2024_01_01 and 1.10 are others than 20240101 and 1.1.
+
+    Args:
+        value: The mapping, or a value of it.
+        texts: The same, with the text of each scalar.
+        hint: Its type.
+    """
+    if isinstance(value, dict) and isinstance(texts, dict):
+        fields = {
+            name: field.annotation
+            for model in _models(hint)
+            for name, field in model.model_fields.items()
+        }
+        pairs = zip(value.items(), texts.values(), strict=False)  # 1 and 1.0 are one key
+        return {key: as_written(item, text, fields.get(key)) for (key, item), text in pairs}
+    if isinstance(value, list) and isinstance(texts, list):
+        return [as_written(item, text, hint) for item, text in zip(value, texts, strict=True)]
+    kinds = _leaves(hint)
+    takes_text = str in kinds and int not in kinds and float not in kinds
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return texts if is_number and takes_text else value
+
+
+def _leaves(hint: Any) -> list[Any]:
+    inner = get_args(hint)
+    return [leaf for part in inner for leaf in _leaves(part)] if inner else [hint]
 
 
 def _models(hint: Any) -> list[type[BaseModel]]:

@@ -1,8 +1,10 @@
 """Reading and writing recipes, the package's and users' files, with `key=value` words on top."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from torch_thor.errors import UserError, require
 from torch_thor.training.optimizers import KEYS_OF, Settings
-from torch_thor.training.recipe_keys import lines_of, meanings_of, nearest, rows
+from torch_thor.training.recipe_keys import as_written, lines_of, meanings_of, nearest, rows
 from torch_thor.training.recipe_model import (
     Data,
     Phase,
@@ -22,7 +24,7 @@ from torch_thor.training.recipe_model import (
     Workers,
 )
 from torch_thor.training.tasks.opening import check_task
-from torch_thor.training.yaml12 import read_yaml, write_yaml
+from torch_thor.training.yaml12 import comment_of, read_texts, read_yaml, write_yaml
 
 _ABSENT = object()  # stands for the value of a key that is not there
 # the tables of `torch-thor keys PART`; without a part, the keys that are of no other
@@ -123,7 +125,7 @@ def _keys(text: str, name: str) -> dict[str, Any]:
         isinstance(content, dict),
         f"recipe {name} has no keys: write it as `key: value` lines",
     )
-    return {"name": name, **content}
+    return {"name": name, **as_written(content, read_texts(text), Recipe)}
 
 
 def edited(
@@ -205,6 +207,12 @@ def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
         key, equals, text = word.partition("=")
         require(key != "" and equals != "", f"'{word}' is not key=value: write it as in lr=0.1")
         value = read_yaml(text, f"{word}: the value")
+        comment = comment_of(text)
+        require(
+            comment == "",
+            f"{word}: YAML takes {comment} for a comment: leave it out, or quote the value, as in "
+            f"\"{key}='{text}'\"",
+        )
         if key == "optimizer" and isinstance(value, str):
             value = value.split(",")
         path = key.split(".")
@@ -215,6 +223,9 @@ def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
             if isinstance(chosen, list | tuple) and name in chosen and path[0] in keys.model_fields
         ]
         places = [["optimizers", name, *path] for name in takers]
+        if path[0] in Recipe.model_fields:
+            written = as_written(_put({}, path, value), _put({}, path, read_texts(text)), Recipe)
+            value = reduce(getitem, path, written)
         for place in [path] if path[0] in Recipe.model_fields or not takers else places:
             tree = _put(tree, place, value)
     try:

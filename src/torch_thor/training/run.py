@@ -3,7 +3,7 @@
 Then what is trained is used.
 """
 
-import os
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from rich.console import Console
 
 from torch_thor.errors import require
 from torch_thor.files import check_place, whole_folder, writing
-from torch_thor.printing import lasting_output, printer
+from torch_thor.printing import is_first_rank, lasting_output, printer
 from torch_thor.training import (
     initial_weights as weights,
 )
 from torch_thor.training import (
     recipe_schedules as schedules,
 )
-from torch_thor.training.checkpoint import Checkpoint, newest
+from torch_thor.training.checkpoint import Checkpoint, newest, newest_first
 from torch_thor.training.checkpoint_saving import Saver, listening, settle
 from torch_thor.training.evaluation import counted
 from torch_thor.training.folder import RunFolder
@@ -35,7 +35,7 @@ from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, div
 from torch_thor.training.precision import Precision, averaged
 from torch_thor.training.recipe_model import Recipe, absolute, path_of
 from torch_thor.training.recipes import override
-from torch_thor.training.summary import report
+from torch_thor.training.summary import read, report
 from torch_thor.training.tasks.opening import open_task, task_class
 from torch_thor.training.tasks.task import Metric, Task
 
@@ -135,6 +135,8 @@ def run_recipe(
         recipe, resume = ranks.broadcast((recipe, resume))
         with agreed(ranks):
             task = open_task(recipe, ranks.device, say)
+            if resume and ranks.first:
+                _check_checkpoints(folder, task)
         # the first run is built before the folder is changed: a recipe that cannot start must leave
         # it as it was
         pending = {
@@ -158,6 +160,24 @@ def run_recipe(
                 del begun
             if ranks.first:
                 report(folder, recipe, task, console)
+
+
+def _check_checkpoints(folder: RunFolder, task: Task) -> None:
+    """Refuse a run that has lost checkpoints: it would begin anew, and lose its metrics too."""
+    begun = folder.begun()
+    assert begun is not None  # else nothing continues
+    for name in begun.optimizer:
+        metrics, checkpoints = folder.metrics(name), folder.checkpoints(name)
+        if newest_first(checkpoints) or not metrics.is_file():
+            continue
+        # a run may have been killed while it wrote the first one
+        first = begun.checkpoint_interval or task.steps_per_epoch
+        last = max((line["step"] for line in read(metrics)), default=0)
+        require(
+            last <= first and not folder.summary.exists(),
+            f"{checkpoints} has no checkpoint, but {metrics} has {last} steps: put the checkpoints "
+            "back, or start again with --overwrite or --out",
+        )
 
 
 def _begin(
@@ -206,7 +226,8 @@ def _train(
 class SavedScore:
     """The evaluation of a checkpoint's weights, or averaged weights: metrics and their values.
 
-    `number` counts what the metrics are means over, in the `unit` of the task, such as images.
+    A value that is not finite is None, as in `metrics.jsonl`. `number` counts what the metrics are
+    means over, in the `unit` of the task, such as images.
     """
 
     optimizer: str
@@ -214,7 +235,7 @@ class SavedScore:
     step: int
     path: Path
     metrics: Sequence[Metric]
-    values: Mapping[str, float]
+    values: Mapping[str, float | None]
     number: int
     unit: str
 
@@ -235,9 +256,7 @@ def evaluate_saved(
     Returns:
         A score for each optimizer, and one for its averaged weights if it has any.
     """
-    checkpoints = weights.find_checkpoints(
-        path, say if os.environ.get("RANK", "0") == "0" else lambda _: None
-    )
+    checkpoints = weights.find_checkpoints(path, say if is_first_rank() else lambda _: None)
     recipes = [_with_words(saved, words) for saved in checkpoints]
     scores = []
     with processes(recipes[0]) as ranks:
@@ -258,7 +277,10 @@ def evaluate_saved(
                     saved.load_weights(model, averaged=averages)
                 measured = counted(task, model, ranks)
                 assert measured is not None  # no signal is listened to
-                values, number = measured
+                means, number = measured
+                values = {
+                    name: mean if math.isfinite(mean) else None for name, mean in means.items()
+                }
                 scores.append(
                     SavedScore(
                         saved.optimizer, averages, saved.step, saved.path, task.metrics, values,

@@ -135,6 +135,7 @@ def targets_of(recipe: Recipe) -> list[float]:
 def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
     """Return the results of an optimizer as JSON values."""
     final, best = result.final, result.best()
+    value = result.value(best)
     reached = {str(target): result.reaching(target) for target in targets_of(recipe)}
     return {
         "optimizer": result.name,
@@ -144,7 +145,10 @@ def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
             for key, value in final.items()
             if key not in ("kind", "step", "primary", "higher_is_better")
         },
-        "best": {"step": best["step"], result.metric.name: result.value(best)},
+        "best": {
+            "step": best["step"],
+            result.metric.name: None if math.isnan(value) else value,
+        },
         "stop_at": recipe.stop_at,
         "ended_at_target": recipe.stop_at is not None and reached[str(recipe.stop_at)] is final,
         "targets": {

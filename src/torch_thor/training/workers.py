@@ -2,9 +2,30 @@
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from functools import cache
+
+from torch_thor.errors import require
+
+# Workers talk through sockets in a folder of their own there. The system allows their paths 107
+# bytes, and `/pymp-xxxxxxxx/listener-xxxxxxxx` has 32.
+_LONGEST = 75
+
+
+def check_temporary_folder(remedy: str) -> None:
+    """Refuse a folder of temporary files in which workers cannot make their sockets.
+
+    Each of them would print a traceback, and this process might wait for ever.
+    """
+    folder = tempfile.gettempdir()
+    length = len(os.fsencode(folder))
+    require(
+        length <= _LONGEST,
+        f"TMPDIR={folder} has {length} bytes, and the sockets of worker processes allow it "
+        f"{_LONGEST}: set TMPDIR to a shorter path, or {remedy}",
+    )
 
 
 @cache

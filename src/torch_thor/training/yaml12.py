@@ -31,6 +31,7 @@ _REMEDIES = {  # by a word of the fault
     "twice": "remove one of the two",
     "alias": "quote text that begins with *",
     "another document": "write one recipe in a file",
+    "value that !!": "leave out tags such as !!int, and quote text",
     "levels": "a recipe has a few",
     "special characters": "save it as plain UTF-8 text",
 }
@@ -40,7 +41,18 @@ _REMEDY = "write `key: value` lines, and quote text that contains brackets, colo
 class _Loader(yaml.SafeLoader):
     """Reads the core schema; a key that is given twice is an error."""
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        # of a tag such as !!bool whose value is of another kind; PyYAML tells some of them only
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a value that !!{kind} does not have", node.start_mark
+            ) from error
+
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         lines: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
@@ -50,7 +62,6 @@ class _Loader(yaml.SafeLoader):
                     f"the key {name} is given twice, in lines {lines[name]} and {line}"
                 )
             lines[name] = line
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 
 
@@ -91,6 +102,18 @@ def read_yaml(text: str, what: str) -> Any:
         fault = _fault(error, text)
         remedy = next((remedy for word, remedy in _REMEDIES.items() if word in fault), _REMEDY)
         raise UserError(f"{what} is not YAML ({fault}): {remedy}") from error
+
+
+def read_texts(text: str) -> Any:
+    """Read a document, which `read_yaml` has read, with each number as the text that is there."""
+    return yaml.load(text, Loader=yaml.BaseLoader)
+
+
+def comment_of(text: str) -> str:
+    """Return the comment that a document, which can be read, ends with; "" if there is none."""
+    node = yaml.compose(text, Loader=_Loader)
+    rest = text[0 if node is None else node.end_mark.index :].strip()
+    return rest if rest.startswith("#") else ""
 
 
 def write_yaml(values: Any) -> str:

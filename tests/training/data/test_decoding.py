@@ -97,13 +97,13 @@ def expected_grey(values):
     return torch.from_numpy(np.asarray(values, dtype=np.uint8)).expand(3, -1, -1)
 
 
-def tiff(values, order, sample_format=1):
-    """A TIFF of one strip, in either byte order."""
+def tiff(values, order, sample_format=1, photometric=1):
+    """A TIFF of one strip, in either byte order; where `photometric` is 0, so is white."""
     bits = 8 * values.itemsize
     data = values.astype(values.dtype.newbyteorder(order)).tobytes()
     height, width = values.shape
-    tags = [(256, width), (257, height), (258, bits), (259, 1), (262, 1), (273, 8), (277, 1),
-    (278, height), (279, len(data)), (339, sample_format)]  # fmt: skip
+    tags = [(256, width), (257, height), (258, bits), (259, 1), (262, photometric), (273, 8),
+    (277, 1), (278, height), (279, len(data)), (339, sample_format)]  # fmt: skip
     body = b"".join(struct.pack(f"{order}HHII", tag, 4, 1, value) for tag, value in tags)
     head = (b"II" if order == "<" else b"MM") + struct.pack(f"{order}HI", 42, 8 + len(data))
     return head + data + struct.pack(f"{order}H", len(tags)) + body + bytes(4)
@@ -155,6 +155,42 @@ def test_integers_of_32_bits_and_floats_are_scaled_by_their_range(values, sample
 def test_unsigned_integers_of_32_bits_do_not_wrap():
     values = (RAMP * (2**32 - 1)).astype(np.uint32)
     assert torch.equal(decode_rgb(tiff(values, "<")), expected_grey(np.round(RAMP * 255)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "sample_format", "order"),
+    [
+        (np.uint8, 255, 1, "<"), (np.uint8, 255, 1, ">"),
+        (np.uint16, 65535, 1, "<"), (np.uint16, 4095, 1, "<"),  # Pillow lacks the other order
+        (np.float32, 1, 3, "<"), (np.float32, 1, 3, ">"),
+    ],
+)  # fmt: skip
+def test_zero_is_white_where_the_file_says_so(dtype, largest, sample_format, order):
+    values = (RAMP * largest).astype(dtype)
+    white, black = (
+        decode_rgb(tiff(values, order, sample_format, photometric)) for photometric in (0, 1)
+    )
+    assert torch.equal(white, 255 - black)
+    assert (white[0, 0, 0], white[0, -1, -1]) == (255, 0)
+
+
+@pytest.mark.parametrize("order", "<>")
+def test_signed_values_of_eight_bits_are_broken(order):
+    content = tiff((255 * RAMP - 128).astype(np.int8), order, 2)
+    with pytest.raises(BrokenImageError, match="its 8-bit values are signed: convert it to u"):
+        decode_rgb(content)
+
+
+@pytest.mark.parametrize("zero", [0, 32768])
+def test_fits_of_sixteen_bits_is_signed_and_scaled_by_its_range(zero):
+    """Unsigned values are stored less 32768, which BZERO gives back."""
+    values = (RAMP * 65535).round().astype(np.int32)
+    fields = {"SIMPLE": "T", "BITPIX": 16, "NAXIS": 2, "NAXIS1": 32, "NAXIS2": 32, "BZERO": zero}
+    cards = [f"{key:8}= {value:>20}".ljust(80) for key, value in fields.items()]
+    data = (values - 32768).astype(">i2").tobytes()
+    content = "".join([*cards, "END"]).ljust(2880).encode() + data.ljust(2880, b"\0")
+    upwards = np.flipud(values)  # the first row is the lowest
+    assert torch.equal(decode_rgb(content), expected_grey(np.round(upwards * (255 / 65535))))
 
 
 @pytest.mark.parametrize(

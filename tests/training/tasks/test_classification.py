@@ -3,6 +3,7 @@ images as batches.
 """
 
 import itertools
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -221,7 +222,10 @@ def test_an_evaluation_of_too_many_broken_images_is_an_error_at_its_end(folder):
 
 def test_more_workers_than_cores_are_one_line(folder, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")  # as others than torchrun may leave it
+    opened(**folder(workers=1), train=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     said = []
     task = opened(said.append, **folder(workers=2), train=False)
     list(task.held_out(Ranks()))
@@ -229,6 +233,14 @@ def test_more_workers_than_cores_are_one_line(folder, monkeypatch):
         "data.workers.count=2: 4 worker processes share 1 cores; data.workers.count=0 would be "
         "enough"
     ]
+
+
+def test_workers_that_could_not_be_talked_to_are_refused_before_they_start(folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/" + 75 * "t")
+    message = r"TMPDIR=/t+ has 76 bytes, .* or data.workers.count=0 to read in the training process"
+    with pytest.raises(UserError, match=message):
+        opened(print, **folder(workers=1), train=False)
+    opened(print, **folder(workers=0), train=False)
 
 
 def test_what_the_data_refuse():

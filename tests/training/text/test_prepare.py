@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from io import StringIO
 from pathlib import Path
 
@@ -271,6 +272,24 @@ def test_bad_settings_are_refused_before_a_folder_is_made(wiki, tmp_path, change
     with pytest.raises(UserError, match=message):
         run(tmp_path / "none", wiki, **change)
     assert not (tmp_path / "none").exists()
+
+
+def test_processes_that_cannot_talk_are_refused_and_their_death_is_told(
+    wiki, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", "/" + 75 * "t")
+        with pytest.raises(UserError, match=r"TMPDIR=/t+ has 76 bytes, .* or give --workers 1"):
+            run(tmp_path / "none", wiki, workers=2)
+        assert not (tmp_path / "none").exists()
+        run(tmp_path / "one", wiki, workers=1)
+
+    def died(*_, **__):
+        raise EOFError
+
+    monkeypatch.setattr(prepare.datasets.Dataset, "from_generator", died)
+    with pytest.raises(UserError, match=r"has ended early \(EOFError\): .* fewer --workers"):
+        run(tmp_path / "two", wiki, workers=2)
 
 
 def test_a_corpus_keeps_its_settings_and_sources(wiki, corpus, tmp_path):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import lzma
 import os
+import zipfile
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -115,6 +116,20 @@ def test_articles_are_the_same_in_all_their_forms(tmp_path):
     assert found_in(tmp_path / "wiki_01", json.dumps(line))[0] == of_elements[1:2]
 
 
+def test_bytes_in_a_table_are_text_if_they_are_utf8(tmp_path):
+    rows = [row(n) for n in range(3)]
+    binary = [{**one, "text": one["text"].encode(), "picture": b"\xff\x00"} for one in rows]
+    read, faults = found(table(tmp_path / "a.parquet", binary))
+    assert read == found(table(tmp_path / "b.parquet", rows))[0]
+    assert not faults
+    binary[1]["text"] += "\u00e9".encode("latin-1")
+    size = len(binary[1]["text"])
+    other, faults = found(table(tmp_path / "a.parquet", binary))
+    assert other == [read[0], read[2]]
+    said = f'a.parquet#2: its text is {{"bytes that are not UTF-8": {size}}}: give text in UTF-8'
+    assert faults == [said]
+
+
 def found_in(path, text):
     path.write_text(text)
     return found(path)
@@ -152,6 +167,65 @@ def test_the_articles_of_wikitext_are_documents(tmp_path):
 def test_compressed_files_are_read(tmp_path):
     for suffix, pack in [*PACKED, (".dz", gzip.compress)]:
         assert texts_of(tmp_path / f"book.txt{suffix}", pack(PROSE.encode())) == (FOUND, [])
+
+
+ENDS = pytest.mark.parametrize(
+    "end", ["\n", "\r\n", "\r", "\r\r\n"], ids=["lf", "crlf", "cr", "crcrlf"]
+)
+WIKITEXT = " \n = Title {0} = \n \n One paragraph of {0} that has more than these words . \n"
+BERT = "Mr. {0} went.\nHe ate!\n\n"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\r\r\n"], ids=["lf", "crlf", "cr", "crcrlf"])
+def test_lines_end_as_on_any_system(tmp_path, end):
+    for form, each in {
+        "doc": ELEMENT,
+        "wikitext": WIKITEXT,
+        "bert": BERT,
+        "text": f"{PROSE}\n",
+    }.items():
+        text = "".join(each.format(n) for n in range(3)).replace("\n", end)
+        (tmp_path / f"{form}.txt").write_bytes(text.encode())
+        read, faults = found(tmp_path / f"{form}.txt")
+        assert find(tmp_path / f"{form}.txt")[0]["form"] == form
+        assert not faults
+        assert [own for _, own in read] == {
+            "doc": [ARTICLE] * 3,
+            "wikitext": [
+                [f"One paragraph of {n} that has more than these words ."] for n in range(3)
+            ],
+            "bert": [[f"Mr. {n} went.", "He ate!"] for n in range(3)],
+            "text": [FOUND * 3],
+        }[form]
+    lines = json.dumps({"text": PROSE.replace("\n", end)})
+    assert [own for _, own in found_in(tmp_path / "a.jsonl", lines)[0]] == [FOUND]
+
+
+@pytest.mark.parametrize("space", [" ", "\t", "\f", "\u00a0", "\u3000", "\u00a0 \u3000"])
+def test_blank_lines_may_have_spaces_of_any_kind(tmp_path, space):
+    def texts(name, text):
+        return [
+            own for _, own in found_in(tmp_path / name, text.replace("\n\n", f"\n{space}\n"))[0]
+        ]
+
+    assert texts("a.txt", PROSE) == [FOUND]
+    assert texts("b.txt", BERT.format(0) + BERT.format(1)) == [
+        [f"Mr. {n} went.", "He ate!"] for n in range(2)
+    ]
+    assert find(tmp_path / "b.txt")[0]["form"] == "bert"
+
+
+@pytest.mark.filterwarnings("ignore::bs4.XMLParsedAsHTMLWarning")  # pytest drops the filters
+def test_html_is_known_by_its_beginning(tmp_path):
+    for begin in ("<html>", "\n<!DOCTYPE html><html>", '<?xml version="1.0"?>\n<!doctype HTML>'):
+        text = f"{begin}<body><p>{FOUND[0]}</p><pre>five words that are no prose</pre>"
+        assert texts_of(tmp_path / "page.txt", text.encode()) == ([FOUND[0]], []), begin
+
+
+def test_names_of_files_mean_nothing_but_their_endings(tmp_path):
+    for name in ("File::Spec.pod", "memory::a.txt", "a[1]*?.txt", "~.txt", "B.TXT.GZ"):
+        data = gzip.compress(PROSE.encode()) if name.endswith("GZ") else PROSE.encode()
+        assert texts_of(tmp_path / name, data) == (FOUND, []), name
 
 
 MARKUP = (
@@ -288,7 +362,11 @@ def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "nothing" / "book.txt").symlink_to(tmp_path / "nowhere.txt")
     (tmp_path / "circle" / "again").symlink_to(tmp_path)
     (tmp_path / "wiki.xml.bz2").write_bytes(bz2.compress(b'<mediawiki xmlns="x">\n<page>'))
+    with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
+        for name in ("a.jsonl", "b.jsonl"):
+            archive.writestr(name, json.dumps(row(0)))
     for given, message in (
+        (["two.zip"], "two.zip is an archive of files: unpack it, and give its folder"),
         ([], "no source: name text files"),
         (["nowhere.txt"], "nowhere.txt does not exist"),
         (["other/nowhere"], "other/nowhere does not exist"),

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import is_torchelastic_launched
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from torch_thor.errors import UserError, first_line, require
@@ -27,9 +28,10 @@ from torch_thor.torch_internals import tree_leaves, tree_map
 from torch_thor.training.cores import allowed_cores
 from torch_thor.training.errors import UnreadableError
 from torch_thor.training.parallel import Ranks
+from torch_thor.training.workers import check_temporary_folder
 
 Key = tuple[int, int]  # epoch and index of a sample
-warnings.filterwarnings("ignore", "This DataLoader will create")  # `warn_of_workers` says it once
+warnings.filterwarnings("ignore", "This DataLoader will create")  # `check_workers` says it once
 
 
 def digest(*parts: object) -> int:
@@ -237,10 +239,16 @@ def _killed_by_errors(workers: Sequence[multiprocessing.process.BaseProcess]) ->
         raise
 
 
-def warn_of_workers(count: int, say: Callable[[str], None]) -> None:
-    """Say a line if this machine's training processes together have more workers than cores."""
+def check_workers(count: int, say: Callable[[str], None]) -> None:
+    """Say a line if this machine's training processes together have more workers than cores.
+
+    Raises:
+        UserError: If workers cannot be used here.
+    """
+    if count:
+        check_temporary_folder("data.workers.count=0 to read in the training process")
     cores = allowed_cores()
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = int(os.environ["LOCAL_WORLD_SIZE"]) if is_torchelastic_launched() else 1
     if count * processes > cores:
         say(
             f"data.workers.count={count}: {count * processes} worker processes share {cores} "

@@ -135,6 +135,9 @@ def decode_rgb(content: bytes) -> Tensor:
             except RuntimeError:
                 pass
         with Image.open(io.BytesIO(content)) as image:
+            # Pillow reads the bytes of negative values as bright ones
+            if image.mode == "L" and _tag(image, TiffImagePlugin.SAMPLEFORMAT) == (2,):
+                raise BrokenImageError("its 8-bit values are signed: convert it to unsigned ones")
             if image.mode.startswith(("I", "F")):
                 grey = torch.from_numpy(_scaled(image)).unsqueeze(2)
                 return grey.repeat(1, 1, 3).permute(2, 0, 1)
@@ -155,16 +158,30 @@ def decode_rgb(content: bytes) -> Tensor:
         raise BrokenImageError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
+def _tag(image: Image.Image, tag: int) -> Any:
+    """Return a tag of a TIFF file, or None."""
+    return image.tag_v2.get(tag) if isinstance(image, TiffImagePlugin.TiffImageFile) else None
+
+
 def _scaled(image: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Scale an image of deep greys to (height, width)."""
+    # in such an image the largest value is black; Pillow inverts those of 8 bits alone
+    white_is_zero = _tag(image, TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
+    grey = _by_depth(image)
+    return 255 - grey if white_is_zero else grey
+
+
+def _by_depth(image: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
     values = np.asarray(image)
+    if image.format == "FITS" and image.mode.startswith("I;16"):  # its integers are signed
+        return _stretched(values.astype(np.uint16).view(np.int16).astype(np.float64))
     # before 11.3 Pillow calls some images of 16 bits "I"
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in {"PNG", "PPM"}):
         # many cameras use 12 of the 16 bits
         bits = next(bits for bits in (8, 12, 16) if values.max() < 2**bits)
         return (values.astype(np.int32) >> bits - 8).astype(np.uint8)
     if image.mode == "I" and isinstance(image, TiffImagePlugin.TiffImageFile):
-        unsigned = image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, (1,)) == (1,)
+        unsigned = _tag(image, TiffImagePlugin.SAMPLEFORMAT) in (None, (1,))
         values = values.view(np.uint32) if unsigned else values
     return _stretched(values.astype(np.float64))
 

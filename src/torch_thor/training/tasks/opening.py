@@ -5,7 +5,7 @@ from importlib import import_module
 
 import torch
 
-from torch_thor.training.data.batches import warn_of_workers
+from torch_thor.training.data.batches import check_workers
 from torch_thor.training.recipe_model import IN_MEMORY, Data, Recipe
 from torch_thor.training.tasks import TASKS
 from torch_thor.training.tasks.task import Task, primary
@@ -41,7 +41,7 @@ def open_task(
         UserError: If the data are missing or unsuitable.
     """
     if recipe.data.name not in IN_MEMORY:
-        warn_of_workers(recipe.data.workers.count, say)
+        check_workers(recipe.data.workers.count, say)
     return task_class(recipe.task)(recipe, device, say, train=train)
 
 

@@ -88,8 +88,10 @@ class Metric:
     derived: Callable[[Mapping[str, float]], float] | None = None
     over: str | None = None
 
-    def text(self, value: float) -> str:
+    def text(self, value: float | None) -> str:
         """Format a value: fractions in per cent with two decimals, else four significant digits."""
+        if value is None:
+            return "not finite"
         return f"{value:.2%}" if self.share else f"{value:.4g}"
 
     def better(self, value: float, than: float) -> bool:

@@ -38,7 +38,7 @@ from torch_thor.training.text.corpus import (
 )
 from torch_thor.training.text.sources import FEATURES, FORMS, PYTHON, documents, find_sources
 from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
-from torch_thor.training.workers import end_children_with_me
+from torch_thor.training.workers import check_temporary_folder, end_children_with_me
 
 SAMPLE = 200_000_000  # the approximate number of characters that a tokenizer is trained on, at most
 # the characters of other scripts, as a share of bytes, from which on a text is of any script
@@ -106,10 +106,13 @@ def prepare(
         require(holds, rule)
     left = LeftOut()
     given = tokenizer and load_tokenizer(tokenizer, lowercase)
+    found = find_sources(sources, form, left)
+    if min(workers, len(found)) > 1:
+        check_temporary_folder("give --workers 1")
     settings = {
         "format": FORMAT, "vocab_size": vocab_size, "lowercase": lowercase,
         "lengths": list(lengths), "held_out": held_out, "seed": seed, "language": language,
-        "tokenizer": tokenizer and sha256(tokenizer), "sources": find_sources(sources, form, left),
+        "tokenizer": tokenizer and sha256(tokenizer), "sources": found,
     }  # fmt: skip
     require(not out.exists() or out.is_dir(), f"--out {out} is a file: give a folder")
     names = {file.name for file in out.iterdir()} if out.exists() else set()
@@ -233,11 +236,12 @@ def _read(
             fingerprint=datasets.fingerprint.Hasher.hash((settings, any_script)),
             writer_batch_size=64,
         )
-    except (datasets.exceptions.DatasetGenerationError, RuntimeError) as error:
+    # EOFError: the process that the workers report to has died; typer would call it Ctrl-C
+    except (datasets.exceptions.DatasetGenerationError, RuntimeError, EOFError) as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         # Nothing but the text of its traceback is left of a worker's error.
-        told = str(error.__cause__ or error)
+        told = str(error.__cause__ or error) or type(error).__name__
         reason = next((line for line in told.splitlines() if "Error: " in line), told)
         raise UserError(
             f"reading has ended early ({reason}): if nothing else is named, make room on the disk "

@@ -4,11 +4,15 @@ Files are read as streams, so that memory use does not depend on their size. Wha
 a document with a fault; those before it in the file are kept.
 """
 
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import pydoc_data.topics
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from html import unescape
@@ -17,27 +21,30 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import fsspec
 import pyarrow.parquet as pq
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, XMLParsedAsHTMLWarning
 from huggingface_hub import HfApi
 from sentencex import segment
 
 from torch_thor.errors import first_line, require
 from torch_thor.training.data.listing import LeftOut, files_in, refuse_a_link_to_nothing
 
+warnings.simplefilter("ignore", XMLParsedAsHTMLWarning)  # of XHTML, which is HTML too
 PYTHON = "python"  # given instead of a path: the language reference that every Python contains
 PART = 1 << 16  # number of bytes after which a text file is cut at the next blank line
 _CHUNK = 1 << 20
 LARGEST = 1 << 25  # bytes of a document; Beautiful Soup needs 45 times as much memory
-_BLANK = re.compile(r"\n[ \t\r]*\n")
+_END = r"(?>\r*\n|\r)"  # of a line, on any system; a \r\n is one
+_SPACES = "[ \t\f\v\xa0\u3000]*"  # characters, not escapes, so that a pattern can be encoded too
+_BLANK = re.compile(rf"\n{_SPACES}\n")  # where all ends are \n
+_BLANK_IN_FILES = f"{_END}{_SPACES}{_END}".encode()
 # What files may contain, and where their documents are cut: where a pattern matches after a number
 # of bytes, or at a line's or a word's end after another number of bytes without a match.
 FORMS = {
-    "text": ("text with blank lines between paragraphs", _BLANK.pattern.encode(), PART, _CHUNK),
+    "text": ("text with blank lines between paragraphs", _BLANK_IN_FILES, PART, _CHUNK),
     "bert": (
         "BERT's format, a sentence a line and a blank line after a document",
-        _BLANK.pattern.encode(),
+        _BLANK_IN_FILES,
         0,
         _CHUNK,
     ),
@@ -46,7 +53,12 @@ FORMS = {
     "jsonl": ("JSON, an object with a text a line", rb"\n", 0, LARGEST),
     "parquet": ("Parquet with a column of texts", rb"\n", 0, LARGEST),  # its rows become JSON
     # what comes before the first title is so short that no document is cut there
-    "wikitext": ("WikiText, = titles = between articles", rb"\n(?= = [^=\n]+ = \n)", 64, LARGEST),
+    "wikitext": (
+        "WikiText, = titles = between articles",
+        rf"{_END}(?= = [^=\r\n]+ = {_END})".encode(),
+        64,
+        LARGEST,
+    ),
 }
 _BY_SUFFIX = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst", ".pod", ".dict"), "text"),
@@ -54,14 +66,18 @@ _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".parquet": "parquet",
 }
-_COMPRESSED = (".gz", ".dz", ".bz2", ".xz")
+_COMPRESSED: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open, ".dz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open,
+}  # fmt: skip
 # what files begin with, whatever their names are
 _SIGNS = {
+    "zip": rb"PK\x03\x04",
     "dump": rb"(<\?xml[^>]*>\s*)?<mediawiki",
     "parquet": rb"PAR1",
     "doc": rb"<doc ",
     "jsonl": rb'\{[^\n]*"text"\s*:',
-    "wikitext": rb"= [^=\n]+ = \n",
+    "wikitext": rf"= [^=\r\n]+ = {_END}".encode(),
+    "html": rb"(?i)(<\?xml[^>]*>\s*)?<(!doctype\s+)?html\b",
 }
 _SENTENCE_END = re.compile(r"[.!?…:;。！？．।॥۔؟።།]['\"”’»)\]]*\s*$")
 _HUB_NAME = re.compile(r"([\w.-]+)/[\w.-]+(:[\w.-]+)?")
@@ -168,17 +184,23 @@ def _form_of(path: Path, chosen: str | None, *, named: bool = False) -> str | No
         "(a folder of its Parquet files or, for English, wikimedia/wikipedia:20231101.en), or "
         f"extract them: pip install wikiextractor; wikiextractor {path.name} --json -o extracted",
     )
+    require(form != "zip", f"{path} is an archive of files: unpack it, and give its folder")
     is_of_bert = form == "text" and _is_of_bert(begin.decode(errors="replace"))
     return chosen if chosen and (named or form) else "bert" if is_of_bert else form
 
 
 def _is_of_bert(text: str) -> bool:
     """Return whether most blocks have two or more lines, 90 % of which end a sentence."""
-    blocks = [block.split("\n") for block in re.split(r"\n\s*\n", text.strip())]
+    parts = filter(None, map(str.strip, _BLANK.split(_with_ends_of_unix(text))))
+    blocks = [part.split("\n") for part in parts]
     several = [block for block in blocks if len(block) > 1]
     ends = [_SENTENCE_END.search(line) is not None for line in chain.from_iterable(several)]
     # a list of sentences without any blank line says nothing of documents
     return 2 * len(several) > len(blocks) > 1 and sum(ends) >= 0.9 * len(ends)
+
+
+def _with_ends_of_unix(text: str) -> str:
+    return re.sub(_END, "\n", text) if "\r" in text else text
 
 
 def documents(
@@ -226,10 +248,20 @@ def pieces(source: dict[str, Any]) -> Iterator[tuple[str, int, bytes]]:
 def _chunks(form: str, path: str) -> Iterator[bytes]:
     """Read a file, uncompressed; rows of tables as JSON lines."""
     if rows := _ROWS.get(form):
-        yield from (json.dumps(row, default=str).encode() + b"\n" for row in rows(path))
+        yield from (json.dumps(row, default=_plain).encode() + b"\n" for row in rows(path))
     else:
-        with fsspec.open(path, compression="gzip" if path.endswith(".dz") else "infer") as file:
+        with _COMPRESSED.get(Path(path).suffix.lower(), open)(path, "rb") as file:
             yield from iter(lambda: file.read1(_CHUNK), b"")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a table for JSON; many texts are stored as bytes."""
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"bytes that are not UTF-8": len(value)}  # so it is not taken for a text
 
 
 def _of_the_hub(place: str) -> Iterator[dict[str, Any]]:
@@ -268,7 +300,8 @@ def _read(
     try:
         # bytes of zero, of which UTF-16 is full, are refused as other bytes that are not UTF-8
         raw = data.replace(b"\0", b"\xff").decode()
-        identity, blocks = _READERS.get(form, _of_row)(name, raw.removeprefix("\ufeff"))
+        content = _with_ends_of_unix(raw.removeprefix("\ufeff"))
+        identity, blocks = _READERS.get(form, _of_row)(name, content)
         divided = (
             segment(language, paragraph) for paragraph in _prose(blocks, any_script=any_script)
         )
@@ -334,11 +367,16 @@ def _of_row(name: str, text: str) -> tuple[str, list[str]]:
     """Read a row of a table; its title and id identify it if it has them."""
     row = json.loads(text) if text.strip() else {"text": ""}
     require(
-        isinstance(row, dict) and isinstance(row.get("text", 0), str | None),
+        isinstance(row, dict) and "text" in row,
         f"it is no object with a text, but has {', '.join(row) if isinstance(row, dict) else row}",
+    )
+    require(
+        isinstance(row["text"], str | None),
+        f"its text is {json.dumps(row['text'])[:60]}: give text in UTF-8",
     )
     # WikiExtractor's rows, which have this key, escape characters as in HTML
     body = unescape(row["text"] or "") if "revid" in row else row["text"] or ""
+    body = _with_ends_of_unix(body)
     identity = " ".join(str(row[key]) for key in ("title", "id") if row.get(key))
     # the paragraphs of published articles are lines if there are no blank ones
     return identity or name, _BLANK.split(body) if _BLANK.search(body) else body.split("\n")
