@@ -7,8 +7,8 @@ from typing import Any
 def plain(value: Any) -> Any:
     """Return a number of NumPy, or a tensor of one integer or flag, as a number of Python.
 
-    So are those in a list, a tuple or an array. All else is returned as it is, floating-point
-    tensors too: schedulers change a learning rate that is a tensor in place.
+    So are those in a list, a tuple, a dict or an array. All else is returned as it is, tensors of
+    floating-point numbers too: schedulers change a learning rate that is a tensor in place.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -19,6 +19,9 @@ def plain(value: Any) -> Any:
         members = [plain(member) for member in value]
         same = all(new is old for new, old in zip(members, value, strict=True))
         return value if same else tuple(members) if isinstance(value, tuple) else members
+    if type(value) is dict:
+        entries = {key: plain(member) for key, member in value.items()}
+        return value if all(entries[key] is value[key] for key in value) else entries
     if getattr(value, "ndim", None) in (0, 1):
         return plain(value.tolist()) if type(value.tolist()) is not type(value) else float(value)
     if isinstance(value, numbers.Integral):

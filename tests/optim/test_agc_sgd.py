@@ -216,3 +216,25 @@ def test_dampening_begins_after_the_first_step_also_if_that_was_taken_after_a_ch
         for one, its in ((twin, first), (third, resumed)):
             train(one, its, batches(6)[stop:])
             assert_same(weights(one), weights(model), f"{stop} steps, {dampen_first}")
+
+
+@pytest.mark.parametrize("carry", [by_state_dict, by_distributed_checkpoint])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_complex_parameters_go_on(carry, steps):
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.turn = nn.Parameter(torch.randn(5, 5, dtype=torch.complex128))
+            self.last = nn.Linear(5, 3, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.last((x.to(self.turn.dtype) @ self.turn).abs())
+
+    stream = batches(5)
+    one, other = ((m := Turned(), AGCSGD(m, lr=0.1, momentum=0.9, dampening=0.5)) for _ in "ab")
+    train(*one, stream[:steps])
+    carry(one, other)
+    for each in (one, other):
+        train(*each, stream[steps:])
+    assert_same(weights(one[0]), weights(other[0]))

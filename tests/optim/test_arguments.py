@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -193,6 +194,51 @@ def test_model_and_parameters(make):
     with pytest.raises(ValueError, match="no shape yet"):
         optimizer.add_param_group({"params": list(model[5].parameters())})
     assert len(optimizer.param_groups) == 1
+
+
+def test_model_is_names_the_model_of_all_optimizers():
+    model = mlp()
+    with model_is(model):
+        lamb = LAMB(model.parameters(), exclude=["0.weight"])
+        agc = AGCSGD(model.parameters(), lr=0.1)
+    assert (lamb.excluded, agc.excluded) == (("0.weight",), ("4.weight", "4.bias"))
+    with pytest.raises(TypeError, match="model=None: AGC leaves the last"):
+        AGCSGD(model.parameters(), lr=0.1)
+
+
+class Anew(nn.Module):
+    """Makes its frozen weight anew whenever it is read, as an adapter of peft does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(5, 5).double()
+
+    def named_parameters(self, *args, **options):
+        for name, p in super().named_parameters(*args, **options):
+            yield name, nn.Parameter(p.detach(), requires_grad=False) if "inside" in name else p
+
+
+class OfAnew(Anew):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(5, 3).double()
+
+    def forward(self, x):
+        return self.head(self.inside(x))
+
+
+@pytest.mark.parametrize("make", [THOR, ThorMuon, LAMB, partial(AGCSGD, lr=0.1)])
+def test_parameters_that_are_other_objects_whenever_they_are_read(make):
+    model = OfAnew()
+    if make in (THOR, ThorMuon):
+        said = r"inside\.weight.*other objects whenever they are read.*peft.*leave the module out"
+        with pytest.raises(ValueError, match=said):
+            make(model)
+        return
+    optimizer, before = make(model), model.head.weight.detach().clone()
+    backward(model, batches(1)[0])
+    optimizer.step()
+    assert not model.head.weight.equal(before)
 
 
 @BOTH

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tiny import leave_no_listeners, listened_to
 from torch_thor import THOR
@@ -153,6 +154,43 @@ def assert_compiled_equals_eager(how):
         c.refreshes for name, c in optimizer.curvature.items() if not name.endswith("unused")
     }
     assert refreshes == {3}
+
+
+class Recomputed(Model):
+    """Computes its body anew in the backward pass."""
+
+    def forward(self, x):
+        attended = x + self.attention(x, x, x, need_weights=False)[0]
+        return checkpoint(self.body, attended, use_reentrant=False).mean(1)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_function_whose_model_computes_parts_anew(whole):
+    torch.manual_seed(0)
+    model = Recomputed()
+    twin = copy.deepcopy(model)
+    optimizer, other = thor(model), thor(twin)
+
+    def loss_of(x, labels):
+        return functional.cross_entropy(model(x), labels)
+
+    def all_of_it(x, labels):
+        loss_of(x, labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    call = torch.compile(all_of_it if whole else loss_of, backend="eager")
+    for batch in stream():
+        if whole:
+            call(*batch)
+        else:
+            call(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        step(twin, other, batch)
+    for name, one in twin.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), one, msg=name)
+    assert optimizer.curvature["body.3"].refreshes == 3
 
 
 class Runs:

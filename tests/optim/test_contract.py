@@ -14,7 +14,7 @@ from test_agc import NoWaiting
 from torch import nn
 
 from tiny import assert_same, backward, batches, cross_entropy, mlp, train, twins, weights
-from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, split_rows
 
 OPTIONS = {
     THOR: {"update_interval": 2},
@@ -353,3 +353,54 @@ def test_gradient_penalty():
         optimizer.zero_grad()
     assert optimizer.curvature["0"].refreshes >= 1
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+class OfMany(nn.Module):
+    """Layers of several kinds, projections in one weight, and a complex parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.mix = nn.Embedding(5, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.fused, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.turn = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+        self.last = nn.Linear(6, 2)
+        split_rows(self.fused, 3)
+
+    def forward(self, words):
+        x = self.words(words)
+        x = self.norm(self.fused(x + self.mix(x, x, x)[0]))
+        return self.last((x * self.turn).abs())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(THOR, update_interval=2),
+        partial(THOR, update_interval=2, kl_clip=1e-3),
+        partial(ThorMuon, update_interval=2),
+        LAMB,
+        partial(AGCSGD, lr=0.1, momentum=0.9),
+    ],
+)
+def test_the_default_device_of_torch_is_of_no_matter(make):
+    """A program may have set it to an accelerator, where not all is to be."""
+
+    def trained(device):
+        generator, model = torch.Generator().manual_seed(0), OfMany()
+        stream = [torch.randint(5, (3, 4), generator=generator) for _ in range(6)]
+        torch.set_default_device(device)
+        try:
+            optimizer = make(model)
+            for step, words in enumerate(stream):
+                model(words).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 3:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                    assert repr(optimizer)
+        finally:
+            torch.set_default_device(None)
+        return weights(model)
+
+    assert_same(trained("meta"), trained(None))

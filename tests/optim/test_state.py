@@ -389,3 +389,21 @@ def test_other_code_replaces_tensors_of_the_state(make):
     train(model, optimizer, STREAM[6:])
     train(twin, plain, STREAM[6:])
     assert_same(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize("make", [THOR, ThorMuon])
+def test_momentum_that_a_user_removes_begins_anew(make):
+    """As with torch's SGD; that of a parameter that is set to zeros is the same."""
+    ends = []
+    for removed in (True, False):
+        model, optimizer = thor(optimizer=make, momentum=0.9, update_interval=2)()
+        train(model, optimizer, STREAM[:3])
+        for state in optimizer.state.values():
+            for key in {"momentum_buffer", "exp_avg"} & state.keys():
+                if removed:
+                    del state[key]
+                else:
+                    state[key].zero_()
+        train(model, optimizer, STREAM[3:])
+        ends.append(weights(model))
+    assert_same(*ends)

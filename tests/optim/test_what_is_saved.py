@@ -119,9 +119,12 @@ def test_groups_hold_numbers_of_python_whoever_sets_them(make):
     group["lr"] = np.float32(0.5)
     assert group["lr"] == 0.5
     group.update(weight_decay=np.float64(0.25), lr=Fraction(1, 8))
+    group |= {"lr": np.float64(0.125)}
+    group["own"] = {"lr": np.float64(0.125), "more": [np.float64(2.0)]}  # a trainer's
     group.setdefault("lr_scale", np.float64(0.75))
     assert (group["lr"], group["weight_decay"], group["lr_scale"]) == (0.125, 0.25, 0.75)
     assert [type(group[k]) for k in ("lr", "weight_decay", "lr_scale")] == [float] * 3
+    assert group["own"] == {"lr": 0.125, "more": [2.0]}
     assert loaded(groups_of(optimizer)) == groups_of(optimizer)
     # other code may put dicts of its own in the place of groups
     optimizer.param_groups[0] = {**group, "lr": np.float64(0.375)}

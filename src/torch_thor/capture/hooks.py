@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.torch_internals import compile_stance, function_mode, is_tracing
+from torch_thor.torch_internals import backward_id, compile_stance, function_mode, is_tracing
 
 
 class Watcher(Protocol):
@@ -205,9 +205,8 @@ class ModuleCalls:
     """Handles the calls of some modules of one model, for a watcher that it does not keep alive."""
 
     def __init__(self, watcher: Watcher) -> None:
-        self._watcher = weakref.ref(
-            watcher, lambda _: None if sys.is_finalizing() else self.close()
-        )
+        ends = sys.is_finalizing  # at the end of the program sys may be gone
+        self._watcher = weakref.ref(watcher, lambda _: None if ends() else self.close())
         self._at_close = ExitStack()  # what ends the present listening
         self._ignoring: Any = None  # the filter of torch's warning
         self._outermost: nn.Module | None = None  # the module of the model whose call is running
@@ -275,14 +274,17 @@ class ModuleCalls:
                 # OptimizedModule.__call__ is seen
                 frame.f_code.co_filename.endswith("_dynamo/eval_frame.py")
                 and frame.f_code.co_name != "__call__"
+                # torch.compiler.disable, as around a closure that step() calls, has no callback
+                and frame.f_locals["self"].callback is not None
             ):
                 frame = frame.f_back
-            # torch.compiler.disable, as around a closure that step() calls, has no callback
-            by_function = frame is not None and frame.f_locals["self"].callback is not None
+            by_function = frame is not None
             # An evaluation does not show how the training calls the model, nor does a model that
             # was compiled in place since, which the next refresh suspends. And what compiled code
             # has called once it may call again, whoever calls the model in between.
-            if torch.is_grad_enabled() and module._compiled_call_impl is None:
+            # Nor does a backward pass that computes parts anew (activation checkpointing).
+            trains = torch.is_grad_enabled() and backward_id() < 0
+            if trains and module._compiled_call_impl is None:
                 self._by_function = by_function
             _run_eagerly(self, wanted=True)
         handler, watcher = self._handlers.get(id(module)), self._watcher()

@@ -19,7 +19,7 @@ from torch_thor.capture import reasons
 from torch_thor.capture.composites import composite_of
 from torch_thor.capture.hooks import CalledModuleHook
 from torch_thor.capture.layers import Owner, Use, owners_of
-from torch_thor.capture.patterns import Patterns, selected
+from torch_thor.capture.patterns import Patterns, selected, some
 from torch_thor.capture.sharding import check_sharded, row_shards_of
 from torch_thor.curvature.kinds import Kind, class_name_of, kind_of, why_not
 from torch_thor.curvature.layer import Layer
@@ -73,6 +73,7 @@ def inspect(
     """
     trained = list(trained)
     check_sharded(model, trained)
+    _check_lasting(model)
     owners = owners_of(model)
     unusable = _unusable(owners, {id(p) for p in trained})
 
@@ -139,6 +140,18 @@ def inspect(
         reasons=of_parameters,
         inputs_alone=inputs_alone,
     )
+
+
+def _check_lasting(model: nn.Module) -> None:
+    """Raise an error for parameters that are other objects each time they are read."""
+    first = dict(model.named_parameters())
+    changed = [name for name, p in model.named_parameters() if first.get(name) is not p]
+    if changed:
+        raise ValueError(
+            f"{some(changed)} are other objects whenever they are read, as those of peft's LoRA of "
+            "nn.MultiheadAttention are, so they belong to no layer: leave the module out of LoRA "
+            "(target_modules), or train with another optimizer"
+        )
 
 
 # ---- the layers ----------------------------------------------------------------------------------

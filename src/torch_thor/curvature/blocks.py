@@ -249,7 +249,7 @@ def block_of_rows(block_sizes: BlockSizes) -> Tensor:
         for first in range(run.first, run.last, run.size)
         for _ in range(run.size)
     ]
-    return torch.tensor(bounds, dtype=torch.long).view(-1, 2)
+    return torch.tensor(bounds, dtype=torch.long, device="cpu").view(-1, 2)
 
 
 def reblock(rows: Tensor, before: BlockSizes, after: BlockSizes) -> Tensor:
@@ -328,7 +328,8 @@ WITH_PINNED_MEMORY = {"cuda", "xpu"}
 def to_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return numbers of the host on a device, without waiting until it has them."""
     pinned = device.type in WITH_PINNED_MEMORY
-    return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+    on_host = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=pinned)
+    return on_host.to(device, non_blocking=True)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -378,11 +379,11 @@ def _onednn_is_exact() -> bool:
     """Return whether oneDNN multiplies in float32 on this machine although bfloat16 is allowed."""
     if not torch.backends.mkldnn.is_available():
         return False
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     with _onednn():
         for rows, inner, columns in ((128, 128, 128), (128, 1024, 128), (512, 64, 512)):
             a, b = (
-                torch.rand(2, *shape, generator=generator)
+                torch.rand(2, *shape, generator=generator, device="cpu")
                 for shape in ((rows, inner), (inner, columns))
             )
             wide = wide_dtype(a.device)

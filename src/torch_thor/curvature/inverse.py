@@ -84,7 +84,7 @@ def invert_(new: Sequence[NewFactor], processes: Processes = SINGLE_PROCESS) -> 
     for run, inverse, level in zip(runs, inverses, levels, strict=True):
         run.inverses, run.new.level = inverse, max(run.new.level, level)
     for run, plain in _marked(runs, [run.new.plain for run in runs]).items():
-        identity = torch.eye(run.inverses.shape[-1]).to(run.inverses)
+        identity = torch.eye(run.inverses.shape[-1], device="cpu").to(run.inverses)
         run.inverses = torch.where(plain, identity, run.inverses)
     if processes.count > 1:
         _share_(new, runs, bounds, processes)

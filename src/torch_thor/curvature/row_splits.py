@@ -33,7 +33,7 @@ class RowSplit:
 
     def rows(self) -> list[Tensor]:
         """Return the indices of the rows of each projection, in increasing order."""
-        by_turn = torch.arange(sum(self.sizes)).view(self.turns, -1)
+        by_turn = torch.arange(sum(self.sizes), device="cpu").view(self.turns, -1)
         of_projections = by_turn.split([size // self.turns for size in self.sizes], dim=1)
         return [rows.flatten() for rows in of_projections]
 

@@ -162,7 +162,7 @@ def clip(
 def add_up(statistics: list[ClipStatistics]) -> ClipStatistics:
     """Add up the statistics of several batches of parameters."""
     clipped = [gathered(each.clipped) for each in statistics] or [
-        torch.zeros((), dtype=torch.int64)
+        torch.zeros((), dtype=torch.int64, device="cpu")
     ]
     # the sum of counts without numbers has none either
     device = next((count for count in clipped if count.is_meta), clipped[0]).device

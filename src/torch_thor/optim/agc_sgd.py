@@ -21,7 +21,7 @@ from torch_thor.optim.agc import (
     units_of,
 )
 from torch_thor.optim.excluding import ExcludingOptimizer, Found, Slot
-from torch_thor.optim.model_argument import Group
+from torch_thor.optim.model_argument import Group, parameters_of
 
 # what torch's SGD takes
 _SGD = ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "foreach")
@@ -97,7 +97,7 @@ class AGCSGD(ExcludingOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        if model is None and exclude is None and not isinstance(params, nn.Module):
+        if exclude is None and parameters_of(params, model, type(self).__name__)[1] is None:
             raise TypeError(
                 "model=None: AGC leaves the last fully connected layer alone, so AGCSGD must know "
                 "the model; pass AGCSGD(model, ...) or AGCSGD(parameters, model=model, ...), or "
@@ -151,7 +151,9 @@ class AGCSGD(ExcludingOptimizer):
         # the first gradient. A step leaves hardly ever -0 alone, by which a checkpoint tells that
         # none was taken: the first is not dampened
         if group["momentum"]:
-            self.state[parameter]["momentum_buffer"] = torch.full_like(parameter, -0.0)
+            buffer = self.state[parameter]["momentum_buffer"] = torch.full_like(parameter, -0.0)
+            if parameter.is_complex():
+                torch.view_as_real(buffer).fill_(-0.0)
 
     def _update(self, of_groups: list[list[Found]]) -> None:
         statistics: list[ClipStatistics] = []

@@ -99,7 +99,8 @@ def within_kl_clip(directions: Directions, binding: Binding, processes: Processe
         return
     divergence, of_rows = _sum(products[False]), _sum(products[True])
     if binding.plan.first_shards is not None:
-        total = processes.all_reduce(torch.zeros(()) if of_rows is None else of_rows, "shards")
+        own = torch.zeros((), device="cpu") if of_rows is None else of_rows
+        total = processes.all_reduce(own, "shards")
         divergence = total if divergence is None else total + divergence.to(total)
     for work, d in clipped:
         assert divergence is not None

@@ -53,7 +53,7 @@ class Check:
         """Start to copy the number to the host, without waiting for it."""
         device = self.found_inf.device
         pinned = device.type in WITH_PINNED_MEMORY
-        self._on_host = torch.empty((), dtype=torch.float32, pin_memory=pinned)
+        self._on_host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=pinned)
         self._on_host.copy_(self.found_inf, non_blocking=True)
         self._event = torch.Event(device)
         self._event.record()

@@ -55,6 +55,12 @@ def check_dense(name: str, gradient: Tensor) -> None:
         )
 
 
+def _is_negative_zero(tensor: Tensor) -> bool:
+    """Return whether all elements are -0."""
+    real = torch.view_as_real(tensor).clone() if tensor.is_complex() else tensor
+    return bool((real.signbit() & (real == 0)).all())
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """Return a DTensor with what all processes hold of it, any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -100,13 +106,13 @@ class ExcludingOptimizer(EagerStep):
         )
         if self.model is not None:
             known = {p: name for name, p in nn.Module.named_parameters(self.model)}
-            unknown = [str(tuple(p.shape)) for p in params if p not in known]
+            unknown = [str(tuple(p.shape)) for p in params if p.requires_grad and p not in known]
             if unknown:
                 raise ValueError(
                     f"parameters of shape {some(unknown)} are not in the model; pass the model "
                     f"that holds them, or give them an optimizer of their own"
                 )
-            names = [known[p] for p in params]
+            names = [known.get(p, name) for p, name in zip(params, names, strict=True)]
         chosen = (
             self._excluded_by_default(params)
             if self.exclude is None
@@ -186,8 +192,7 @@ class ExcludingOptimizer(EagerStep):
         self._check_state()
         buffers = [s["momentum_buffer"] for s in self.state.values() if "momentum_buffer" in s]
         self._placeholder = bool(buffers) and all(
-            has_values(buffer) and bool((local(buffer).signbit() & (local(buffer) == 0)).all())
-            for buffer in buffers
+            has_values(buffer) and _is_negative_zero(local(buffer)) for buffer in buffers
         )
 
     def _check_state(self) -> None:

@@ -155,7 +155,7 @@ def _dependences(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
             values = [dependence(_thinned(view)) for view in used]
             dependences[id(parameter)] = torch.stack(values).amax()
         elif quantised and not parameter.requires_grad:  # which is done to what is trained
-            dependences[id(parameter)] = torch.tensor(math.inf)
+            dependences[id(parameter)] = torch.tensor(math.inf, device="cpu")
     return dependences
 
 

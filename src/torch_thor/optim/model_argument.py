@@ -23,7 +23,8 @@ def model_is(model: nn.Module) -> Iterator[None]:
     """Name the model of optimizers made inside, for code that passes them parameters alone.
 
     Trainers make optimizers from a class and a model's parameters, in groups of their own. THOR and
-    ThorMuon read the inputs of layers, so they must know the model too:
+    ThorMuon read the inputs of layers, so they must know the model too, and LAMB and AGCSGD look up
+    names and layers in it:
 
     >>> with model_is(model):  # doctest: +SKIP
     ...     trainer.train()
@@ -61,7 +62,7 @@ def parameters_of(
         return params.parameters(), params
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r}: must be the nn.Module whose parameters are trained")
-    return params, model
+    return params, _MODEL.get() if model is None else model
 
 
 def parameters_of_model(
@@ -69,7 +70,6 @@ def parameters_of_model(
 ) -> tuple[Iterable[Any], nn.Module]:
     """Do the same for an optimizer that must know the model."""
     params, model = parameters_of(params, model, optimizer)
-    model = _MODEL.get() if model is None else model
     if model is None:
         line = line_of_caller() or (
             "where a trainer makes the optimizer, give it functools.partial({0}, model=model), or "
@@ -84,9 +84,10 @@ def parameters_of_model(
 
 
 def check_known(parameters: Iterable[Tensor], model: nn.Module) -> None:
-    """Raise an error for parameters that are not in the model."""
+    """Raise an error for parameters that are trained and not in the model."""
+    # a module may make its frozen parameters anew whenever they are read, as adapters of peft do
     known = {id(p) for p in model.parameters()}
-    unknown = [str(tuple(p.shape)) for p in parameters if id(p) not in known]
+    unknown = [str(tuple(p.shape)) for p in parameters if p.requires_grad and id(p) not in known]
     if unknown:
         raise ValueError(
             f"parameters of shape {some(unknown)} are not in the model, so their layers cannot be "

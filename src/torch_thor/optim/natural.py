@@ -51,7 +51,7 @@ def _new_directions(work: Work, memory: dict[Any, Tensor]) -> list[Any]:
         size, shape, strides = work.layout
         buffer = memory.get(work.dtype)
         if buffer is None or buffer.numel() < size:
-            buffer = memory[work.dtype] = torch.empty(size, dtype=work.dtype)
+            buffer = memory[work.dtype] = torch.empty(size, dtype=work.dtype, device="cpu")
         return [buffer[:size].as_strided(shape, strides)]
     directions: list[Any] = [None] * len(work.weights)
     for batch in work.batches:

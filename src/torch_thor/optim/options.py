@@ -9,7 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -372,6 +372,10 @@ class OptionGroup(dict[str, Any]):
         return OPTIONS[key].default
 
     update = MutableMapping.update
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
+        self.update(other)
+        return self
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, which is set first if it is not there."""

@@ -387,7 +387,8 @@ def _projections(part: Part, split: RowSplit, shards: RowShards | None) -> Itera
         else:  # a view
             at = slice(int(rows_here[0]), int(rows_here[-1]) + 1) if len(rows_here) else slice(0)
         if bounds is not None and not by_columns:
-            bounds = tuple(torch.searchsorted(rows, torch.tensor(part.bounds)).tolist())
+            ends = torch.tensor(part.bounds, device="cpu")
+            bounds = tuple(torch.searchsorted(rows, ends).tolist())
         yield replace(
             part,
             rows=(slice(None), at) if by_columns else at,

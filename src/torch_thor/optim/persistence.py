@@ -186,7 +186,7 @@ def consolidated(
                 continue
             entries = states.setdefault(view.parameter, dict(binding.states[view.parameter]))
             del entries[factor.layout.keys[inverse]]
-            zeros = torch.zeros(layout.shape, dtype=rows.dtype)
+            zeros = torch.zeros(layout.shape, dtype=rows.dtype, device="cpu")
             into = entries.setdefault(layout.keys[inverse], zeros)
             if layout.by_rows:
                 entries.setdefault(SHARDS, 1)

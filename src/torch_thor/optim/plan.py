@@ -376,7 +376,9 @@ def fingerprint(plan: Plan, groups: Iterable[Group], states: States) -> list[Any
         )
         for p in group["params"]:
             shape = None if isinstance(p, nn.UninitializedParameter) else p.shape
-            facts.append((id(p), p.requires_grad, shape, p.dtype, p.device, id(states.get(p))))
+            state = states.get(p)
+            entries = None if state is None else len(state)  # users may remove the momentum
+            facts.append((id(p), p.requires_grad, shape, p.dtype, p.device, id(state), entries))
     return facts
 
 

@@ -121,7 +121,8 @@ def _numbers(value: Any) -> Any:
     exact = value.item()
     digits = (float(f"{exact:.{n}g}") for n in range(1, 18))  # 0.9 in float32 is 0.89999998
     # NaN equals no number, and is refused by the rule of its option
-    return next((x for x in digits if torch.tensor(x, dtype=value.dtype).item() == exact), exact)
+    rounded = ((x, torch.tensor(x, dtype=value.dtype, device="cpu").item()) for x in digits)
+    return next((x for x, same in rounded if same == exact), exact)
 
 
 def _entry(key: str, value: Any, parameter: str) -> Any:
@@ -130,10 +131,10 @@ def _entry(key: str, value: Any, parameter: str) -> Any:
     exact = number(plain(value)) if is_number else None
     if exact is not None and math.isfinite(exact) and (key != "step" or exact >= 0):
         if key == "step":  # on the CPU, because every step reads it
-            return torch.tensor(exact, dtype=torch.float32)
+            return torch.tensor(exact, dtype=torch.float32, device="cpu")
         return value.item() if hasattr(value, "item") else value
     if not is_number and hasattr(value, "ndim"):  # of NumPy too
-        return torch.as_tensor(value)
+        return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     if is_number or key in MOMENTS:
         finite = "a finite number ≥ 0" if key == "step" else "a finite number"
         rule = finite if is_number else "a tensor"

@@ -35,7 +35,8 @@ def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tenso
     scale = matrices.diagonal(dim1=-2, dim2=-1).amax(-1)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))[:, None]
     steps = min(n, MAX_STEPS)
-    start = torch.randn(count, n, generator=torch.Generator().manual_seed(0), dtype=matrices.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    start = torch.randn(count, n, generator=generator, dtype=matrices.dtype, device="cpu")
     vector = torch.nn.functional.normalize(start, dim=-1).to(matrices.device)
     basis = matrices.new_zeros(count, steps, n)
     tridiagonal = matrices.new_zeros(count, steps + 1, steps + 1)
