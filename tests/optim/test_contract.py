@@ -355,6 +355,19 @@ def test_gradient_penalty():
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [THOR, ThorMuon, LAMB, partial(AGCSGD, lr=0.1)])
+def test_parts_in_torchscript_train_without_curvature(make):
+    model = mlp()
+    model[0] = torch.jit.script(model[0])
+    optimizer, before = make(model), weights(model)
+    train(model, optimizer, batches(3))
+    for name, weight in weights(model).items():
+        assert not weight.equal(before[name]), name
+    if make in (THOR, ThorMuon):
+        assert set(optimizer.curvature) == {"2", "4"}
+
+
 class OfMany(nn.Module):
     """Layers of several kinds, projections in one weight, and a complex parameter."""
 

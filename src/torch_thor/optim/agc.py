@@ -120,7 +120,8 @@ def units_of(model: nn.Module | None) -> dict[Tensor, Units]:
     """Find the units of the weights of all layers that have a kind."""
     of_weights: dict[Tensor, Units] = {}
     for module in [] if model is None else model.modules():
-        weight = module._parameters.get(parameter_names_of(module)[0])
+        own = dict(module._parameters.items())  # no dict in TorchScript
+        weight = own.get(parameter_names_of(module)[0])
         if weight is None or weight.dim() < 2:
             continue
         kind = kind_of(module)

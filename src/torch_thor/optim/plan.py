@@ -215,7 +215,8 @@ class Plan:
         of_layers = {before.name(before.parameter_of(view)) for view in views}
         first: dict[int, str] = {}
         for name, owner in before.attributes:
-            now = owner.module._parameters.get(owner.attribute)
+            present = dict(owner.module._parameters.items())  # no dict in TorchScript
+            now = present.get(owner.attribute)
             other = name if now is None else first.setdefault(id(now), name)
             if other != name and not of_layers.isdisjoint((other, name)):
                 raise RuntimeError(
@@ -360,7 +361,8 @@ def fingerprint(plan: Plan, groups: Iterable[Group], states: States) -> list[Any
     facts: list[Any] = [len(states)]
     # FSDP2 replaces the parameters of modules while they run, and those of groups stay
     if not plan.sharded:
-        facts += [id(o.module._parameters.get(o.attribute)) for _, o in plan.attributes]
+        present = ((o.module._parameters, o.attribute) for _, o in plan.attributes)
+        facts += [name in own and id(own[name]) for own, name in present]
     for group in groups:
         facts.append(
             (
