@@ -188,6 +188,7 @@ def test_a_step_is_measured(monkeypatch, mine, subject, batch, name):
         ("resnet18", {"batch": 0}, "--batch 0: give 1 or more"),
         ("resnet18", {"bandwidth": 0.0}, "--bandwidth 0.0 must be above 0"),
         ("resnet18", {"latency": -1.0}, "--latency -1.0 at least 0"),
+        ("resnet18", {"devices": [8, 10**12]}, f"--devices {10**12}: must be at most 1,000,000"),
         (
             "resnet18",
             {"optimizer": "sgd"},

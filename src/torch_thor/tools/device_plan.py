@@ -62,6 +62,7 @@ OF_COPIES = (
     "copies. Dealt out over the copies as well, the blocks would be sent as often, and a refresh "
     "would be shorter by {:.1%} of the inversion of all blocks on one device{}"
 )
+MOST_DEVICES = 10**6
 SIZES = ("", "devices", "in all", "factors", "sums", "sent, step", "+ refresh", "work")
 TIMES = ("", "devices", "batch", "step, ms", "network", "refresh", "all, min", "paper, min")
 
@@ -124,6 +125,11 @@ def plan(
 ) -> list[Row]:
     """Print and return a row for each way and number of devices, as `torch-thor plan` does."""
     require_at_least(1, devices=min(devices), batch=batch, samples=samples)
+    require(
+        max(devices) <= MOST_DEVICES,
+        f"--devices {max(devices)}: must be at most {MOST_DEVICES:,}, of which each has a row of "
+        "numbers here; give fewer",
+    )
     require_at_least(2, shards=shards)
     require(
         bandwidth > 0 <= latency,
