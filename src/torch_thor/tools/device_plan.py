@@ -152,8 +152,10 @@ def plan(
         row for form in FORMS for number in devices for row in rows_of(thor, form, number, shards)
     ]
     trained = quantity(sum(p.numel() for p in model.parameters() if p.requires_grad))
-    layers = len(thor.curvature)
-    say(f"{subject}, {name}: {layers} preconditioned layers, {trained} trained parameters")
+    say(
+        f"{subject}, {name}: {len(thor.curvature)} preconditioned layers, {trained} trained "
+        "parameters"
+    )
     console.print(
         columns(
             "MB that a device keeps and sends; the most work of one over the mean",
