@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CHOOSING, SEEDS = (10, 11, 12), (0, 1, 2)
 WARM_UP = 0.05  # of the steps
 ADAMW = {False: (2e-5, 5e-5, 1e-4, 2e-4), True: (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)}  # LoRA or not
-BEYOND = (5e-4, 1e-3, 2e-3)  # more than is usual, for the networks that were trained here
+BEYOND = {False: (5e-4, 1e-3, 2e-3), True: (5e-3, 1e-2)}  # more than is usual, likewise
 RATE = 0.08  # ThorMuon's
 OURS = {"optimizer": "thor-muon"}
 README = ("minilm-sst2", "minilm-trec", "minilm-subj")
@@ -154,8 +154,8 @@ def jobs(rows: Rows) -> list[Job]:
 
 def rates(problem: str) -> list[Job]:
     """List AdamW with each of its learning rates."""
-    lrs = ADAMW["lora" in problem] + (() if problem.startswith("minilm") else BEYOND)
-    return [{"optimizer": "adamw", "lr": lr} for lr in lrs]
+    lora = "lora" in problem
+    return [{"optimizer": "adamw", "lr": lr} for lr in ADAMW[lora] + BEYOND[lora]]
 
 
 def knowns(problem: str) -> list[Job]:
