@@ -88,8 +88,8 @@ def main(words: Sequence[str] | None = None) -> dict[str, float]:
         model.print_trainable_parameters()
 
     options: dict[str, Any] = {}
-    if args.optimizer == "adamw":  # usual rates; with another one ThorMuon would take it
-        options["learning_rate"] = 2e-3 if args.lora else 2e-4
+    if args.optimizer == "adamw":  # the best for MiniLM; ThorMuon would take it too
+        options["learning_rate"] = 5e-3 if args.lora else 2e-4
     arguments = TrainingArguments(
         args.out,
         num_train_epochs=args.epochs,
