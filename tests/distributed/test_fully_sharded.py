@@ -439,7 +439,10 @@ def as_shards(rank, world, go=ordinary, **options):
 
 
 # those that take longest, beside which others of their kind are fast
-SLOW_CASES = ("checkpointed, reentrant", "uneven batches", "reduced once", "running average")
+SLOW_CASES = (
+    "checkpointed, reentrant", "uneven batches", "reduced once", "running average",
+    "moved between steps, ThorMuon",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class ThorMuon(CurvatureOptimizer):
         weight_decay: decoupled: ``W ← (1 − lr · weight_decay) W``. For some parameters alone:
             ``torch_thor.param_groups``.
         update_interval: as for ``torch_thor.THOR``; by default every step at first and every 50th
-            from step 98 on.
+            from step 139 on.
         split_dim: block size of A, and the number of rows that are orthogonalised together; None
             for whole matrices.
         factor_decay: weight of the old A in a running average.
