@@ -7,6 +7,7 @@ Private attributes of single modules, tensors and parameters (``_parameters``, `
 """
 
 import sys
+import threading
 from collections.abc import Callable
 from operator import attrgetter
 from types import FrameType
@@ -95,3 +96,15 @@ def refuse_running_fullgraph(message: str) -> None:
         ):
             raise RuntimeError(message)
         frame = frame.f_back
+
+
+def let_go_of_workers(batches: Any) -> None:
+    """Let an iterator of a DataLoader not wait for its workers, which were killed.
+
+    A killed process may have held the lock of the event with which torch ends workers, and may have
+    put half of a batch into the queue from which a thread pins memory.
+    """
+    batches._workers_done_event = threading.Event()
+    if hasattr(batches, "_pin_memory_thread"):
+        batches._pin_memory_thread_done_event.set()
+        del batches._pin_memory_thread

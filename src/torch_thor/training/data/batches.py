@@ -24,7 +24,7 @@ from torch.distributed import is_torchelastic_launched
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from torch_thor.errors import UserError, first_line, require
-from torch_thor.torch_internals import tree_leaves, tree_map
+from torch_thor.torch_internals import let_go_of_workers, tree_leaves, tree_map
 from torch_thor.training.cores import allowed_cores
 from torch_thor.training.errors import UnreadableError
 from torch_thor.training.parallel import Ranks
@@ -182,7 +182,7 @@ def loaded(
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)
     own = [child for child in multiprocessing.active_children() if child not in others]
-    with _killed_by_errors(own):
+    with _killed_by_errors(own, batches):
         while (answer := _next(batches, workers)) is not None:
             if isinstance(answer, UserError):
                 raise answer
@@ -229,13 +229,17 @@ class _Faults:
 
 
 @contextmanager
-def _killed_by_errors(workers: Sequence[multiprocessing.process.BaseProcess]) -> Iterator[None]:
+def _killed_by_errors(
+    workers: Sequence[multiprocessing.process.BaseProcess], batches: Iterator[Any]
+) -> Iterator[None]:
     """Kill worker processes after an error: torch would wait for each, 5 s if another has died."""
     try:
         yield
     except UserError:
         for worker in workers:
             worker.kill()
+        if workers:
+            let_go_of_workers(batches)
         raise
 
 
