@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CHOOSING, SEEDS = (10, 11, 12), (0, 1, 2)
 WARM_UP = 0.05  # of the steps
 ADAMW = {False: (2e-5, 5e-5, 1e-4, 2e-4), True: (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)}  # LoRA or not
-BEYOND = {False: (5e-4, 1e-3, 2e-3), True: (5e-3, 1e-2)}  # more than is usual, likewise
+BEYOND = {False: (5e-4, 1e-3, 2e-3), True: (5e-3, 1e-2)}  # LoRA or not; more than is usual
 RATE = 0.08  # ThorMuon's
 OURS = {"optimizer": "thor-muon"}
 README = ("minilm-sst2", "minilm-trec", "minilm-subj")

@@ -15,8 +15,8 @@ reached has a gradient.
 
 Which layers gather follows from entries of their state (``due``, ``idle``, ``uncalled``), which
 checkpoints contain. A layer that is due gathers if it is called. It is *awaited*, and a compiled
-model runs eagerly for it, unless the loss did not reach it when it was due (idle), which is so of
-one that was frozen then, or its weight is used without calling its module (uncalled).
+model runs eagerly for it, unless the loss did not reach it when it was due (idle; a frozen layer is
+never reached), or its weight is used without calling its module (uncalled).
 """
 
 from collections import Counter, defaultdict
@@ -314,7 +314,7 @@ class Capture:
         self.discard()
 
     def finish_step(self) -> dict[LayerCurvature, Life]:
-        """Drop a non-refresh step's statistics; return the idle layers that were reached, idle."""
+        """Drop a non-refresh step's statistics; return what idle layers were that it reached."""
         idle = with_gradient(layer for layer in self.gathering if layer.idle)
         reached = {layer: layer.life for layer in idle}
         for layer, life in reached.items():

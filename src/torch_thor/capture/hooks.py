@@ -279,10 +279,10 @@ class ModuleCalls:
             ):
                 frame = frame.f_back
             by_function = frame is not None
-            # An evaluation does not show how the training calls the model, nor does a model that
-            # was compiled in place since, which the next refresh suspends. And what compiled code
-            # has called once it may call again, whoever calls the model in between.
-            # Nor does a backward pass that computes parts anew (activation checkpointing).
+            # An evaluation does not show how the training calls the model, nor does a backward pass
+            # that computes parts anew (activation checkpointing), nor a model that was compiled in
+            # place since, which the next refresh suspends. And what compiled code has called once
+            # it may call again, whoever calls the model in between.
             trains = torch.is_grad_enabled() and backward_id() < 0
             if trains and module._compiled_call_impl is None:
                 self._by_function = by_function
