@@ -36,8 +36,8 @@ class Life:
     """Whether a layer takes part in refreshes."""
 
     due: bool = True  # the next step with statistics applies the trace rule to it
-    # IDLE: the loss did not reach it when it was due, and has not since. WOKEN: the loss has reached
-    # it once since then, in a step that did not watch it. Otherwise 0
+    # IDLE: the loss did not reach it when it was due, and has not since. WOKEN: the loss has
+    # reached it once since then, in a step that did not watch it. Otherwise 0
     idle: int = 0
     uncalled: bool = False  # its weight is used without calling its module
     stopped: bool = False  # by the trace rule: it takes no new factors any more
