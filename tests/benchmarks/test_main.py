@@ -12,7 +12,7 @@ from command_line import assert_refused
 
 NAMES = [
     "cifar10", "defaults", "figures", "finetuning", "front", "gpu", "gpu_airbench", "gpu_nanogpt",
-    "loop_time", "many_devices", "models", "nanogpt", "resnet20", "step_time", "suite", "untrained",
+    "loop_time", "many_devices", "models", "nanogpt", "resnet18", "step_time", "suite", "untrained",
     "wikitext",
 ]  # fmt: skip
 
