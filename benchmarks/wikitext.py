@@ -1,32 +1,29 @@
-"""WikiText-2 with the LSTM and the transformer of pytorch/examples: its SGD, AdamW and ThorMuon.
+"""WikiText-2 with the LSTM and the transformer of pytorch/examples: their SGD and ThorMuon.
 
-    python -m benchmarks wikitext            # runs what is missing, then tables and picture
+    python -m benchmarks wikitext            # runs what is missing, then table and picture
     python -m benchmarks wikitext --table
 
 The folder word_language_model of pytorch/examples is read from build/word_language_model: its
 model.py, data.py and data/wikitext-2. Sizes, batches, dropout and the clipping of gradients at 0.25
-are the defaults of its main.py, and the six epochs and learning rates those of its README. After an
-epoch whose validation loss is not the lowest so far, rates are divided by 4, as there; here so are
-those of AdamW and ThorMuon. The perplexity is that of the validation text, and the lowest after an
-epoch counts, whose weights main.py keeps.
+are the defaults of its main.py, and the learning rates those of its README. After an epoch whose
+validation loss is not the lowest so far, rates are divided by 4, as there; here so is ThorMuon's.
+That is all that changes them, so the three epochs are the first half of the README's six. The
+perplexity is that of the validation text, and the lowest after an epoch counts, whose weights
+main.py keeps. There is one seed.
 
 - "their SGD" has the learning rate of their README: 20 for the LSTM, 5 for the transformer.
-- AdamW (torch's, as main.py's option --use-optimizer) has five trials of two epochs for each
-  network: three learning rates a factor of two apart, then two more beyond the end that the best is
-  nearer to. Trials have a seed that serves nothing else, and choose by the validation perplexity.
 - ThorMuon has no option but the model.
 
 A training that is cut off goes on after its last whole epoch, if the commit is the same.
 
 Everything runs on a GPU where there is one, or else on one thread. Seconds are steps times the time
-of a step, which all optimizers take in turns (jobs named `alone`), relative to SGD's; evaluations
+of a step, which both optimizers take in turns (jobs named `alone`), relative to SGD's; evaluations
 do not count, refreshes count where they happen.
 """
 
 import itertools
 import math
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -41,11 +38,9 @@ from benchmarks.gpu_nanogpt import module_of
 from benchmarks.runner.drawing import Contestant, save_contests
 from benchmarks.runner.machine import DEVICE, commit, keep_freed_memory
 from benchmarks.runner.markdown import table as markdown
-from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import mean_curve, shares_until
 from benchmarks.runner.stores import key_of
 from benchmarks.runner.timing import RATE, seconds_at, time_optimizers
-from benchmarks.runner.trials import best_of, rates_around, shown
 from torch_thor import ThorMuon
 from torch_thor.errors import require
 from torch_thor.files import whole_file
@@ -56,13 +51,11 @@ FILES = ("model.py", "data.py", *(f"data/wikitext-2/{n}.txt" for n in ("train", 
 SIZE, HIDDEN, LAYERS, HEADS, DROPOUT = 200, 200, 2, 2, 0.2
 BATCH, HELD_OUT_BATCH, CONTEXT, CLIP = 20, 10, 35, 0.25
 THEIR_RATES = {"LSTM": 20.0, "Transformer": 5.0}
-EPOCHS, TRIAL_EPOCHS = 6, 2
+EPOCHS, SEED = 3, 0
 EVALUATIONS = 2  # in an epoch
 HIGHEST_LOSS = 50.0  # a run whose loss exceeds it, or is no number, has diverged
-TUNING_SEED, SEEDS = 10, (0, 1, 2)
-TRIALS, ADAMW = 5, 0.001  # the latter is the rate of their README, the middle of the first three
-NAMES = {"sgd": "their SGD", "adamw": "AdamW, tuned", "thor-muon": "ThorMuon"}
-COLOURS = {"sgd": "#999999", "adamw": "#e69f00", "thor-muon": "#0072b2"}  # of Okabe and Ito
+NAMES = {"sgd": "their SGD", "thor-muon": "ThorMuon"}
+COLOURS = {"sgd": "#999999", "thor-muon": "#0072b2"}  # of Okabe and Ito
 SPANS = 5  # of ten rounds
 PICTURE = Path("docs/images/wikitext.png")
 UNFINISHED = Path("build/wikitext")  # where trainings that were cut off go on
@@ -175,21 +168,19 @@ def make(model: nn.Module, job: Job) -> torch.optim.Optimizer:
     """Return the optimizer of a job."""
     if job["optimizer"] == "thor-muon":
         return ThorMuon(model)
-    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[job["optimizer"]]
-    return kind(model.parameters(), lr=job["lr"])
+    return torch.optim.SGD(model.parameters(), lr=job["lr"])
 
 
 def train(job: Job) -> dict[str, Any]:
     """Train, with several evaluations an epoch: step, perplexity, refreshes so far.
 
-    A trial is evaluated after each epoch alone. After an epoch all that the next one needs is
-    saved, and one that was cut off goes on there.
+    After an epoch all that the next one needs is saved, and one that was cut off goes on there.
     """
     own = example()
     torch.manual_seed(job["seed"])
     model = own.network(job["network"])
     optimizer = make(model, job)
-    after = evaluated(len(list(pieces(own.train))), is_trial=job["seed"] == TUNING_SEED)
+    after = evaluated(len(list(pieces(own.train))))
     saved = UNFINISHED / f"{key_of(job)}, commit {commit()}.pt"
     past = resumed(saved, model, optimizer) or Past()
     for epoch in range(past.epochs, job["epochs"]):
@@ -257,10 +248,9 @@ def resumed(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
     return Past(**saved["past"])
 
 
-def evaluated(steps: int, *, is_trial: bool) -> set[int]:
+def evaluated(steps: int) -> set[int]:
     """Return the steps of an epoch after which the validation text is read; the last is one."""
-    count = 1 if is_trial else EVALUATIONS
-    return {math.ceil(steps * part / count) for part in range(1, count + 1)}
+    return {math.ceil(steps * part / EVALUATIONS) for part in range(1, EVALUATIONS + 1)}
 
 
 def take_step(reader: Reader, optimizer: torch.optim.Optimizer, piece: Piece) -> None:
@@ -272,7 +262,7 @@ def take_step(reader: Reader, optimizer: torch.optim.Optimizer, piece: Piece) ->
 
 
 def time_steps(job: Job) -> dict[str, Any]:
-    """Time the steps of all in turns, with one network."""
+    """Time the steps of both in turns, with one network."""
     own = example()
     makers = {name: partial(made, own, job["network"], name) for name in NAMES}
     whole = (piece for piece in itertools.cycle(pieces(own.train)) if len(piece[0]) == CONTEXT)
@@ -298,36 +288,15 @@ def optimizers(job: Job) -> list[str]:
 
 
 def jobs(rows: Rows) -> list[Job]:
-    """List the jobs that are known: one seed of all first, then trials, then the other seeds."""
-    first, *others = ([*confirm(rows, seed)] for seed in SEEDS)
-    trials = [job for network in THEIR_RATES for job in tuning(rows, network)]
-    return [*first, *trials, *itertools.chain(*others), *map(timing, THEIR_RATES)]
+    """List the jobs, which do not depend on results."""
+    trainings = [training(network, name) for network in THEIR_RATES for name in NAMES]
+    return [*trainings, *map(timing, THEIR_RATES)]
 
 
-def confirm(rows: Rows, seed: int) -> Iterator[Job]:
-    """Yield the runs with a seed that counts."""
-    for network in THEIR_RATES:
-        for setting in settings(rows, network).values():
-            yield {**setting, "seed": seed}
-
-
-def settings(rows: Rows, network: str) -> dict[str, Job]:
-    """Return the setting of each optimizer, as far as its trials are there."""
-    shared = {"network": network, "epochs": EPOCHS}
-    found = {
-        "sgd": {**shared, "optimizer": "sgd", "lr": THEIR_RATES[network]},
-        "thor-muon": {**shared, "optimizer": "thor-muon"},
-    }
-    best = best_of(rows, tuning(rows, network), count=TRIALS)
-    if best is not None:
-        found["adamw"] = {**best, **shared}
-    return {name: found[name] for name in NAMES if name in found}
-
-
-def tuning(rows: Rows, network: str) -> list[Job]:
-    """Return AdamW's trials, as far as they are known."""
-    setting = {"network": network, "optimizer": "adamw", "epochs": TRIAL_EPOCHS}
-    return rates_around(rows, {**setting, "seed": TUNING_SEED}, ADAMW, count=TRIALS)
+def training(network: str, name: str) -> Job:
+    """Return the job that trains a network with an optimizer."""
+    job = {"network": network, "epochs": EPOCHS, "optimizer": name, "seed": SEED}
+    return {**job, "lr": THEIR_RATES[network]} if name == "sgd" else job
 
 
 def timing(network: str) -> Job:
@@ -336,9 +305,8 @@ def timing(network: str) -> Job:
 
 
 def headlines(rows: Rows) -> list[Job]:
-    """Return one seed of ThorMuon, and of their SGD, with the LSTM."""
-    found = settings(rows, "LSTM")
-    return [{**found[name], "seed": SEEDS[0]} for name in ("thor-muon", "sgd")]
+    """Return the trainings of the LSTM."""
+    return [training("LSTM", name) for name in NAMES]
 
 
 def tolerance(rows: Rows, job: Job) -> float:
@@ -349,96 +317,75 @@ def tolerance(rows: Rows, job: Job) -> float:
 # ---- what is shown -------------------------------------------------------------------------------
 
 
-def ran(rows: Rows, setting: Job) -> list[Row]:
-    """Return the rows of the seeds that have run."""
-    keys = [key_of({**setting, "seed": seed}) for seed in SEEDS]
-    return [rows[key] for key in keys if key in rows]
+def finished(rows: Rows, network: str) -> dict[str, Row]:
+    """Return the trainings of a network that ended without diverging, by optimizer."""
+    found = {name: rows.get(key_of(training(network, name))) for name in NAMES}
+    return {name: row for name, row in found.items() if row and row["value"] is not None}
 
 
-def contestants(rows: Rows, network: str) -> dict[str, Job]:
-    """Return those that have run with one seed at least, by name."""
-    found = settings(rows, network)
-    return {name: setting for name, setting in found.items() if ran(rows, setting)}
-
-
-def curves(rows: Rows, setting: Job) -> list[list[Sequence[float]]]:
-    """Return the curves of the seeds that did not diverge."""
-    return [row["curve"] for row in ran(rows, setting) if row["value"] is not None]
-
-
-def seconds(rows: Rows, setting: Job) -> list[float]:
+def seconds(rows: Rows, network: str, name: str) -> list[float]:
     """Return the seconds of training up to each evaluation; none before steps are timed."""
-    times, found = rows.get(key_of(timing(setting["network"]))), curves(rows, setting)
-    if times is None or not found:
+    times = rows.get(key_of(timing(network)))
+    if times is None:
         return []
-    return seconds_at(times, setting["optimizer"], "sgd", found[0])
+    return seconds_at(times, name, "sgd", finished(rows, network)[name]["curve"])
 
 
 def table(rows: Rows) -> str:
-    """Return where each ends and when ThorMuon is there, then the trials."""
-    heads = ["network", "optimizer", "learning rate", "seeds", "validation perplexity"]
-    heads += ["ThorMuon is there after: steps", "seconds", "step / SGD's", "bytes a parameter"]
-    lines = [line for network in THEIR_RATES for line in ends(rows, network)]
-    tried = [[network, shown(rows, tuning(rows, network))] for network in THEIR_RATES]
-    trials = markdown(["AdamW with", "learning rate: validation perplexity of the trial"], tried)
-    return "\n\n".join([markdown(heads, lines), trials])
+    """Return where each ends, and when ThorMuon is where their SGD ends."""
+    heads = ["network", "optimizer", "learning rate", "validation perplexity after each epoch"]
+    heads += ["ThorMuon is there after: steps", "seconds", "time / SGD's", "bytes a parameter"]
+    return markdown(heads, [line for network in THEIR_RATES for line in ends(rows, network)])
 
 
 def ends(rows: Rows, network: str) -> list[list[str]]:
-    """Return the cells of each contestant with one network."""
-    found = contestants(rows, network)
+    """Return the cells of each training that is there, with one network."""
     lines = []
-    for name, setting in found.items():
-        rate = f"{setting['lr']:g}" if "lr" in setting else "none given"
-        values = [row["value"] for row in ran(rows, setting)]
-        shares = ["", ""]
-        if name != "thor-muon" and "thor-muon" in found and None not in values:
-            shares = reached(rows, found["thor-muon"], setting, statistics.fmean(values))
-        cells = [network, NAMES[name], rate, str(len(values)), perplexity(values)]
-        lines.append([*cells, *shares, *costs(rows, network, name)])
+    for name, label in NAMES.items():
+        job = training(network, name)
+        if key_of(job) in rows:
+            rate = f"{job['lr']:g}" if "lr" in job else "none given"
+            lines.append([network, label, rate, *outcome(rows, network, name)])
     return lines
 
 
-def perplexity(values: Sequence[float | None]) -> str:
-    """Return the cell of the values of some seeds."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return f"{len(values) - len(known)} of {len(values)} seeds diverged"
-    return with_error(known) if len(known) > 1 else f"{known[0]:.1f}"
+def outcome(rows: Rows, network: str, name: str) -> list[str]:
+    """Return the perplexities of a training, when ThorMuon is at the lowest, and what it costs."""
+    found = finished(rows, network)
+    if name not in found:
+        return ["diverged", "", "", "", ""]
+    values = [point[1] for point in found[name]["curve"][EVALUATIONS - 1 :: EVALUATIONS]]
+    shares = reached(rows, network) if name == "sgd" and "thor-muon" in found else ["", ""]
+    return [", ".join(f"{value:.1f}" for value in values), *shares, *costs(rows, network, name)]
 
 
-def reached(rows: Rows, ours: Job, other: Job, goal: float) -> list[str]:
-    """Return the shares of another's steps and seconds after which ThorMuon is at a perplexity."""
-    own = mean_curve(curves(rows, ours))
-    return shares_until(own, goal, seconds(rows, ours), seconds(rows, other), higher=False)
+def reached(rows: Rows, network: str) -> list[str]:
+    """Return the shares of SGD's steps and seconds after which ThorMuon is where SGD ends."""
+    found = finished(rows, network)
+    own, goal = mean_curve([found["thor-muon"]["curve"]]), found["sgd"]["value"]
+    spent = [seconds(rows, network, name) for name in ("thor-muon", "sgd")]
+    return shares_until(own, goal, *spent, higher=False)
 
 
 def costs(rows: Rows, network: str, name: str) -> list[str]:
-    """Return the time of a step over SGD's, refreshes included, and bytes of state a parameter."""
-    times, found = rows.get(key_of(timing(network))), contestants(rows, network)
-    if times is None:
+    """Return the time of training over SGD's, and the bytes of state a parameter."""
+    times = rows.get(key_of(timing(network)))
+    if times is None or "sgd" not in finished(rows, network):
         return ["", ""]
-    own, base = seconds(rows, found[name]), seconds(rows, found.get("sgd", found[name]))
-    relative = f"{own[-1] / base[-1]:.2f}" if own and base and "sgd" in found else ""
-    return [relative, f"{times['state_bytes'][name]:.1f}"]
+    own, base = (seconds(rows, network, which)[-1] for which in (name, "sgd"))
+    return [f"{own / base:.2f}", f"{times['state_bytes'][name]:.1f}"]
 
 
 def draw(rows: Rows) -> None:
     """Draw the perplexities against steps and seconds, a row for each network."""
     contests = {
         f"validation perplexity, {network}": [
-            drawn(rows, name, setting)
-            for name, setting in contestants(rows, network).items()
-            if curves(rows, setting)
+            Contestant.of_curves(
+                NAMES[name], COLOURS[name], [row["curve"]], seconds(rows, network, name)
+            )
+            for name, row in finished(rows, network).items()
         ]
         for network in THEIR_RATES
         if key_of(timing(network)) in rows
     }
     save_contests(contests, PICTURE)
-
-
-def drawn(rows: Rows, name: str, setting: Job) -> Contestant:
-    """Return what is drawn of an optimizer."""
-    return Contestant.of_curves(
-        NAMES[name], COLOURS[name], curves(rows, setting), seconds(rows, setting)
-    )
