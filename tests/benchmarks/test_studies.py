@@ -18,8 +18,8 @@ from golden.runs import RUNS_OF
 
 ROOT = Path(__file__).parents[2]
 STUDIES = (
-    "cifar10", "defaults", "finetuning", "many_devices", "models", "nanogpt", "step_time",
-    "untrained",
+    "cifar10", "defaults", "finetuning", "many_devices", "models", "nanogpt", "resnet18",
+    "step_time", "untrained",
 )  # fmt: skip
 
 
