@@ -76,7 +76,10 @@ class Geometry:
         """Copy changed matrices back into their tensor, unless they are a view of it."""
         if self.converter is not None:
             self.converter.from_matrix_(matrix, tensor)
-        elif has_values(tensor) and matrix.data_ptr() != tensor.data_ptr():
+        elif has_values(tensor) and not (
+            # the address alone does not tell: that of tensors without memory of their own is 0
+            matrix._is_view() and matrix.data_ptr() == tensor.data_ptr()
+        ):
             if self.taps:
                 matrix = matrix.reshape(self.groups, self.outputs, -1, self.taps).transpose(1, 2)
             tensor.copy_(matrix.reshape(tensor.shape))

@@ -113,6 +113,6 @@ class MuonAdamW(torch.optim.Optimizer):
             )
             inner.step()
             for p, matrix in zip(params, matrices, strict=True):
-                if matrix.data_ptr() != p.data_ptr():
+                if not p.is_contiguous():
                     p.copy_(matrix.view(p.shape))
         return loss
