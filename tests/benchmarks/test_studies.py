@@ -21,7 +21,7 @@ STUDIES = (
     "cifar10", "defaults", "finetuning", "many_devices", "models", "nanogpt", "resnet18",
     "step_time", "untrained",
 )  # fmt: skip
-# trainings of hours, some of which are still to be run, as the page says
+# wikitext has trainings of hours; its page says which are still to be run
 SHOWN = (*STUDIES, "wikitext")
 
 

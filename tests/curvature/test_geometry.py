@@ -38,9 +38,9 @@ def test_matrices_and_back(geometry, shape):
         inputs = geometry.inputs // geometry.taps
         expected = weight[group * inputs + source, output, tap]
         assert entry(geometry, matrix, group, output, source * geometry.taps + tap) == expected
-    changed = matrix + 100
-    geometry.from_matrix_(changed, weight)
-    assert torch.equal(geometry.to_matrix(weight), changed)
+    for changed in (matrix + 100, torch.stack([matrix, matrix + 200])[1]):  # also a view of another
+        geometry.from_matrix_(changed, weight)
+        assert torch.equal(geometry.to_matrix(weight), changed)
     written = torch.empty_like(weight)
     geometry.write_(changed, written)
     assert torch.equal(written, weight)
