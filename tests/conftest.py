@@ -3,6 +3,7 @@ ranks, pictures.
 """
 
 import functools
+import gc
 
 import hypothesis
 import pytest
@@ -25,6 +26,12 @@ FIRST = "test_killed_ranks"
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.name.startswith(FIRST))
+
+
+def pytest_collection_finish():
+    """What was imported stays: tests that collect garbage need not walk all of torch for it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

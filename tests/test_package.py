@@ -183,7 +183,7 @@ def test_what_is_released_trains_from_an_empty_folder_and_needs_torch_alone(tmp_
     (tmp_path / "empty").mkdir()
     code = f"import sys; sys.argv[1:] = ['train', '--list']{TRAINS.format(place=place)}"
     done = subprocess.run(
-        [python, "-P", "-c", code],
+        [python, "-I", "-c", code],  # without the PYTHONPATH of whoever runs the tests
         cwd=tmp_path / "empty",
         capture_output=True,
         text=True,

@@ -234,6 +234,14 @@ def raising(error):
     return fail
 
 
+def assert_only(others):
+    """No other child process goes on."""
+    for worker in multiprocessing.active_children():
+        if worker not in others:
+            worker.join(timeout=60)
+            assert worker.exitcode is not None
+
+
 @pytest.mark.slow
 def test_a_machine_without_resources_is_one_line(monkeypatch):
     remedy = r"enlarge /dev/shm .* lower data.workers.count"
@@ -251,10 +259,7 @@ def test_a_machine_without_resources_is_one_line(monkeypatch):
     others = multiprocessing.active_children()
     for end in (lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(7)):
         refused(rf"a worker process of the data has died, .*: {remedy}", happens=end, workers=2)
-        for worker in multiprocessing.active_children():
-            if worker not in others:
-                worker.join(timeout=60)
-                assert worker.exitcode is not None
+        assert_only(others)
     full = RuntimeError(
         "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device "
         "(28)"
@@ -273,10 +278,12 @@ def test_a_machine_without_resources_is_one_line(monkeypatch):
     )
 
 
-def test_an_error_of_the_program_is_no_death_of_a_worker():
-    for workers in (0, 1):
+def test_an_error_of_the_program_is_no_death_of_a_worker_and_ends_them():
+    others = multiprocessing.active_children()
+    for workers in (0, 1, 2):
         with pytest.raises(RuntimeError, match="a fault of the program"):
             list(read(happens=raising(RuntimeError("a fault of the program")), workers=workers))
+    assert_only(others)
 
 
 def test_workers_obey_nobody_but_their_loader():

@@ -232,10 +232,14 @@ class _Faults:
 def _killed_by_errors(
     workers: Sequence[multiprocessing.process.BaseProcess], batches: Iterator[Any]
 ) -> Iterator[None]:
-    """Kill worker processes after an error: torch would wait for each, 5 s if another has died."""
+    """Kill worker processes after an error.
+
+    Torch would wait for each: 5 s if another has died, 10 s when a traceback that holds the
+    iterator is collected as garbage, where the queue to the worker is closed first.
+    """
     try:
         yield
-    except UserError:
+    except Exception:
         for worker in workers:
             worker.kill()
         if workers:
