@@ -28,9 +28,10 @@ from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import apart
 from benchmarks.runner.stores import key_of
+from benchmarks.suite_optimizers import as_one_matrix
 from benchmarks.suite_problems import Batch, Problem
 from torch_thor import THOR, ThorMuon
-from torch_thor.optim import learned
+from torch_thor.optim import trained as trained_weights
 from torch_thor.training.curves import legend_below
 
 if TYPE_CHECKING:
@@ -94,11 +95,13 @@ def make(
     kind = {"thor-muon": ThorMuon, "thor": THOR}[job["optimizer"]]
     rate = job.get("lr", RATE)
     own: dict[str, Any] = {"lr": rate}
+    if kind is ThorMuon:
+        own["row_splits"] = as_one_matrix(model)
     if "max_update_ratio" in job:
         own["max_update_ratio"] = job["max_update_ratio"]
     if job.get("way") == "known":  # as without a learning rate, with factors to choose from
-        learned.LEARNED, learned.UNTOLD = job["trained"], job["zero"]
-        learned.REST, own["lr"] = job["rest"], None
+        trained_weights.LEARNED, trained_weights.UNTOLD = job["trained"], job["zero"]
+        trained_weights.REST, own["lr"] = job["rest"], None
     return kind(groups, weight_decay=0.01, model=model, **own), rate
 
 

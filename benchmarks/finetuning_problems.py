@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.suite_optimizers import as_one_matrix
 from benchmarks.suite_problems import PROBLEMS as SUITE
 from benchmarks.suite_problems import Batch, Problem, classify, halves, images, is_right, shuffled
-from torch_thor import ThorMuon, split_rows
+from torch_thor import ThorMuon
 
 DATA = Path("corpora/fine-tuning")
 CONTEXT = 64  # bytes
@@ -128,11 +129,7 @@ def windows(language: str, train: bool) -> tuple[Tensor]:
 
 
 def gpt() -> nn.Module:
-    """Return GPT-2 of transformers: 4 blocks of 256, 3.3 million parameters, on bytes.
-
-    The results were measured with query, key and value as one matrix; ThorMuon takes those of GPT-2
-    apart by now.
-    """
+    """Return GPT-2 of transformers: 4 blocks of 256, 3.3 million parameters, on bytes."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     size: dict[str, Any] = {
@@ -143,10 +140,7 @@ def gpt() -> nn.Module:
         "vocab_size": 256,
     }
     rest: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**size, **rest))
-    for block in model.transformer.h:
-        split_rows(block.get_submodule("attn.c_attn"), 1)
-    return model
+    return GPT2LMHeadModel(GPT2Config(**size, **rest))
 
 
 def next_bytes(model: nn.Module, batch: Batch) -> Tensor:
@@ -220,7 +214,7 @@ def trained(network: str, optimizer: str) -> dict[str, Tensor]:
         opt = (
             torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
             if optimizer == "adamw"
-            else ThorMuon(model, lr=0.08, weight_decay=0.01)
+            else ThorMuon(model, lr=0.08, weight_decay=0.01, row_splits=as_one_matrix(model))
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(
             opt, lambda step: min(1.0, (step + 1) / (0.05 * steps), (steps - step) / (0.95 * steps))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.polar import orthogonalise
-from torch_thor.optim.orthogonal import step_norm
 
 Factors = dict[Tensor, float]
 Job = dict[str, Any]
@@ -42,7 +41,8 @@ def small(model: nn.Module, job: Job) -> Way:
     del job
     factors: Factors = dict.fromkeys(model.parameters(), 1.0)
     for p in matrices(model):
-        norm = step_norm(len(p), p[0].numel())
+        outputs, inputs = len(p), p[0].numel()
+        norm = math.sqrt(min(outputs, inputs) * max(1.0, outputs / inputs))  # of a step at lr 1
         factors[p] = min(1.0, math.sqrt(math.sqrt(3) * float(p.detach().norm()) / norm))
     return lambda step: factors
 

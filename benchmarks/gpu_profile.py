@@ -49,9 +49,10 @@ def ours(kind: type[THOR] | type[ThorMuon], interval: int) -> Make:
 
     def made(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = kind(model, lr=step_time.SMALL, weight_decay=0.01, update_interval=interval)
-        # a refresh takes new factors, however little they differ
+        # a refresh of THOR takes new factors, however little they differ
         for group in optimizer.param_groups:
-            group["trace_thresholds"] = (0.0, 0.0)
+            if "trace_thresholds" in group:
+                group["trace_thresholds"] = (0.0, 0.0)
         return optimizer
 
     return made

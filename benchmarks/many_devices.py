@@ -38,7 +38,7 @@ from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.suite_problems import PROBLEMS
 from torch_thor import THOR, Distributed, ThorMuon
-from torch_thor.split.observe import loss_of
+from torch_thor.split import loss_of
 from torch_thor.tools.device_plan import subject_of
 from torch_thor.tools.split_dim import Subject
 from torch_thor.tools.traffic import (

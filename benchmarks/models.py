@@ -99,8 +99,9 @@ def ratios(name: str) -> dict[str, float]:
         else:
             ours, _, length = key.partition(" ")
             optimizers[key] = OURS[ours](subject.model, lr=1e-5, update_interval=LENGTHS[length])
-            for group in optimizers[key].param_groups:  # every refresh takes new factors
-                group["trace_thresholds"] = (0.0, 0.0)
+            for group in optimizers[key].param_groups:  # every refresh of THOR takes new factors
+                if "trace_thresholds" in group:
+                    group["trace_thresholds"] = (0.0, 0.0)
         steps[key] = training_step(subject.loss, optimizers[key])
     times = take_turns(steps, ROUNDS)
     for key, optimizer in optimizers.items():

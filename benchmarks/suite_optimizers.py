@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import filter as matching
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,17 @@ def _schedule_free(model: nn.Module, lr: float, momentum: float = 0.9) -> torch.
     return ScheduleFreeAdamW(model.parameters(), lr=lr, betas=(momentum, 0.99), weight_decay=0.01)
 
 
+def as_one_matrix(model: nn.Module) -> dict[str, int]:
+    """Return the ``row_splits`` of the results: query, key and value were one matrix in all."""
+    names = [name for name, _ in model.named_modules()]
+    return {pattern: 1 for pattern in ("*.qkv", "*.c_attn") if matching(names, pattern)}
+
+
+def _thor_muon(model: nn.Module, lr: float, momentum: float = 0.8) -> torch.optim.Optimizer:
+    rest: dict[str, Any] = {"weight_decay": 0.01, "row_splits": as_one_matrix(model)}
+    return ThorMuon(model, lr=lr, momentum=momentum, **rest)
+
+
 def _paper(model: nn.Module, lr: float, damping: float = 0.03) -> torch.optim.Optimizer:
     return THOR(model, lr=lr, weight_decay=5e-4, **THOR.preset("paper"), damping=damping)
 
@@ -95,7 +107,7 @@ PEERS = {
     "schedule-free": Contender(0.004, _momentum(0.98), _schedule_free),
 }
 OURS = {
-    "thor-muon": Contender(0.08, _momentum(0.9), partial(ThorMuon, weight_decay=0.01)),
+    "thor-muon": Contender(0.08, _momentum(0.9), _thor_muon),
     "thor": Contender(0.1, _momentum(0.8), partial(THOR, weight_decay=5e-4)),
     "thor-paper": Contender(0.05, ({"damping": 0.1}, {"damping": 0.3}), _paper),
 }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_thor import adaptive_clip_grad_, split_rows
+from torch_thor import adaptive_clip_grad_
 from torch_thor.training.data.small import SYMBOLS, load_characters, load_images
 from torch_thor.training.models.small import CharTransformer, SmallResNet, deep_autoencoder
 from torch_thor.training.parallel import Ranks
@@ -200,11 +200,7 @@ def vision_transformer(classes: int = 10) -> nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
     sizes: dict[str, Any] = {"embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 3}
-    model = VisionTransformer(img_size=28, patch_size=7, in_chans=1, num_classes=classes, **sizes)
-    # the rows of the suite were measured with query, key and value in one matrix
-    for block in model.blocks:
-        split_rows(block.get_submodule("attn.qkv"), 1)
-    return model
+    return VisionTransformer(img_size=28, patch_size=7, in_chans=1, num_classes=classes, **sizes)
 
 
 def normalizer_free() -> nn.Module:

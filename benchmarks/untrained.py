@@ -3,9 +3,9 @@
     python -m benchmarks untrained           # runs what is missing, then the table
     python -m benchmarks untrained --table
 
-ThorMuon without a learning rate takes a network for trained if a quarter of its matrices have a
-dependence above 5 (torch_thor.optim.learned). Here are the networks of the suite, of timm and of
-transformers as their libraries initialise them, and those of the study of fine-tuning.
+ThorMuon without a learning rate takes a network for trained if more than a quarter of its matrices
+have a dependence above 5 (torch_thor.optim.trained). Here are the networks of the suite, of timm
+and of transformers as their libraries initialise them, and those of the study of fine-tuning.
 """
 
 import math
@@ -23,7 +23,7 @@ from benchmarks.finetuning_problems import gpt, resnet
 from benchmarks.finetuning_ways import matrices
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.suite_problems import PROBLEMS as SUITE
-from torch_thor.optim.learned import DEPENDENT, dependence
+from torch_thor.optim.trained import DEPENDENT, dependence
 
 TIMM = (
     "beit_base_patch16_224", "cait_xxs24_224", "convnext_atto", "densenet121", "dm_nfnet_f0",

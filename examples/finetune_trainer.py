@@ -1,7 +1,7 @@
 """Fine-tune with the Trainer of Hugging Face, all weights or adapters (``--lora``).
 
 An optimizer that reads the inputs of layers is given to the Trainer as an object, with a callback
-that tells it the learning rate of the arguments, loss terms and padding.
+that tells it loss terms and padding. ``learning_rate`` of the arguments is for the Trainer's own.
 
     pip install "transformers>=5" accelerate peft
     python examples/finetune_trainer.py --optimizer thor-muon --lora
@@ -88,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, float]:
         model.print_trainable_parameters()
 
     options: dict[str, Any] = {}
-    if args.optimizer == "adamw":  # the best for MiniLM; ThorMuon would take it too
+    if args.optimizer == "adamw":  # the best for MiniLM
         options["learning_rate"] = 5e-3 if args.lora else 2e-4
     arguments = TrainingArguments(
         args.out,

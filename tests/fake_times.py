@@ -2,11 +2,9 @@
 
 from unittest import mock
 
-from torch_thor.split import choice
-
 
 def fake_times(seconds):
     """In a `with` block, `seconds(sizes, split_dims, **options)` replaces the measurement of
     inversions.
     """
-    return mock.patch.object(choice, "inverse_seconds", seconds)
+    return mock.patch("torch_thor.split.inverse_seconds", seconds)

@@ -2,8 +2,7 @@
 capture.
 """
 
-from torch_thor.capture.inspection import inspect
-from torch_thor.capture.layers import hooks_of
+from torch_thor.capture.inspection import hooks_of, inspect
 from torch_thor.curvature import LayerCurvature
 
 

@@ -21,8 +21,9 @@ from nodes import Node, replaced
 ROOT = Path(__file__).parents[1]
 STEPS = ("tests/optim/test_layer_kinds.py", "tests/optim/test_step.py")
 MUON = ("tests/optim/test_thor_muon.py",)
-LEARNED = ("tests/optim/test_learned.py",)
+TRAINED = ("tests/optim/test_trained.py",)
 STATE = ("tests/optim/test_state.py", "tests/optim/test_loading.py")
+COUNTED = ("tests/optim/test_what_counts.py",)
 REFRESH = ("tests/optim/test_refresh.py",)
 RULE = ("tests/curvature/test_refresh_rule.py",)
 NATURAL = ("tests/optim/test_natural.py",)
@@ -93,6 +94,10 @@ MUTATIONS = {
         "curvature/refresh.py", "decide",
         Node("operator", ">"), "change >= thresholds[0] * 2", (*RULE, *REFRESH),
     ),
+    "ThorMuon with a trace rule": Mutation(
+        "optim/preconditioner.py", "Preconditioner._candidate",
+        Node("keyword", "thresholds"), "_ or (0.01, 0.0)", MUON,
+    ),
     "a layer never stops": Mutation(
         "curvature/refresh.py", "decide",
         Node("return", number=2), "Decision.KEEP", (*RULE, *REFRESH),
@@ -106,8 +111,20 @@ MUTATIONS = {
         Node("operator", "=="), "False", (*RULE, "tests/optim/test_failures.py"),
     ),
     "gradients of outputs not scaled by N": Mutation(
-        "optim/preconditioner.py", "Preconditioner._pool",
+        "curvature/layer.py", "Statistics.scale_gradients_",
         Node("call", "mul_", number=1, argument=1), "1.0", STEPS,
+    ),
+    "rows that stand for all, without the weight of their call": Mutation(
+        "curvature/kinds/matrix.py", "LinearKind.add_inputs_",
+        Node("call", "add_second_moment_", argument=2), "1.0", COUNTED,
+    ),
+    "rows that stand for all, from one position of all sequences": Mutation(
+        "curvature/kinds/matrix.py", "standing_for_all",
+        Node("call", "randint"), "_ * 0", COUNTED,
+    ),
+    "rows of a step that a scaler skipped": Mutation(
+        "capture/gathering.py", "Capture._note_pass",
+        Node("call", "discard"), "None", COUNTED,
     ),
     "means over one row too many": Mutation(
         "curvature/layer.py", "Statistics.take",
@@ -115,34 +132,34 @@ MUTATIONS = {
     ),
     "1 / T of a weight forgotten": Mutation(
         "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=3, argument=6), "1.0", STEPS,
+        Node("call", "Matrix", number=2, argument=6), "1.0", STEPS,
     ),
     "1 / T of a bias forgotten": Mutation(
         "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=4, argument=6), "1.0", STEPS,
+        Node("call", "Matrix", number=3, argument=6), "1.0", STEPS,
     ),
     "a bias with A": Mutation(
         "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=4, argument=4), "a", STEPS,
+        Node("call", "Matrix", number=3, argument=4), "a", STEPS,
     ),
     "weight decay forgotten": Mutation(
         "optim/update.py", "with_decay",
         Node("keyword", "alpha"), "0.0", STEPS,
     ),
     "the bound too loose": Mutation(
-        "optim/bounds.py", "_trust_ratio",
+        "optim/update.py", "_trust_ratio",
         Node("return", number=2), "1.0", NATURAL,
     ),
     "kl_clip without lr": Mutation(
-        "optim/bounds.py", "within_kl_clip",
+        "optim/update.py", "within_kl_clip",
         Node("operator", "**"), "1.0", STEPS,
     ),
     "Nesterov forgotten": Mutation(
-        "optim/update.py", "momentum_",
+        "optim/batches.py", "momentum_",
         Node("return", number=2), "velocities", STEPS,
     ),
     "Nesterov's second term without the momentum": Mutation(
-        "optim/update.py", "momentum_",
+        "optim/batches.py", "momentum_",
         Node("keyword", "alpha"), "1.0", STEPS,
     ),
     "momentum forgotten where a parameter takes its step alone": Mutation(
@@ -154,28 +171,36 @@ MUTATIONS = {
         Node("call", "sqrt"), "1.0", MUON,
     ),
     "ThorMuon's depth without matrices that have no factors": Mutation(
-        "optim/plan.py", "Binding.__init__",
+        "optim/batches.py", "Binding.__init__",
         Node("call", "len", number=3), "0", MUON,
     ),
     "ThorMuon's norm of a tall matrix": Mutation(
-        "optim/orthogonal.py", "step_norm",
-        Node("call", "max", number=1), "1.0", MUON,
+        "optim/orthogonal.py", "Projection.__post_init__",
+        Node("call", "max", number=3), "1.0", MUON,
     ),
     "weights that are trained, without rows of their own": Mutation(
-        "optim/learned.py", "rectangles",
-        Node("return"), "gram.square().sum() - of_lines", LEARNED,
+        "optim/trained.py", "rectangles",
+        Node("return"), "gram.square().sum() - of_lines", TRAINED,
     ),
     "a trained network from one matrix": Mutation(
-        "optim/learned.py", "_are_trained",
-        Node("return"), "trained > 0", LEARNED,
+        "optim/trained.py", "_look_trained",
+        Node("return"), "dependent > 0", TRAINED,
     ),
     "factors of a trained network decided again": Mutation(
-        "optim/learned.py", "_is_trained",
-        Node("return"), "_are_trained(dependences)", LEARNED,
+        "optim/trained.py", "decide",
+        Node("call", "is_trained"), "None", TRAINED,
+    ),
+    "equal rows counted": Mutation(
+        "optim/trained.py", "_without_equal_rows",
+        Node("return"), "matrix", TRAINED,
+    ),
+    "frozen numbers not compared with those that are trained": Mutation(
+        "optim/trained.py", "decide",
+        Node("operator", ">"), "False", TRAINED,
     ),
     "ThorMuon's rate without the factor": Mutation(
-        "optim/works.py", "work_of",
-        Node("keyword", "lr_factor"), "1.0", LEARNED,
+        "optim/orthogonal.py", "batches_of",
+        Node("call", "get"), "1.0", TRAINED,
     ),
     "polar factors of one matrix": Mutation(
         "curvature/polar.py", "_roots",

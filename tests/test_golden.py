@@ -120,7 +120,7 @@ def test_every_bit_is_compared_and_the_first_step_that_differs_is_named(golden):
 def test_another_machine_is_allowed_its_rounding_and_no_more(golden):
     elsewhere = golden | {"fingerprint": golden["fingerprint"] | {"processor": "another"}}
     assert other_machine(golden, elsewhere) == [
-        f"processor {golden['fingerprint']['processor']} there, another here",
+        f"processor {golden['fingerprint']['processor']} there, another here"
     ]
     assert (
         differences(

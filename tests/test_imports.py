@@ -29,7 +29,6 @@ PACKAGES = {
     if name.endswith(".__init__")
 }
 
-COMMAND_LINE = "torch_thor.cli:main"
 # Each package may import itself and those before it. Files are written with errors that a user
 # reads.
 LAYERS = (
@@ -42,60 +41,21 @@ HOMES = {
     name: module.split(".")[1] for module, names in torch_thor._MODULES.items() for name in names
 }
 
-# Files that need private names of other packages: these modules, and the reason.
+# Files that need private names of other packages: these modules, and why.
 EXCEPTIONS = {
-    "pretend.py": ("curvature.blocks", "tells that the pretend device has pinned memory"),
-    "hooked.py": ("capture.inspection capture.layers", "makes hooks without an optimizer"),
-    "third_optimizer.py": (
-        "optim.base optim.natural optim.update optim.works",
-        "is an optimizer, as the package has them",
-    ),
-    "tiny.py": (
-        "capture.hooks",
-        "tells which modules have hooks, for which there is no public function",
-    ),
-    "examples/test_pages.py": (
-        "schedules trainers.hugging_face",
-        "names what the documentation shows users to import",
-    ),
-    "fake_times.py": ("split.choice", "replaces a measurement of time"),
-    "capture/test_composites.py": (
-        "curvature.kinds.registry",
-        "removes the kinds that a test has registered",
-    ),
-    "optim/test_device.py": (
-        "curvature.inverse curvature.polar",
-        "compares what only accelerators compute with what CPUs do",
-    ),
-    "optim/test_as_a_whole.py": (
-        "curvature.refresh",
-        "simulates that memory is exhausted during a refresh",
-    ),
-    "distributed/test_disagreement.py": (
-        "curvature.blocks curvature.inverse",
-        "simulates ranks that compute different numbers",
-    ),
-    "split/test_choice.py": (
-        "curvature.layer",
-        "counts the statistics that exist at the same time",
-    ),
-    "distributed/test_traffic.py": (
-        "tools.traffic",
-        "compares what a plan counts with what is sent",
-    ),
-    "tools/test_split_dim.py": (
-        "split.choice",
-        "replaces a measurement of time",
-    ),
-    "warm.py": ("cli commands", "imports in advance what the command line imports"),
-    "test_readable_reference.py": (
-        "reference",
-        "compares the optimizers with those that are there to be read",
-    ),
-    "test_cli.py": (
-        "commands",
-        "loads the commands anew",
-    ),
+    "pretend.py": "curvature.blocks",  # the pretend device has pinned memory
+    "command_line.py": "cli",
+    "hooked.py": "capture.inspection",  # makes hooks without an optimizer
+    "third_optimizer.py": "optim.base optim.natural",  # is an optimizer
+    "tiny.py": "capture.hooks",  # tells which modules have hooks
+    "test_split.py": "curvature.layer",  # counts the statistics that exist at the same time
+    "capture/test_composites.py": "curvature.kinds.registry",  # removes kinds that are registered
+    "distributed/test_disagreement.py": "curvature.blocks curvature.inverse",  # unlike ranks
+    "distributed/test_traffic.py": "tools.traffic",  # what a plan counts is what is sent
+    "optim/test_as_a_whole.py": "curvature.refresh",  # exhausts the memory in a refresh
+    "optim/test_device.py": "curvature.inverse curvature.polar",  # accelerators and CPUs
+    "test_readable_reference.py": "reference",
+    "tools/test_split_dim.py": "split",  # replaces a measurement of time
 }
 
 
@@ -238,31 +198,19 @@ def public_names(package):
 
 
 def imported(code):
-    """(module, name) for each import in `code`, in scripts that it contains as text, and in names
-    of patched objects.
-
-    The name is `None` where a module is imported by its full name.
-    """
+    """(module, name) for each import; the name is `None` where a module is imported by its name."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom):
             yield from ((node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if lines := re.findall(r"^(?:from|import) torch_thor.*", node.value, re.MULTILINE):
-                yield from imported("\n".join(lines))
-            if re.fullmatch(r"torch_thor(\.\w+)+", node.value):
-                module, *names = node.value.split(".")
-                while names and exists(f"{module}.{names[0]}"):
-                    module = f"{module}.{names.pop(0)}"
-                yield module, names[0] if names else None
 
 
 def private_module(module, name):
     """The module of which an import takes a private name; `None` for public names and other
     libraries.
     """
-    if module.split(".")[0] != "torch_thor" or f"{module}:{name}" == COMMAND_LINE:
+    if module.split(".")[0] != "torch_thor":
         return None
     if module.split(".")[1:2] in (["training"], ["errors"], ["printing"]):
         return None  # the application has no other names than those of its modules
@@ -279,7 +227,7 @@ def test_tests_import_public_names():
         beside = file.split("/")[0].removesuffix(".py").removeprefix("test_")
         found = {private_module(*one) for one in imported((TESTS / file).read_text())} - {None}
         found = {module for module in found if module.split(".")[1:2] != [beside]}
-        allowed = {f"torch_thor.{module}" for module in EXCEPTIONS.get(file, ("",))[0].split()}
+        allowed = {f"torch_thor.{module}" for module in EXCEPTIONS.get(file, "").split()}
         wrong += [f"{file} imports private names of {module}" for module in sorted(found - allowed)]
         wrong += [
             f"{file} no longer needs {module}: remove it from EXCEPTIONS"
@@ -290,19 +238,3 @@ def test_tests_import_public_names():
         + "\n".join(wrong)
     )
     assert set(EXCEPTIONS) <= set(FILES)
-
-
-def test_private_names_are_found():
-    layer = "torch_thor.curvature.layer"
-    code = f"""
-from torch_thor.training.loop import Run
-import torch_thor, numpy
-def test(patch):
-    from {layer} import LayerCurvature
-    patch("{layer}.Factor", None)
-    run("import sys\\nfrom torch_thor.files import write_text")
-"""
-    assert {private_module(*one) for one in imported(code)} == {None, layer, "torch_thor.files"}
-    assert private_module("torch_thor.curvature", "layer") == private_module(layer, None) == layer
-    # not in `__all__`
-    assert private_module("torch_thor.curvature", "invert") == "torch_thor.curvature"

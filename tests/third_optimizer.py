@@ -4,10 +4,10 @@ It is all that an optimizer needs: a class with its options and its step, and a 
 (`torch_thor.optim.registry`).
 """
 
+import torch
+
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.natural import buckets_of, natural_gradients
-from torch_thor.optim.update import subtract_
-from torch_thor.optim.works import in_buckets
+from torch_thor.optim.natural import batches_of, natural_gradients
 
 
 class NaturalSGD(CurvatureOptimizer):
@@ -27,6 +27,6 @@ class NaturalSGD(CurvatureOptimizer):
     ):
         super().__init__(params, model, locals())
 
-    def _update(self, binding, found_inf):
-        for work, d in natural_gradients(in_buckets(binding.buckets(buckets_of))):
-            subtract_(work.weights, d, float(work.group["lr"]), found_inf)
+    def _update(self, binding):
+        for batch, d in natural_gradients(binding.batches(batches_of)):
+            torch._foreach_add_(batch.weights, d, alpha=-float(batch.group["lr"]))

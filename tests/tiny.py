@@ -3,48 +3,28 @@
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import nn
 
-from torch_thor import ThorMuon
 from torch_thor.capture.hooks import ModuleCalls
 
 # kernel, stride, padding and so on of one convolution from 4 channels to 6, and the size of its
-# input
+# input; tests/curvature/test_kinds.py draws others
+UNEVEN = {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (1, 2)}
+CIRCULAR = {"kernel_size": 3, "padding": (1, 2), "padding_mode": "circular", "stride": 2}
+APART = {"kernel_size": 2, "groups": 2, "stride": 2, "dilation": 2, "bias": False}
 CONVOLUTIONS = {
     "plain": ({"kernel_size": 3}, (5, 5)),
-    "no_bias": ({"kernel_size": 3, "bias": False}, (5, 5)),
     "pointwise": ({"kernel_size": 1}, (3, 2)),
-    "pointwise_strided": ({"kernel_size": 1, "stride": 2}, (5, 4)),
     "stride": ({"kernel_size": 3, "stride": 2, "padding": 1}, (6, 5)),
-    "uneven": (
-        {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (1, 2)},
-        (5, 7),
-    ),
+    "uneven": (UNEVEN, (5, 7)),
     "rows_left_over": ({"kernel_size": 2, "stride": 3}, (6, 7)),
     "dilation": ({"kernel_size": 3, "dilation": 2, "padding": 2}, (5, 6)),
     "same": ({"kernel_size": (3, 5), "padding": "same"}, (4, 5)),
-    "same_even_kernel": ({"kernel_size": (2, 4), "padding": "same"}, (4, 5)),
-    "same_dilated": ({"kernel_size": (2, 3), "dilation": (3, 2), "padding": "same"}, (5, 5)),
-    "valid": ({"kernel_size": (2, 3), "padding": "valid"}, (4, 5)),
-    "reflect": ({"kernel_size": 3, "padding": (2, 1), "padding_mode": "reflect"}, (5, 4)),
-    "replicate": ({"kernel_size": 3, "padding": (1, 2), "padding_mode": "replicate"}, (4, 4)),
-    "circular": (
-        {"kernel_size": 3, "padding": (1, 2), "padding_mode": "circular", "stride": 2},
-        (5, 4),
-    ),
-    "same_reflect": ({"kernel_size": (4, 3), "padding": "same", "padding_mode": "reflect"}, (5, 4)),
-    "same_circular": (
-        {"kernel_size": (2, 3), "padding": "same", "padding_mode": "circular"},
-        (4, 4),
-    ),
+    "circular": (CIRCULAR, (5, 4)),
     "groups": ({"kernel_size": 3, "groups": 2, "padding": 1}, (4, 3)),
-    "groups_strided": (
-        {"kernel_size": 2, "groups": 2, "stride": 2, "dilation": 2, "bias": False},
-        (7, 5),
-    ),
+    "groups_strided": (APART, (7, 5)),
     "depthwise": ({"kernel_size": 3, "groups": 4, "padding": 1}, (4, 3)),
     "whole_image": ({"kernel_size": (4, 3)}, (4, 3)),
 }
@@ -102,12 +82,6 @@ def cross_entropy(labels):
         return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), labels.reshape(-1))
 
     return loss
-
-
-class TakesAll(ThorMuon):
-    """Takes new factors in every refresh."""
-
-    form = replace(ThorMuon.form, trace_thresholds=(0.0, 0.0))
 
 
 def twins(make, build=mlp, **options):

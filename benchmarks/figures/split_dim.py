@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks.figures.training import Options, Row
 from benchmarks.runner import markdown
 from torch_thor.errors import require
-from torch_thor.split.choice import SplitChoice
+from torch_thor.split import SplitChoice
 from torch_thor.tools.split_dim import draw_choice, measure_split_dim, verdict
 from torch_thor.training.parallel import device_of
 

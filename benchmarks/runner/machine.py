@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torch_thor import __version__
-from torch_thor.split.timing import processor_name
+from torch_thor.split import processor_name
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where studies train
 MMAP_MAX, TRIM_THRESHOLD, TOP_PAD = -4, -1, -2  # options of glibc's mallopt

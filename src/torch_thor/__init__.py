@@ -7,16 +7,15 @@ from torch_thor.lazy import lazy_names
 if TYPE_CHECKING:
     from torch_thor import intervals, schedules
     from torch_thor.curvature.kinds.registry import register_kind
-    from torch_thor.curvature.row_splits import split_rows
     from torch_thor.distributed.options import Distributed
-    from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
-    from torch_thor.optim.agc_sgd import AGCSGD
+    from torch_thor.optim.agc import AGCSGD, ClipStatistics, adaptive_clip_grad_
+    from torch_thor.optim.gradients import check_gradients
     from torch_thor.optim.lamb import LAMB
     from torch_thor.optim.model_argument import model_is
     from torch_thor.optim.param_groups import param_groups
     from torch_thor.optim.thor import THOR
     from torch_thor.optim.thor_muon import ThorMuon
-    from torch_thor.split.choice import SplitChoice, choose_split_dim
+    from torch_thor.split import SplitChoice, choose_split_dim
     from torch_thor.trainers.labels import follow_labels
     from torch_thor.trainers.wrapped import coverage
 
@@ -30,6 +29,7 @@ __all__ = [
     "ThorMuon",
     "__version__",
     "adaptive_clip_grad_",
+    "check_gradients",
     "choose_split_dim",
     "coverage",
     "follow_labels",
@@ -38,23 +38,21 @@ __all__ = [
     "param_groups",
     "register_kind",
     "schedules",
-    "split_rows",
 ]
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "torch_thor.curvature.kinds.registry": ("register_kind",),
-    "torch_thor.optim.agc": ("ClipStatistics", "adaptive_clip_grad_"),
-    "torch_thor.optim.agc_sgd": ("AGCSGD",),
+    "torch_thor.optim.agc": ("AGCSGD", "ClipStatistics", "adaptive_clip_grad_"),
     "torch_thor.distributed.options": ("Distributed",),
     "torch_thor.optim.param_groups": ("param_groups",),
     "torch_thor.optim.lamb": ("LAMB",),
     "torch_thor.optim.model_argument": ("model_is",),
-    "torch_thor.curvature.row_splits": ("split_rows",),
+    "torch_thor.optim.gradients": ("check_gradients",),
     "torch_thor.optim.thor": ("THOR",),
     "torch_thor.optim.thor_muon": ("ThorMuon",),
-    "torch_thor.split.choice": ("SplitChoice", "choose_split_dim"),
+    "torch_thor.split": ("SplitChoice", "choose_split_dim"),
     "torch_thor.trainers.labels": ("follow_labels",),
     "torch_thor.trainers.wrapped": ("coverage",),
 }

@@ -1,42 +1,27 @@
-"""Schedules of refreshes.
+"""Schedules of refreshes, for the option ``update_interval``.
 
 They are passed as ``THOR(model, update_interval=intervals.Geometric(10, 500, factor=1.2))``.
 
 A schedule is a callable from the step of a refresh, counted from 0, to the number of steps until
 the next refresh. The schedules here depend on the step alone, so a resumed run continues the
-schedule. Parameter groups and checkpoints hold them as dicts, as recipes have them: ``{"kind":
-"geometric", "first": 10, "last": 500, "factor": 1.2}``, which can be passed too. So can any other
-callable, but state dicts do not contain it.
+schedule. State dicts and recipes hold them as dicts, which can be passed too: ``{"kind":
+"geometric", "first": 10, "last": 500, "factor": 1.2}``. Any other callable can be passed, but state
+dicts do not contain it.
 
 Each parameter group counts its own steps, and stores the counts in the group itself, so that every
-checkpoint contains them: ``group["step"]`` is the number of steps taken, ``group["next_refresh"]``
-is the step of the next refresh, and ``group["update_interval"]`` (a number, an :class:`Interval` or
-any other callable) gives the steps from one refresh to the next.
+checkpoint contains them: ``group["step"]`` is the number of steps taken, and
+``group["next_refresh"]`` the step of the next refresh.
 """
 
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from torch_thor.errors import explaining, require
-from torch_thor.plain import plain
 
 UpdateInterval = int | Callable[[int], int] | Mapping[str, Any]
-
-
-class Schedule(Protocol):
-    """The interface of the schedules in this module."""
-
-    def __call__(self, step: int) -> int:
-        """Return the interval after a refresh.
-
-        Args:
-            step: the step of the refresh, counted from 0.
-        """
-        ...
 
 
 def check_interval(name: str, value: Any) -> int:
@@ -52,26 +37,11 @@ def check_interval(name: str, value: Any) -> int:
     Raises:
         ValueError: it is not a whole number of at least 1.
     """
-    steps = plain(value)
     require(
-        isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1,
+        isinstance(value, int) and not isinstance(value, bool) and value >= 1,
         f"{name}={value!r}: {name} must be a whole number of steps ≥ 1; 1 refreshes every step",
     )
-    return int(steps)
-
-
-def _hold_plain(schedule: Any) -> None:
-    """Let a frozen schedule hold the numbers that it was given as numbers of Python."""
-    for field in fields(schedule):
-        object.__setattr__(schedule, field.name, plain(getattr(schedule, field.name)))
-
-
-def _number(name: str, value: Any) -> float:
-    require(
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
-        f"{name}={value!r}: {name} must be a finite number, such as 1.5",
-    )
-    return float(value)
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -88,26 +58,16 @@ class Constant:
     interval: int
 
     def __post_init__(self) -> None:
-        _hold_plain(self)
         check_interval("interval", self.interval)
 
     def __call__(self, step: int) -> int:
-        """Return the interval.
-
-        Args:
-            step: not used.
-
-        Returns:
-            The number of steps to the next refresh.
-        """
+        """Return the interval after a refresh at a step."""
         return self.interval
 
 
 @dataclass(frozen=True)
 class Piecewise:
     """A piecewise constant interval: one value up to the first boundary, and so on.
-
-    The next value holds up to the second boundary, and so on.
 
     ``Piecewise([500, 2000], [10, 50, 200])`` refreshes every 10 steps before step 500, every 50
     before step 2000, then every 200; ``Piecewise([1, 5], [50, 200, 834], steps_per_epoch=5004)``
@@ -130,28 +90,16 @@ class Piecewise:
     steps_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
-        _hold_plain(self)
-        for name in ("boundaries", "intervals"):
-            value = getattr(self, name)
-            require(
-                isinstance(value, list | tuple),
-                f"{name}={value!r}: {name} must be a list; one number of it is [{value!r}]",
-            )
-            object.__setattr__(self, name, tuple(value))
+        object.__setattr__(self, "boundaries", tuple(self.boundaries))
+        object.__setattr__(self, "intervals", tuple(self.intervals))
+        for interval in self.intervals:
+            check_interval("an interval", interval)
         if self.steps_per_epoch is not None:
             check_interval("steps_per_epoch", self.steps_per_epoch)
         require(
-            self.steps_per_epoch is not None or all(isinstance(b, int) for b in self.boundaries),
-            f"boundaries={self.boundaries!r}: boundaries must be whole steps; give "
-            "steps_per_epoch where they are epochs",
-        )
-        edges = [0.0, *(_number("a boundary", b) for b in self.boundaries)]
-        require(
-            all(earlier < later for earlier, later in itertools.pairwise(edges)),
+            all(earlier < later for earlier, later in itertools.pairwise((0, *self.boundaries))),
             f"boundaries={self.boundaries!r}: boundaries must be above 0 and rise; sort them",
         )
-        for interval in self.intervals:
-            check_interval("an interval", interval)
         require(
             len(self.intervals) == len(self.boundaries) + 1,
             f"intervals={self.intervals!r}: there must be one more than there are boundaries "
@@ -159,14 +107,7 @@ class Piecewise:
         )
 
     def __call__(self, step: int) -> int:
-        """Return the interval in force.
-
-        Args:
-            step: the step of a refresh.
-
-        Returns:
-            Steps to the next refresh.
-        """
+        """Return the interval after a refresh at a step."""
         # Epochs are multiplied, instead of dividing the step, because a quotient would be rounded.
         return self.intervals[sum(step >= b * (self.steps_per_epoch or 1) for b in self.boundaries)]
 
@@ -197,7 +138,6 @@ class Geometric:
     factor: float
 
     def __post_init__(self) -> None:
-        _hold_plain(self)
         check_interval("first", self.first)
         check_interval("last", self.last)
         require(
@@ -205,101 +145,59 @@ class Geometric:
             f"last={self.last!r}: last must be first={self.first!r} or more: the interval grows",
         )
         require(
-            _number("factor", self.factor) > 1,
-            f"factor={self.factor!r}: factor must be above 1; Constant does not grow",
+            1 < self.factor < math.inf,
+            f"factor={self.factor!r}: factor must be a number above 1; Constant does not grow",
         )
 
     def __call__(self, step: int) -> int:
-        """Return the interval in force.
-
-        Args:
-            step: the step of a refresh.
-
-        Returns:
-            Steps to the next refresh.
-        """
+        """Return the interval after a refresh at a step."""
         # It computes factor · step, and not (factor - 1) · step, because in floating point 1.2 · 5
         # is 6, but (1.2 - 1) · 5 is not 1.
         return math.floor(min(float(self.last), self.first - step + self.factor * step))
 
 
-# ---- the form that groups, checkpoints and recipes hold ------------------------------------------
-
 KINDS: dict[str, Any] = {"constant": Constant, "piecewise": Piecewise, "geometric": Geometric}
 
 
-class Interval(dict[str, Any]):
-    """A schedule as parameter groups hold it: its ``kind`` and its arguments.
-
-    Its call is that of the schedule. It is saved as a dict, which ``torch.load`` takes without this
-    package.
-    """
-
-    def __call__(self, step: int) -> int:
-        """Return the interval in force.
-
-        Args:
-            step: the step of a refresh.
-
-        Returns:
-            Steps to the next refresh.
-
-        Raises:
-            ValueError: no such schedule exists.
-        """
-        return int(schedule_of(self)(step))
-
-    def __eq__(self, other: object) -> bool:
-        return super().__eq__(as_interval(other))
-
-    def __ne__(self, other: object) -> bool:  # that of dict would not ask __eq__
-        return not self == other
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, (list(self.items()),)
-
-
-def schedule_of(interval: Mapping[str, Any]) -> Schedule:
-    """Return the schedule that a dict describes.
+def as_interval(value: Any) -> Any:
+    """Return the schedule that a dict describes, and any other value as it is.
 
     Args:
-        interval: its ``kind`` (``"constant"``, ``"piecewise"`` or ``"geometric"``), and the
-            arguments of its class.
+        value: the schedule's ``kind`` (``"constant"``, ``"piecewise"`` or ``"geometric"``) and the
+            arguments of its class; or anything else.
 
     Raises:
         ValueError: the kind is not known, or an argument is missing, unknown or out of range.
     """
-    arguments = {str(key): value for key, value in interval.items() if key != "kind"}
-    kind: Any = interval.get("kind")
+    if not isinstance(value, Mapping):
+        return value
+    arguments = dict(value)
+    kind = arguments.pop("kind", None)
     require(
         kind in KINDS,
         f"kind must be one of {', '.join(KINDS)}, as in "
         '{"kind": "geometric", "first": 5, "last": 100, "factor": 1.5}',
     )
-    with explaining(  # unknown or missing arguments
-        TypeError,
-        lambda _: (
-            f"{kind} takes {', '.join(field.name for field in fields(KINDS[kind]))}, not "
-            f"{', '.join(arguments) or 'nothing'}"
-        ),
-    ):
-        schedule: Schedule = KINDS[kind](**arguments)
-    return schedule
+    names = ", ".join(field.name for field in fields(KINDS[kind]))
+    given = ", ".join(map(str, arguments)) or "nothing"
+    with explaining(TypeError, lambda _: f"{kind} takes {names}, not {given}"):
+        return KINDS[kind](**arguments)
 
 
-def as_interval(value: Any) -> Any:
-    """Return a schedule as parameter groups hold it, and any other value plain.
+CALLABLE = "callable"  # stands for a function in a state dict, which holds none
+
+
+def as_saved(value: Any) -> Any:
+    """Return an interval as state dicts hold it.
 
     Args:
-        value: a schedule, the dict that describes one, or anything else.
+        value: a number; a schedule, which becomes the dict that describes it; or another callable.
     """
     for kind, schedule in KINDS.items():
-        if type(value) is schedule:
-            value = {"kind": kind, **vars(value)}
-    if not (isinstance(value, Mapping) and value.get("kind") in KINDS):
-        return plain(value)
-    members = {key: plain(member) for key, member in value.items()}
-    return Interval({k: [*v] if isinstance(v, tuple) else v for k, v in members.items()})
+        if isinstance(value, schedule):
+            members = {k: [*v] if isinstance(v, tuple) else v for k, v in vars(value).items()}
+            return {"kind": kind, **members}
+    return CALLABLE if callable(value) else value
 
 
 def steps_until_next(interval: Callable[[int], int], step: int) -> int:

@@ -149,12 +149,10 @@ class ReferenceThorMuon(Reference):
         self.steps += 1
 
     def refresh(self, layer: nn.Module) -> None:
-        """Take a new A and invert it, unless its trace has changed by 1 % or less."""
+        """Take a new A and invert it."""
         a = self.inputs[layer].flatten(0, -2)
         A = a.T @ a / len(a)
         for old in self.factors.get(layer, []):
-            if abs(A.trace() - old.trace()) <= 0.01 * old.trace():
-                return
             A = A.lerp(old, self.factor_decay)
         self.factors[layer] = [A]
         self.inverses[layer] = [self.inverse(A, self.damping * float(A.trace()) / len(A))]

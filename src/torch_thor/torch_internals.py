@@ -6,21 +6,14 @@ Private attributes of single modules, tensors and parameters (``_parameters``, `
 ``torch._foreach_*`` are used in their places.
 """
 
-import sys
 import threading
 from collections.abc import Callable
 from operator import attrgetter
-from types import FrameType
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
-
-# tensors without numbers, which FakeTensorMode makes for dry runs; and how to make others meanwhile
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.overrides import _get_current_function_mode
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 # batches are trees of tensors, and torch has no public functions for trees
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -42,60 +35,16 @@ is_tracing = torch._C._is_tracing
 # the innermost TorchFunctionMode that is active, to take away one that an interrupt left behind
 function_mode: Callable[[], Any] = _get_current_function_mode
 
-# the kernel of torch.optim.SGD(fused=True), which leaves everything as it is where found_inf is 1
-fused_sgd_ = torch._fused_sgd_
-# the devices that have fused optimizers, and the name of a device that an extension has added
-fused_devices = _get_fused_kernels_supported_devices
-extension_device = torch._C._get_privateuse1_backend_name
-
 # of torch: the stance of torch.compile, which torch.compiler can set but not read; slow to import,
 # so not imported here
 compile_stance: Callable[[Any], Any] = attrgetter("_dynamo.eval_frame._stance")
 # torch.compiler.disable, which imports the compiler at once, not when the function is called
 uncompiled: Callable[[Any], Any] = _disable_dynamo
-# what compiles the functions that are called, None outside of compiled functions
-compiler_in_use: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-# with None, what is left of the compiled function that is running runs eagerly
-use_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return a number for the storage of a tensor, which tensors without numbers have too."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def traced_not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function be traced as a part of others, but never compiled on its own."""
-    from torch._dynamo.eval_frame import skip_code
-
-    skip_code(function.__code__)
-    return function
-
-
-def refuse_tracing_fullgraph(message: str) -> None:
-    """Raise an error if what traces the caller is ``torch.compile(fullgraph=True)``."""
-    from torch._dynamo.comptime import comptime
-
-    comptime(_refuse)
-
-
-def _refuse(context: Any) -> None:  # called by the compiler, with what it knows of the caller
-    from torch._dynamo.exc import Unsupported
-
-    if context._i_will_not_complain_if_bc_breaks_InstructionTranslator().one_graph:
-        raise Unsupported(context.get_local("message").as_python_constant())
-
-
-@uncompiled
-def refuse_running_fullgraph(message: str) -> None:
-    """Raise an error if the caller runs in a function of ``torch.compile(fullgraph=True)``."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py") and getattr(
-            frame.f_locals.get("self"), "fullgraph", False
-        ):
-            raise RuntimeError(message)
-        frame = frame.f_back
 
 
 def let_go_of_workers(batches: Any) -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import suite, suite_report
 from benchmarks.runner.stores import Lines, key_of
+from benchmarks.suite_optimizers import as_one_matrix
 from torch_thor.training.data.small import DEBIAN_FASHION_MNIST
 
 ROOT = Path(__file__).parents[2]
@@ -111,3 +113,8 @@ def test_a_problem_is_the_same_for_the_same_seed_and_its_halves_differ(problem):
 def test_the_docs_show_the_raw_data():
     rows = Lines(ROOT / "benchmarks" / "results" / "suite.jsonl").rows
     assert suite.table(rows) in (ROOT / "docs" / "measurements" / "suite.md").read_text()
+
+
+def test_query_key_and_value_are_one_matrix_as_in_the_results():
+    assert as_one_matrix(suite.PROBLEMS["vit"].model()) == {"*.qkv": 1}
+    assert as_one_matrix(nn.Linear(2, 2)) == {}

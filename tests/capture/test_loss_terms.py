@@ -1,6 +1,4 @@
-"""N, the number of loss terms, found from the layers' inputs: models that people bring, whose true
-N is known.
-"""
+"""N, the number of loss terms: the leading dimension of the first layer's input."""
 
 import copy
 import warnings
@@ -11,7 +9,7 @@ from torch import nn
 
 from comparing import having
 from torch_thor import THOR
-from torch_thor.capture.gathering import Call, Pass, loss_terms_of_pass, loss_terms_of_step
+from torch_thor.capture.gathering import Pass, loss_terms_of_step
 
 N, L, D = 6, 5, 4
 
@@ -32,18 +30,14 @@ def linear():
     return nn.Linear(D, D)
 
 
-def positions_first(m, x):
-    """BERT's and GPT-2's embeddings, in the order that gave N = 1 or N = L."""
-    return m["head"](torch.tanh(m["body"](m["positions"](torch.arange(L)) + m["words"](x))).mean(1))
+def with_positions(m, x):
+    """The embeddings of GPT-2 and BERT, whose positions have no batch dimension."""
+    return m["head"](torch.tanh(m["body"](m["words"](x) + m["positions"](torch.arange(L)))).mean(1))
 
 
-def sequence_first(m, x):
-    """nn.Transformer's layout without batch_first: the attention knows which dimension is the
-    batch.
-    """
-    h = m["words"](x.T)
-    h = m["norm"](h + m["attention"](h, h, h)[0])
-    return m["head"](torch.tanh(m["body"](h))).transpose(0, 1)
+def through_windows(m, x):
+    """The layers between see other numbers of rows, as windows and experts do."""
+    return m["head"](m["body"](m["in"](x).reshape(-1, 1, D)).view(x.shape).mean(1))
 
 
 TOKENS = torch.arange(N * L).reshape(N, L) % 11
@@ -51,14 +45,12 @@ VECTORS, SEQUENCES = torch.randn(N, D), torch.randn(N, L, D)
 KINDS = {  # layers that are not linear, by name
     "words": lambda: nn.Embedding(11, D),
     "positions": lambda: nn.Embedding(L, D),
-    "attention": lambda: nn.MultiheadAttention(D, 2),
-    "norm": lambda: nn.LayerNorm(D),
 }
 MODELS = {  # the function, its layers, the input
     "mlp": (lambda m, x: m["head"](torch.tanh(m["body"](x))), "body head", VECTORS),
     "sequences": (lambda m, x: m["head"](torch.tanh(m["body"](x))), "body head", SEQUENCES),
-    "positions_first": (positions_first, "words positions body head", TOKENS),
-    "sequence_first": (sequence_first, "words norm attention body head", TOKENS),
+    "positions": (with_positions, "words positions body head", TOKENS),
+    "windows": (through_windows, "in body head", SEQUENCES),
 }
 
 
@@ -79,7 +71,7 @@ def test_the_true_number_without_a_warning(name):
     model, x = build(name)
     optimizer = THOR(model, lr=0.0, update_interval=2, trace_thresholds=(1e-9, 0.0))
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="THOR takes N")
+        warnings.filterwarnings("error", message="THOR: N = ")
         for passes in (1, 1, 3):
             for _ in range(passes):
                 (model(x).square().mean() / passes).backward()
@@ -139,26 +131,32 @@ def assert_same_factors(optimizer, other):
                 torch.testing.assert_close(factor, wanted)
 
 
-def test_two_backward_passes_through_one_forward():
-    """N and all factors are those of the sum of the losses; rows go with gradients that are dropped
-    in between.
-    """
-    for times, drop in ((1, ""), (2, ""), (1, "optimizer"), (1, "model"), (1, "by hand")):
-        model, optimizer, one, other = two_losses()
-        _, alone, its_one, its_other = two_losses()
-        for _ in range(times):
-            one.backward(retain_graph=True)
-        if drop == "by hand":
-            for parameter in model.parameters():
-                parameter.grad = None
-        elif drop:
-            {"optimizer": optimizer, "model": model}[drop].zero_grad()
-        other.backward()
-        (its_other if drop else times * its_one + its_other).backward()
-        for each in (optimizer, alone):
-            each.step()
-            assert found(each) == N, drop
-        assert_same_factors(optimizer, alone)
+@pytest.mark.parametrize("times", [1, 2])
+def test_two_backward_passes_through_one_forward(times):
+    """N and all factors are those of the sum of the losses."""
+    _, optimizer, one, other = two_losses()
+    _, together, its_one, its_other = two_losses()
+    for _ in range(times):
+        one.backward(retain_graph=True)
+    other.backward()
+    (times * its_one + its_other).backward()
+    for each in (optimizer, together):
+        each.step()
+        assert found(each) == N
+    assert_same_factors(optimizer, together)
+
+
+def test_zero_grad_of_the_optimizer_drops_the_passes_before_it():
+    _, optimizer, one, other = two_losses()
+    _, second, _, its_other = two_losses()
+    one.backward(retain_graph=True)
+    optimizer.zero_grad()
+    other.backward()
+    its_other.backward()
+    for each in (optimizer, second):
+        each.step()
+        assert found(each) == N
+    assert_same_factors(optimizer, second)
 
 
 # --------------------------------------------------- micro-batches whose gradient is zero somewhere
@@ -218,59 +216,18 @@ def test_accumulation_equals_the_whole_batch(kind):
         assert_same_factors(optimizer, other)
 
 
-def test_gradients_zeroed_by_the_model_count():
-    """They cannot be told from gradients that are zero, as those of a micro-batch may be; no
-    gradients can.
-    """
-    for set_to_none, terms in ((True, 8), (False, 16)):
-        model, _, optimizer, _ = twins(ZeroNorm)
-        for x in torch.randn(2, 8, D).double():
-            model.zero_grad(set_to_none)
-            model(x).square().mean().backward()
-        optimizer.step()
-        assert found(optimizer) == terms
-
-
 # ----------------------------------------------------------------------------------- the rule alone
 
 
-def call(layer, *dims, certain=False, embedding=False):
-    return Call(layer, dims[0] if dims else 1, dims, certain, embedding)
-
-
-def test_rule():
-    """Calls in the order of the backward pass, the head first: N, and the number nearest to the
-    loss.
-    """
-    for calls, number, nearest_to_loss in (
-        ([call("a", 8)], 8, 8),
-        ([call("b", 8), call("e", 3), call("a", 8)], 8, 8),
-        ([call("d", 8), call("c", 3), call("b", 3), call("x", 3), call("a", 8)], 8, 8),  # experts
-        ([call("c", 8), call("b", 8), call("a", 5)], 8, 8),  # unbatched first
-        ([call("c", 8), call("a")], 8, 8),
-        ([call("c", 40), call("b", 8, 5), call("a", 8, 5)], 8, 40),  # a head on rows
-        ([call("b", 24), call("a", 8)], 8, 24),  # a tie
-        ([call("c", 5, 8), call("b", 8, 5, certain=True), call("a", 5, 8)], 8, 8),  # sequence first
-        # windows of an image
-        ([call("d", 8), call("c", 8, 2, 2), call("b", 32, 4), call("a", 8)], 8, 8),
-        # DETR
-        ([call("d", 3, 8, 16), call("c", 8, certain=True), call("b", 16, 8), call("a", 8)], 8, 8),
-        ([call("c", 2, 4), call("b", 8, certain=True), call("a", 8, certain=True)], 8, 2),  # frames
-        ([call("b"), call("a")], 1, 1),
-        # tokens and positions
-        ([call("b", 8, 5, embedding=True), call("a", 5, embedding=True)], 8, 8),
-    ):
-        assert loss_terms_of_pass(calls) == (number, nearest_to_loss), calls
-
-
 def test_passes_add_up_where_they_share_a_layer():
-    trunk, head, other = call("trunk", 8), call("head", 8), call("other", 8)
-    cases = [
+    whole, head, other = Pass(8, 8, {"trunk", "head"}), Pass(8, 8, {"head"}), Pass(8, 8, {"other"})
+    again = Pass(8, 8, {"trunk", "other"}, repeated=True)
+    for passes, number in (
         ([], 0),
-        ([Pass([head, trunk]), Pass([head, trunk])], 16),
-        ([Pass([head]), Pass([other])], 8),
-        ([Pass([head, trunk]), Pass([other, trunk], repeated=True)], 8),
-        ([Pass([head, trunk]), Pass([trunk])], 16),  # an expert that one micro-batch does not reach
-    ]
-    for passes, number in cases:
+        ([whole, whole], 16),
+        ([head, other], 8),
+        ([whole, again], 8),
+        ([whole, head], 16),
+    ):
         assert loss_terms_of_step(passes) == (number, None), passes
+    assert loss_terms_of_step([whole, Pass(8, 40, {"trunk"})]) == (16, (8, 40))

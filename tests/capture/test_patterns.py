@@ -11,6 +11,7 @@ from torch_thor import THOR, coverage
 from torch_thor.capture.patterns import selected, some
 
 LEFT_OUT = "left out by layers="
+OPTIONS = {"update_interval": 2, "weight_decay": 0.1}
 
 
 def block():
@@ -92,29 +93,16 @@ def test_what_is_chosen_and_what_is_left_out():
 
 
 def test_what_is_no_pattern_of_this_model():
-    for pattern in (
-        "haed",
-        "blocks.2",
-        "attn",
-        "Head",
-        "*.weight",
-        "",
-        ["head", "tail"],
-        "blocks.",
-    ):
-        wrong = pattern[-1] if isinstance(pattern, list) else pattern
-        for sign in ("", "-"):
-            given = sign + pattern if isinstance(pattern, str) else [*pattern[:-1], sign + wrong]
+    for wrong in ("haed", "blocks.2", "attn", "Head", "*.weight", "", "blocks."):
+        for given in (wrong, f"-{wrong}", ["head", wrong]):
             with pytest.raises(ValueError, match="matches no layer") as caught:
                 THOR(transformer(), layers=given)
-            for said in (f"'{sign}{wrong}'", "layers", "embedding, ", "blocks.0.attn.q_proj"):
+            for said in (f"{wrong}'", "layers", "embedding, ", "blocks.0.attn.q_proj"):
                 assert said in str(caught.value)
     with pytest.raises(ValueError, match=r"0, 1, 2.* 19 and 30 more"):
         THOR(nn.Sequential(*[nn.Linear(2, 2) for _ in range(50)]), layers="-head")
     for wrong in (3, [3], ["head", None], [nn.Linear], True, {"head": 1.5, 2: 3}):
-        with pytest.raises(
-            TypeError, match=r"layers=.*must be a name, a pattern, a list of them, or a callable"
-        ):
+        with pytest.raises(TypeError, match=r"layers=.*must be a name, a pattern, a list of them"):
             THOR(transformer(), layers=wrong)
     for nothing in ("*.norm", lambda name, module: False):
         with pytest.raises(ValueError, match="SGD"):
@@ -139,42 +127,46 @@ class OneAttention(nn.Module):
         return self.attn(x, x, x, need_weights=False)[0]
 
 
-@pytest.mark.parametrize("left_out", ["q", "k", "v", "qv", "qk", "qkv"])
-@pytest.mark.parametrize("settings", [{}, {"nesterov": True, "kl_clip": 1e-3}, {"momentum": 0.0}])
-def test_a_projection_that_is_left_out_is_plain_sgd(settings, left_out):
-    """Rows of one parameter, some with a natural gradient, some without: none stands still."""
-    options = {"update_interval": 2, "weight_decay": 0.1, **settings}
-    stream = [(x, cross_entropy(labels)) for x, labels in batches(6)]
+SETTINGS = [{}, {"nesterov": True, "kl_clip": 1e-3}, {"momentum": 0.0}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_layer_that_is_left_out_is_plain_sgd(settings):
     compare(
         mlp(),
-        stream,
+        [(x, cross_entropy(labels)) for x, labels in batches(6)],
         thor_options={"layers": "-2"},
         reference_options={"preconditioned": ["0", "4"]},
-        **options,
+        **OPTIONS,
+        **settings,
     )
+
+
+@pytest.mark.parametrize("left_out", ["q", "v", "qk", "qkv"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_projection_that_is_left_out_is_plain_sgd(settings, left_out):
+    """Rows of one parameter, some with a natural gradient, some without: none stands still."""
     without = [f"attn.{part}_proj" for part in left_out]
 
     def layers(model):
-        return {
-            name: layer
-            for name, layer in attention_layers(model, "attn").items()
-            if name not in without
-        }
+        named = attention_layers(model, "attn").items()
+        return {name: layer for name, layer in named if name not in without}
 
     def by_hand(model, x):
         output, _, seen = attention_by_hand(model.attn, "attn", x, x, x)
         return output, seen
 
+    stream = [
+        (torch.randn(5, 3, 4).double(), cross_entropy(torch.randint(4, (5, 3)))) for _ in range(5)
+    ]
     optimizer, _ = compare(
         OneAttention().double(),
-        [
-            (torch.randn(5, 3, 4).double(), cross_entropy(torch.randint(4, (5, 3))))
-            for _ in range(5)
-        ],
+        stream,
         forward=by_hand,
         thor_options={"layers": [f"-{name}" for name in without]},
         reference_options={"layers": layers},
-        **options,
+        **OPTIONS,
+        **settings,
     )
     entry = {entry.name: entry for entry in coverage(optimizer)}["attn.in_proj_weight"]
     if len(left_out) < 3:
@@ -204,13 +196,10 @@ def test_patterns_with_parameter_groups():
     assert set(optimizer.curvature) == NAMES - NORMS
 
 
-def test_a_module_of_the_name_of_a_wrapper_holds_what_is_in_it():
+def test_modules_and_wrappers_of_one_name():
     model = nn.ModuleDict({"module": nn.ModuleList([nn.Linear(4, 6)]), "head": nn.Linear(6, 7)})
     for pattern, chosen in (("module", {"module.0"}), ("-module", {"head"}), ("*.0", {"module.0"})):
         assert set(THOR(model, layers=pattern).curvature) == chosen
-
-
-def test_names_of_a_wrapped_model_need_no_wrapper():
     model = torch.compile(nn.ModuleDict({"module": mlp(dtype=torch.float32)}))
     for pattern in ("2", "module.2", "_orig_mod.module.2"):
         assert set(THOR(model, layers=pattern).curvature) == {"_orig_mod.module.2"}

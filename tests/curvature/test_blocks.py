@@ -106,11 +106,7 @@ def test_moments_traces_and_dense_matrices(block_sizes):
     ]
 
 
-@given(
-    block_sizes=cuts,
-    columns=st.integers(1, 5),
-    wider=st.integers(0, 2),
-)
+@given(block_sizes=cuts, columns=st.integers(1, 5), wider=st.integers(0, 2))
 def test_products(block_sizes, columns, wider):
     """Rows are wider than the blocks of a process where those of another are larger."""
     blocks, whole = filled(block_sizes)

@@ -4,9 +4,8 @@ and of autograd.
 Attention, experts, recurrent and registered layers have files of their own.
 """
 
-import math
 from collections import Counter
-from itertools import product
+from fractions import Fraction
 from unittest.mock import patch
 
 import numpy as np
@@ -30,7 +29,7 @@ from torch_thor.curvature import Blocks, BlockSizes
 from torch_thor.curvature.kinds import kind_of
 from torch_thor.curvature.kinds import matrix as matrix_kinds
 from torch_thor.curvature.kinds.experts import ExpertsKind
-from torch_thor.curvature.kinds.matrix import spacing
+from torch_thor.curvature.kinds.matrix import standing_for_all
 
 TORCHS = ("plain", "transposed")
 STANDARDISED = (StdConv2d, StdConv2dSame, WeightStandardizedConv2d)
@@ -140,36 +139,12 @@ def of_images(draw, kinds, n):
 CONVOLUTIONS = [of_images(TORCHS, n) for n in (1, 2, 3)]
 
 
-def chosen(count, most, period):
-    """Indices of every k-th: k is the largest that leaves `most` and has no factor in common with
-    the period.
-    """
-    fitting = [
-        k
-        for k in range(1, count + 1)
-        if k == 1
-        or (
-            most is not None
-            and count >= most * k
-            and all(period % f or k % f for f in range(2, period + 1))
-        )
-    ]
-    return [i for i in range(count) if i % max(fitting, default=1) == 0]
-
-
-def chosen_patches(images, pixels, most):
-    """Every k-th, where the places of image i are those of image 0 shifted by i times the golden
-    ratio.
-    """
-    if images == 1:
-        return chosen(pixels, most, pixels)
-    k = 1 if most is None else max(1, images * pixels // most)
-    image = [row // pixels for row in range(0, images * pixels, k)]
-    shifts = [i * pixels * 618034 // 1000000 if k > 1 else 0 for i in image]
-    return [
-        i * pixels + (k * n + shift) % pixels
-        for n, (i, shift) in enumerate(zip(image, shifts, strict=True))
-    ]
+def chosen(count, most):
+    """Indices of `most` rows, which stand for all: one in each of as many spans of one length."""
+    if most is None or count <= most:
+        return list(range(count))
+    drawn = torch.randint(2**16, (most,), generator=torch.Generator().manual_seed(0)).tolist()
+    return [int((i + Fraction(place, 2**16)) * count / most) for i, place in enumerate(drawn)]
 
 
 def summed(kind, x, output, *, keep=None, most=None):
@@ -206,8 +181,8 @@ OF_ANY_LAYER = given(
     piece=64,
 )
 def check_rows_and_matrices(case, split_dim, most, piece):
-    """Rows go through memory a few images at a time, if a piece is small; of many, `most` are
-    enough for A.
+    """Rows go through memory a few images at a time, if a piece is small; of many, `most` stand for
+    all in A.
     """
     (layer, x, keep), mask = case, None if case[2] is None else case[2].numpy()
     model, is_image = nn.Sequential(layer), hasattr(layer, "kernel_size")
@@ -228,16 +203,12 @@ def check_rows_and_matrices(case, split_dim, most, piece):
     kind, (grads, uses) = kind_of(layer), gradients(model, x, loss)
     [(inputs, grad_y)], grad = uses["0"], grads["0.weight"]
     counting = [rows for rows, _ in rows_of(layer, inputs, grad_y, mask)]
-    if is_image:
-        places = chosen_patches(terms, math.prod(output.shape[-len(layer.kernel_size) :]), most)
-    else:  # a masked row is neither taken nor stepped over; how often a token comes weighs it
-        places = chosen(
-            len(counting[0]), most if x.is_floating_point() else None, math.prod(x.shape[1:-1])
-        )
+    count = len(counting[0])  # a masked row neither stands for others nor is stood for
+    places = chosen(count, most if x.is_floating_point() else None)
     rows, found = summed(kind, x, output.shape, keep=keep, most=most)
-    assert rows == len(places) == len(set(places))
+    assert rows == count
     for dense, of_group in zip(found, counting, strict=True):
-        close(dense, of_group[places].T @ of_group[places])
+        close(dense, of_group[places].T @ of_group[places] * (count / len(places)))
 
     # ∇W = Σ g aᵀ, a matrix a group: the loops and the matrix's order are right; but where W is
     # standardised
@@ -254,22 +225,21 @@ def check_rows_and_matrices(case, split_dim, most, piece):
     assert torch.equal(back, 2 * weight)
 
 
-def test_every_so_many():
-    for period, count, most in product((1, 2, 4, 5, 6, 9), range(1, 40), (*range(1, 45), None)):
-        found = list(range(0, count, spacing(count, most, period)))
-        assert found == chosen(count, most, period)
-        assert most is None or min(count, most) <= len(found)
-    # every place in a sample has its turn: of 64 images of 6 pixels not every 24th, always the
-    # first pixel, is taken
-    assert spacing(64 * 6, 16, 6) == 23
-    # of 64 images of 16 pixels every second patch: not always the same eight pixels of an image
-    spread = [
-        matrix_kinds.evenly_spread(images, 16, step, torch.device("cpu"))
-        for images, step in ((64, 2), (512, 8))
-    ]
-    few, many = (Counter((places % 16).tolist()) for places in spread)
-    assert few.keys() == many.keys() == set(range(16))
-    assert max(many.values()) <= 1.5 * min(many.values())
+@given(count=st.integers(1, 400), most=st.integers(1, 60))
+def test_a_row_of_each_span_stands_for_it(count, most):
+    found = standing_for_all(count, most, torch.device("cpu"))
+    assert (found is None) == (count <= most)
+    for i, row in enumerate([] if found is None else found.tolist()):
+        assert i * count // most <= row < -(-(i + 1) * count // most)
+
+
+def test_rows_that_stand_for_all_come_from_all_places():
+    """Of 64 images of 16 pixels not always the same pixels, although 16 divides the steps."""
+    for images, most in ((64, 512), (512, 1024)):
+        places = standing_for_all(images * 16, most, torch.device("cpu")) % 16
+        counts = Counter(places.tolist())
+        assert counts.keys() == set(range(16))
+        assert max(counts.values()) <= 2 * min(counts.values())
 
 
 def test_batches_of_other_shapes_have_places_of_their_own():
@@ -280,12 +250,10 @@ def test_batches_of_other_shapes_have_places_of_their_own():
         x = torch.randn(shape).double()
         output = module(x)
         [(wanted, _)] = rows_of(module, x.numpy(), output.detach().numpy())
-        wanted = wanted[
-            chosen_patches(shape[0] if len(shape) == 4 else 1, math.prod(shape[-2:]), 6)
-        ]
+        few = wanted[chosen(len(wanted), 6)]
         rows, [found] = summed(kind, x, output.shape, most=6)
         assert rows == len(wanted)
-        close(found, wanted.T @ wanted)
+        close(found, few.T @ few * (len(wanted) / 6))
 
 
 def test_all_rows_of_experts_count():

@@ -170,31 +170,6 @@ def test_steps_are_those_of_separate_layers(style):
         assert 1 < max(refreshes[0], refreshes[4]) < min(refreshes[1:4])
 
 
-def test_the_trace_counts_what_an_expert_without_rows_keeps():
-    """tr(F + λI) of a refresh is that of the factors in use after it, not of the rows of the step
-    alone.
-    """
-    experts = Weights(
-        lambda x, w: torch.cat([F.linear(*one) for one in zip(x, w, strict=False)]), 2, 3, 4
-    )
-    optimizer = having(
-        THOR(experts, lr=0.0, damping=0.5, update_interval=1, trace_thresholds=(0.0, 0.0)),
-        loss_terms=6,
-    )
-    for count in (2, 1):  # the second expert has no rows in the second step
-        optimizer.zero_grad()
-        experts(torch.randn(count, 3, 4).double()).square().sum().div(6).backward()
-        optimizer.step()
-        traces = [
-            a.trace() * g.trace()
-            for a, g in zip(*optimizer.curvature["weight"].factors(), strict=True)
-        ]
-        assert all(traces)
-        assert optimizer.last_refresh[0].trace == pytest.approx(
-            sum(traces).item() + 0.5 * 24, rel=1e-6
-        )
-
-
 def test_every_expert_sees_every_token():
     """Dense experts: one product of the whole weight. Each is a linear layer that all rows go
     through.

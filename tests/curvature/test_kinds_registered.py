@@ -12,7 +12,7 @@ from torch import nn
 from comparing import having
 from tiny import train
 from torch_thor import THOR, ThorMuon, register_kind
-from torch_thor.curvature import LinearKind, MatrixWeight
+from torch_thor.curvature import LinearKind
 from torch_thor.curvature.kinds import kind_of, registry, why_not
 
 
@@ -40,17 +40,10 @@ class InOutKind(LinearKind):
         self.inputs, self.outputs = module.weight.shape
 
 
-class TurnedKind(InOutKind):
-    """The same layer, turned before anybody sees its matrix: a view that is not contiguous."""
+class CopiedKind(InOutKind):
+    """The same layer, turned before anybody sees its matrix: a copy, to be written back."""
 
     transposed = False
-
-    def to_matrix(self, tensor):
-        return tensor.mT[None]
-
-
-class CopiedKind(TurnedKind):
-    """And as a copy, which has to be written back."""
 
     def to_matrix(self, tensor):
         return tensor.mT[None].contiguous()
@@ -107,15 +100,14 @@ def twins(layer):
     return model, twin
 
 
-@pytest.fixture(params=["transposed", "turned", "copied", "heads"])
+@pytest.fixture(params=["transposed", "copied", "heads"])
 def layer(request):
     """A class of layers, whose kind is registered."""
-    kinds = {"transposed": InOutKind, "turned": TurnedKind, "copied": CopiedKind}
-    if request.param in kinds:
-        register_kind(InOut, kinds[request.param])
-        return InOut
-    register_kind(PerHead, PerHeadKind, weight="kernel", bias="offset")
-    return PerHead
+    if request.param == "heads":
+        register_kind(PerHead, PerHeadKind, weight="kernel", bias="offset")
+        return PerHead
+    register_kind(InOut, InOutKind if request.param == "transposed" else CopiedKind)
+    return InOut
 
 
 MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
@@ -156,17 +148,18 @@ def test_steps_and_factors_are_those_of_linear_layers(layer):
 # ---- which modules -------------------------------------------------------------------------------
 
 
-def test_which_modules():
-    """Those of the class and of subclasses that run its forward; of several classes the nearest."""
-    Named = type("Named", (InOut,), {})
-    Doubled = type("Doubled", (InOut,), {"forward": lambda self, x: 2 * InOut.forward(self, x)})
-    Gated = type(
-        "Gated", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x).tanh()}
-    )
-    # of two classes of one name, that which is not registered is named with its Python module
-    body = {"__module__": "library", "forward": lambda self, x: x @ self.weight}
-    Other, Overriding = type("Linear", (InOut,), body), type("Linear", (nn.Linear,), body)
-    classes = InOut, Gated, Other, Overriding
+class Gated(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+# of two classes of one name, the one that is not registered is named with its Python module
+BODY = {"__module__": "library", "forward": lambda self, x: x @ self.weight}
+OTHER, OVERRIDING = type("Linear", (InOut,), BODY), type("Linear", (nn.Linear,), BODY)
+
+
+def test_why_a_module_has_no_kind():
+    classes = InOut, Gated, OTHER, OVERRIDING
     entries = THOR(nn.Sequential(*(c(3, 3) for c in classes), nn.Linear(9, 9))).coverage()
     assert [entry.reason for entry in entries[::2]] == [
         "no curvature for InOut",
@@ -176,116 +169,74 @@ def test_which_modules():
         None,
     ]
     assert [entry.kind for entry in entries[4:6]] == ["library.Linear"] * 2
-    # known by their names: PyTorch Geometric's, and timm's, which is derived from torch's
-    for base, library in (
-        (InOut, "torch_geometric.nn.dense.linear"),
-        (nn.Linear, "timm.layers.linear"),
-    ):
-        known = type("Linear", (base,), {**body, "__module__": library})
-        assert type(kind_of(known(2, 3))) is LinearKind
+
+
+@pytest.mark.parametrize(
+    ("base", "library"),
+    [(InOut, "torch_geometric.nn.dense.linear"), (nn.Linear, "timm.layers.linear")],
+)
+def test_layers_of_libraries_are_known_by_their_names(base, library):
+    known = type("Linear", (base,), {**BODY, "__module__": library})
+    assert type(kind_of(known(2, 3))) is LinearKind
+
+
+def test_which_modules():
+    """Those of the class and of subclasses that run its forward; of several classes the nearest."""
+    Named = type("Named", (InOut,), {})
+    Doubled = type("Doubled", (InOut,), {"forward": lambda self, x: 2 * InOut.forward(self, x)})
     register_kind(Gated, LinearKind)
     register_kind(InOut, InOutKind)
     optimizer = THOR(nn.Sequential(InOut(2, 3), nn.Linear(3, 30)))
-    assert [(e.kind, e.factor_sizes) for e in optimizer.coverage()[:2]] == [
-        ("InOut", (2, 3)),
-        ("InOut", (3,)),
-    ]
+    entries = [(entry.kind, entry.factor_sizes) for entry in optimizer.coverage()[:2]]
+    assert entries == [("InOut", (2, 3)), ("InOut", (3,))]
     assert "InOut" in repr(optimizer)
     assert why_not(Doubled(2, 3)) == "Doubled overrides the forward of InOut"
     assert kind_of(Doubled(2, 3)) is None
-    assert [type(kind_of(c(2, 3))) for c in (Gated, InOut, Named)] == [
-        LinearKind,
-        InOutKind,
-        InOutKind,
-    ]
-    register_kind(Named, TurnedKind)
-    assert [type(kind_of(c(2, 3))) for c in (InOut, Named)] == [InOutKind, TurnedKind]
-
-
-@pytest.mark.parametrize(("certain", "terms"), [(True, 6), (False, 5)])
-def test_a_kind_can_say_that_its_input_is_batch_first(certain, terms):
-    """Of layers that see (L, N, d) and (N, L, d) it decides which number is N."""
-    Turned = type("Turned", (nn.Module,), {"forward": lambda self, x: x.transpose(0, 1)})
-    kind = type("Kind", (CopiedKind,), {"batch_first": certain})
-    register_kind(InOut, kind)
-    model = nn.Sequential(nn.Linear(3, 4), Turned(), InOut(4, 4), Turned(), nn.Linear(4, 2))
-    optimizer = THOR(model, lr=0.0)
-    model(torch.randn(5, 6, 3)).square().mean().backward()  # (L, N, d)
-    optimizer.step()
-    assert optimizer.param_groups[0]["last_loss_terms"] == terms
+    kinds = [type(kind_of(c(2, 3))) for c in (Gated, InOut, Named)]
+    assert kinds == [LinearKind, InOutKind, InOutKind]
+    register_kind(Named, CopiedKind)
+    assert [type(kind_of(c(2, 3))) for c in (InOut, Named)] == [InOutKind, CopiedKind]
 
 
 # ---- what does not fit ---------------------------------------------------------------------------
 
 
-def test_what_is_no_kind():
-    for module, kind, error, match in (
-        (
-            InOut(2, 3),
-            InOutKind,
-            TypeError,
-            r"module_type=InOut\(\) must be a class of torch.nn.Module; give the",
-        ),
-        (
-            int,
-            InOutKind,
-            TypeError,
-            r"module_type=<class 'int'> must be a class of torch.nn.Module",
-        ),
-        (InOut, 3, TypeError, r"kind=3 must be a class of kinds, or return one; derive it from"),
-        (
-            InOut,
-            MatrixWeight,
-            TypeError,
-            r"MatrixWeight has no loss_terms, row_shape, add_inputs_, .*; derive",
-        ),
-        (
-            nn.Linear,
-            InOutKind,
-            ValueError,
-            r"torch\.nn\.modules\.linear\.Linear is registered already, .*; register",
-        ),
+def test_what_cannot_be_registered():
+    with pytest.raises(
+        TypeError, match=r"module_type=InOut\(\) must be a class of torch.nn.Module"
     ):
-        with pytest.raises(error, match=match):
-            register_kind(module, kind)
+        register_kind(InOut(2, 3), InOutKind)
+    with pytest.raises(
+        ValueError, match=r"torch\.nn\.modules\.linear\.Linear is registered already"
+    ):
+        register_kind(nn.Linear, InOutKind)
 
 
-def test_a_kind_that_does_not_fit_its_module():
-    def changed(**changes):
-        sizes = {"inputs": 5, "outputs": 6, **changes}
-        return type(
-            "Changed", (InOutKind,), {"__init__": lambda self, module: vars(self).update(sizes)}
-        )
+def changed(**changes):
+    sizes = {"inputs": 5, "outputs": 6, **changes}
+    body = {"__init__": lambda self, module: vars(self).update(sizes)}
+    return type("Changed", (InOutKind,), body)
 
-    whole = "they must be whole numbers whose product is the weight's 30 numbers; correct the kind"
-    order = r"makes \(1, 6, 5\) of .*\(groups, inputs, outputs\) = \(1, 5, 6\); correct"
-    cases = (
-        (
-            changed(inputs=4),
-            {},
-            rf"Changed, registered for Layer0, .*inputs=4 of .* shape \(5, 6\): {whole}",
-        ),
-        (changed(inputs=5.0), {}, rf"inputs=5.0 of a weight .*: {whole}"),
-        (changed(inputs=-5, outputs=-6), {}, rf"outputs=-6, inputs=-5 of a weight .*: {whole}"),
-        (changed(to_matrix=lambda tensor: tensor.T[None]), {}, order),
-        (
-            InOutKind,
-            {"weight": "kernel"},
-            r"has the weight 'kernel', and the module has no .* that name; name it",
-        ),
-        (
-            InOutKind,
-            {"bias": "weight"},
-            r"solves_biases=True of a bias of shape \(5, 6\): .* each of the 6 outputs",
-        ),
+
+TURNED = changed(to_matrix=lambda tensor: tensor.T[None])
+WHOLE = "they must be whole numbers whose product is the weight's 30 numbers"
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "match"),
+    [
+        (changed(inputs=4), {}, rf"Changed, registered for Own, .*inputs=4 of .*: {WHOLE}"),
+        (TURNED, {}, r"makes \(1, 6, 5\) of .*\(1, 5, 6\)"),
+        (InOutKind, {"weight": "kernel"}, r"has the weight 'kernel', and the module has no"),
         (
             lambda module: object(),
             {},
-            r"<lambda>, registered for Layer6, has no loss_terms, .*, label, groups, inputs",
+            r"<lambda>, registered for Own, has no loss_terms, .*, label",
         ),
-    )
-    for i, (kind, names, match) in enumerate(cases):
-        layer = type(f"Layer{i}", (InOut,), {})
-        register_kind(layer, kind, **names)
-        with pytest.raises(ValueError, match=match):
-            THOR(nn.Sequential(layer(5, 6), nn.Linear(6, 3)))
+    ],
+)
+def test_a_kind_that_does_not_fit_its_module(kind, names, match):
+    own = type("Own", (InOut,), {})
+    register_kind(own, kind, **names)
+    with pytest.raises(ValueError, match=match):
+        THOR(nn.Sequential(own(5, 6), nn.Linear(6, 3)))

@@ -1,4 +1,4 @@
-"""Where the blocks of a factor are, as a value of the layer, its view and the owners of blocks."""
+"""Where the blocks of a factor are, as a value of the layer and its view."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from torch_thor.curvature import ParameterView
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.layout import Owners, block_sizes_of, layout_of
+from torch_thor.curvature.layout import layout_of
 from torch_thor.curvature.view import RowShards
 
 
@@ -47,11 +47,7 @@ def test_one_process_keeps_all_blocks():
     )
     assert (a.by_rows, g.by_rows) == (False, True)
     for layout in (a, g):
-        assert (layout.local, layout.owners, layout.is_partitioned) == (
-            layout.block_sizes,
-            None,
-            False,
-        )
+        assert (layout.local, layout.owners) == (layout.block_sizes, None)
     assert layout_of("A", KIND, view_of(LAYER, split_dim=4), "q_") == a
 
 
@@ -64,7 +60,6 @@ def test_rows_are_cut_at_shards_and_kept_by_who_has_them():
         assert g.local.blocks == ((1, 3), (1, 2))
         assert g.shape == (10, 3)  # those of all processes
         assert g.owners is not None
-        assert not g.is_partitioned
         assert (a.block_sizes, a.local, a.owners) == (a.local, a.block_sizes, None)
     # some rows of the weight: only the second process has any
     first, second = (
@@ -82,15 +77,6 @@ def test_rows_are_cut_at_shards_and_kept_by_who_has_them():
     )
 
 
-def test_partitioned_blocks_are_no_rows_of_the_weight():
-    owners = Owners(((0, 1, 2), (0, 0, 1)), source=1)
-    layout = layout_of("G", KIND, view_of(LAYER, split_dim=4), "q_", owners)
-    assert layout.is_partitioned
-    assert not layout.by_rows
-    assert layout.local.blocks == ((1, 4), (1, 2))
-    assert (layout.keys, layout.shape) == (("q_G", "q_G_inverse"), (6, 4))
-
-
 def test_an_embedding_has_numbers_in_the_place_of_blocks():
     tokens = nn.Embedding(7, 3)
     a, g = (layout_of(side, kind_of(tokens), view_of(tokens, split_dim=2)) for side in "AG")
@@ -98,13 +84,12 @@ def test_an_embedding_has_numbers_in_the_place_of_blocks():
     assert (g.block_sizes.blocks, g.shape, g.by_rows) == (((1, 2), (1, 1)), (3, 2), False)
 
 
-def test_the_present_split_dim_counts_and_a_bad_one_is_left_to_the_step():
+def test_the_present_split_dim_counts():
     options = {"split_dim": 3}
     view = replace(view_of(LAYER), options=options)
-    assert block_sizes_of("A", KIND, view).blocks == ((2, 3),)
-    for bad in (0, "3", 2.0, None):
-        options["split_dim"] = bad
-        assert block_sizes_of("A", KIND, view).blocks == ((1, 6),)
+    assert layout_of("A", KIND, view).block_sizes.blocks == ((2, 3),)
+    options["split_dim"] = None
+    assert layout_of("A", KIND, view).block_sizes.blocks == ((1, 6),)
 
 
 def test_a_view_that_is_bound_is_another_value():

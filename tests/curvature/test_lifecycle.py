@@ -15,7 +15,10 @@ from torch_thor.curvature.lifecycle import (
 )
 
 BOTH = (False, True)
-LIVES = [Life(*facts) for facts in product(BOTH, (0, IDLE, WOKEN), BOTH, BOTH)]
+LIVES = [
+    Life(due=due, idle=idle, stopped=stopped)
+    for due, idle, stopped in product(BOTH, (0, IDLE, WOKEN), BOTH)
+]
 
 
 def refreshed(life=None, decision=Decision.UPDATE, **facts):
@@ -58,18 +61,6 @@ def test_a_woken_layer_waits_until_it_is_reached():
     assert woken == Life(idle=WOKEN)
     assert when_interval_ends(woken) == refreshed(woken, **unreached) == woken
     assert refreshed(woken) == Life(due=False)
-    used_beside = refreshed(woken, None, reached=False, without_statistics=True)
-    assert used_beside == Life(due=False, uncalled=True)
-
-
-def test_a_weight_that_is_used_without_its_module_is_not_waited_for():
-    life = refreshed(decision=None, reached=False, without_statistics=True)
-    assert life == Life(due=False, uncalled=True)
-    later = when_interval_ends(life)
-    assert later == Life(due=True, uncalled=True)
-    # it stays so while nothing tells otherwise, and is an ordinary layer once it is reached
-    assert refreshed(later, None, reached=False) == life
-    assert refreshed(later) == Life(due=False)
 
 
 def test_nothing_else_changes():

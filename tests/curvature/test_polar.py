@@ -62,19 +62,6 @@ def test_every_cut_of_every_shape():
     assert orthogonalise([], 3) == []
 
 
-def test_one_eigendecomposition_for_all_blocks_of_a_size(monkeypatch):
-    """Of 4 rows: two of each matrix of 8, and one of each of 4; of 3: what is left of 7, and the
-    matrix of 3.
-    """
-    really, seen = torch.linalg.eigh, []
-    monkeypatch.setattr(
-        torch.linalg, "eigh", lambda grams: seen.append(tuple(grams.shape)) or really(grams)
-    )
-    shapes = [(2, 8, 20), (3, 4, 5), (1, 7, 9), (1, 3, 30)]
-    orthogonalise([torch.randn(shape).double() for shape in shapes], 4)
-    assert sorted(seen) == [(2, 3, 3), (2 * 2 + 3 + 1, 4, 4)]
-
-
 # ---- scales --------------------------------------------------------------------------------------
 
 

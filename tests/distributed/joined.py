@@ -4,6 +4,7 @@ batch.
 
 import contextlib
 import hashlib
+import inspect
 import re
 from collections import defaultdict
 
@@ -18,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from comparing import having
 from every_kind import Experts
-from row_parts import in_row_parts
 from torch_thor import THOR, Distributed
 
 SIZE = 12  # examples of a joined batch: divided by 1, 2, 3 and 4
@@ -33,7 +33,6 @@ OPTIONS = {
 # process as reference. Blocks of one row are cut alike for any number of shards, which leave out
 # grouped convolutions.
 ROWS = {"max_update_ratio": None, "split_dim": 1, "layers": "-images.3"}
-OF_THOR = ("trace_thresholds", "kl_clip")  # ThorMuon has no such options
 
 
 class Both(nn.Module):
@@ -143,6 +142,31 @@ class TwoHeads(nn.Module):
         return outputs
 
 
+class RowParts(nn.Module):
+    """A linear layer as a layer for each shard of its rows: blocks end where shards end."""
+
+    def __init__(self, layer, world):
+        super().__init__()
+        weights = layer.weight.detach().chunk(world)
+        biases = [None] * world if layer.bias is None else layer.bias.detach().chunk(world)
+        self.parts = nn.ModuleList()
+        for weight, bias in zip(weights, biases, strict=False):
+            part = nn.Linear(*weight.shape[::-1], bias=bias is not None, dtype=weight.dtype)
+            part.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+            self.parts.append(part)
+
+    def forward(self, x):
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+def in_row_parts(model, world):
+    """Replace all linear layers."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            model.set_submodule(name, RowParts(module, world))
+    return model
+
+
 class Checkpointed(nn.Module):
     """The linear layers, each inside an activation checkpoint."""
 
@@ -236,15 +260,12 @@ def uneven(model, optimizer, first, step):
     return train(model, optimizer, batches, loss=sum_over(SIZE // step))
 
 
-def optimizer_of(
-    model, method=THOR, *, distributed=None, nonfinite="raise", loss_terms=None, **options
-):
-    """THOR or ThorMuon with the options of these tests."""
-    options = {
-        k: v for k, v in {**OPTIONS, **options}.items() if method is THOR or k not in OF_THOR
-    }
+def optimizer_of(model, method=THOR, *, distributed=None, loss_terms=None, **options):
+    """An optimizer with those options of these tests that it has."""
+    known = inspect.signature(method).parameters
+    options = {name: value for name, value in {**OPTIONS, **options}.items() if name in known}
     made = method(model, distributed=Distributed(**(distributed or {})), **options)
-    return having(made, nonfinite=nonfinite, loss_terms=loss_terms)
+    return having(made, loss_terms=loss_terms)
 
 
 def mesh_of(shape):
@@ -302,10 +323,7 @@ def assert_same_weights(ours, theirs, rtol=1e-8, atol=1e-11):
 
 
 def state_of(optimizer):
-    """What this rank holds of the state of each parameter, by its number; all of it where curvature
-    is divided.
-    """
-    optimizer.consolidate_state_dict(to=None)
+    """What this rank holds of the state of each parameter, by its number."""
     state = optimizer.state_dict()["state"]
     return {
         i: {k: own(v) if torch.is_tensor(v) else v for k, v in of.items()}

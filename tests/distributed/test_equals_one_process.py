@@ -29,7 +29,8 @@ from joined import (
     train,
     uneven,
 )
-from torch_thor import THOR, ThorMuon, follow_labels
+from third_optimizer import NaturalSGD
+from torch_thor import ThorMuon, follow_labels
 
 STEPS = 14
 EVERY_OTHER = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
@@ -148,25 +149,6 @@ def asked_for(model, optimizer, first, step):
     return train(model, optimizer, shares(stream(4), first, step))
 
 
-def skipping(model, optimizer, first, step):
-    """NaN on one rank with nonfinite="skip": through DDP on all of them, and by hand on one alone.
-
-    First in a step that would refresh, then in an ordinary one.
-    """
-    batches, decisions = shares(stream(5), first, step), []
-    for ordinary in (False, True):
-        for by_hand in (False, True) if step > 1 else ():
-            loss = F.cross_entropy(model(batches[4][0]), batches[4][1])
-            (loss * (torch.nan if first and not by_hand else 1.0)).backward()
-            if by_hand and first:
-                model.module.head.bias.grad[0] = torch.inf
-            optimizer.step()
-            optimizer.zero_grad()
-        assert optimizer.skipped_steps == (2 * (1 + ordinary) if step > 1 else 0)
-        decisions += train(model, optimizer, batches[2:4] if ordinary else batches[:2])
-    return decisions
-
-
 # ---- all of them ---------------------------------------------------------------------------------
 
 STATIC, UNUSED = (
@@ -174,7 +156,6 @@ STATIC, UNUSED = (
     {"find_unused_parameters": True},
 )
 SAMPLED = {"fisher": "sampled", "count": 5}  # the pass of sampled labels averages no gradient
-DIVIDED = {"distributed": {"divide_curvature": True}}
 # of a softmax's gradient one direction is rounding alone, which polar factors raise to some 1e-9
 MUON = {"method": ThorMuon, "damping": 0.1, "count": 8, "rtol": 1e-6, "atol": 1e-8}
 ON_FOUR_TOO = {
@@ -196,28 +177,22 @@ ON_FOUR_TOO = {
     "checkpointed": {"make": functools.partial(Checkpointed, False), "ddp": STATIC},
     "checkpointed, reentrant": {"make": functools.partial(Checkpointed, True), "ddp": STATIC},
     "sampled": SAMPLED,
-    "sampled, static graph": {**SAMPLED, "ddp": STATIC},
     "sampled, accumulation": {**SAMPLED, "micro": 3},
     "uneven": {"go": uneven},
-    "divided": DIVIDED,
-    "divided, whole factors, clipped": {**DIVIDED, "split_dim": None, "kl_clip": 1e-3},
-    "divided, average": {**DIVIDED, "factor_decay": 0.6, "nesterov": True, "weight_decay": 0.1},
     # some experts have no rows in a refresh, and keep their factors; some have never had any
-    "divided, experts": {
-        **DIVIDED,
+    "experts, average": {
         "make": routed,
         "factor_decay": 0.3,
         "split_dim": 3,
         "micro": 3,
         "count": 8,
     },
-    "divided, ThorMuon": {**DIVIDED, **MUON},
+    "a third optimizer": {"method": NaturalSGD, "count": 7},
 }
 CASES = ON_FOUR_TOO | {
     "padded": {"go": padded, "make": of_words},
     "followed": {"go": followed, "make": Labelled},
     "asked for": {"go": asked_for},
-    "skipping": {"go": skipping, "nonfinite": "skip"},
     "compile, then DDP": {"count": 7, "ddp": lambda model: DDP(compiled(model))},
     "DDP, then compile": {"count": 7, "ddp": lambda model: compiled(DDP(model))},
 }
@@ -245,9 +220,7 @@ def ranks_and_one(rank, world, name):
 
 # those that take longest, beside which others of their kind are fast
 SLOW = (
-    "divided, average",
-    "divided, whole factors, clipped",
-    "divided, experts",
+    "experts, average",
     "checkpointed, reentrant",
     "unused allowed",
     "static graph",
@@ -258,8 +231,7 @@ SLOW = (
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 )
 def test_equals_one_process_on_the_joined_batch(run, name):
     for world in (2, 4) if name in ON_FOUR_TOO else (2,):
@@ -304,22 +276,6 @@ def summed(rank, world):
 
 def test_sums_of_losses(run):
     run(2, summed)
-
-
-def sum_given_as_mean(rank, world):
-    x, y = (
-        torch.randn(64, width, generator=torch.Generator().manual_seed(11))[rank::world]
-        for width in (6, 40)
-    )
-    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 40))
-    optimizer, wrapped = THOR(model), DDP(model)
-    F.mse_loss(wrapped(x), y, reduction="sum").backward()
-    with pytest.warns(match=r'looks like a sum over the 64 loss terms.*loss_reduction="sum"'):
-        optimizer.step()
-
-
-def test_a_sum_that_is_given_as_a_mean_is_told(run):
-    run(2, sum_given_as_mean)
 
 
 def pairs_of_ranks(rank, world):

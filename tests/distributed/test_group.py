@@ -3,7 +3,6 @@ files have several.
 """
 
 import dataclasses
-from itertools import product
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ WRONG = {
         [True, 0, 1, "gloo", [0, 1], dist.GroupMember.NON_GROUP_MEMBER],
         "default group, or False",
     ),
-    "divide_curvature": (["yes", 1, None], "True or False"),
-    "whole_matrices": ([1], "True or False"),
+    "whole_matrices": (["yes", 1, None], "True or False"),
     "communication_dtype": (
         [torch.float16, "bfloat16"],
         "None, torch.bfloat16 or torch.float32; .*float16",
@@ -34,11 +32,7 @@ def test_what_is_wrong_is_refused(name):
             Distributed(**{name: value})
 
 
-def test_what_an_optimizer_refuses():
-    with pytest.raises(TypeError, match=r"distributed=True.*torch_thor.Distributed"):
-        THOR(mlp(), distributed=True)
-    with pytest.raises(ValueError, match=r"whole_matrices=True.*leave it out"):
-        THOR(mlp(), distributed=Distributed(whole_matrices=True))
+def test_it_cannot_be_changed():
     optimizer = ThorMuon(mlp(), distributed=Distributed(whole_matrices=True))
     with pytest.raises(dataclasses.FrozenInstanceError):
         optimizer.distributed.process_group = False
@@ -47,23 +41,17 @@ def test_what_an_optimizer_refuses():
 
 
 def test_a_group_of_one_needs_nobody(tmp_path):
-    """The bits of no group, divided or not, whose choice is the program's and not the
-    checkpoint's.
-    """
+    """The bits of no group."""
     dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
     try:
-        trained, states = [], []
-        for group, partition in product((dist.group.WORLD, None, False), (False, True)):
+        trained = []
+        for group in (dist.group.WORLD, None, False):
             torch.manual_seed(0)
             model = mlp()
-            optimizer = THOR(
-                model, distributed=Distributed(process_group=group, divide_curvature=partition)
-            )
+            optimizer = THOR(model, distributed=Distributed(process_group=group))
             train(model, optimizer, batches(3))
-            trained.append(weights(model))
-            states.append(optimizer.state_dict())
+            trained.append((weights(model), optimizer.state_dict()))
     finally:
         dist.destroy_process_group()
-    for model, state in zip(trained, states, strict=True):
-        assert_same(model, trained[0])
-        assert_same(state, states[0])
+    for one in trained:
+        assert_same(one, trained[0])

@@ -1,13 +1,14 @@
-"""LAMB, AGCSGD and the clipping under FSDP2: two processes with uneven shards take the steps of
-one.
-"""
+"""LAMB, AGCSGD and the clipping take the steps of one process under FSDP2 and ZeRO."""
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from transformers.pytorch_utils import Conv1D
 
 from torch_thor import AGCSGD, LAMB, adaptive_clip_grad_
@@ -56,3 +57,32 @@ def compare(rank, world):
 
 def test_two_processes_take_the_steps_of_one(run):
     run(2, compare)
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def trained(rank, world, make, wraps):
+    """The weights after three steps, with or without ZeroRedundancyOptimizer."""
+    model = build()
+    replicated, options = DistributedDataParallel(model), {"lr": 0.05, "model": model}
+    if wraps:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make, **options)
+    else:
+        optimizer = make(model.parameters(), **options)
+    for step in range(3):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        replicated(x).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("make", [LAMB, AGCSGD])
+def test_zero_redundancy_takes_the_same_steps(run, make):
+    own, wrapped = run(2, trained, make, False), run(2, trained, make, True)
+    for of_rank in (*wrapped, own[1]):
+        for value, expected in zip(of_rank, own[0], strict=True):
+            assert torch.equal(value, expected)

@@ -15,16 +15,11 @@ INF = float("inf")
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails on whatever reads a number off a tensor, for which a GPU would have to be waited
-    for.
-    """
+    """Fails on whatever reads a number off a tensor, for which a GPU would make the host wait."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket.__name__ not in (
-            "_local_scalar_dense",
-            "nonzero",
-            "masked_select",
-        ), func
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select"), func
         return func(*args, **(kwargs or {}))
 
 
@@ -74,9 +69,7 @@ class Louder(nn.ConvTranspose2d):
 LAYERS = [
     (lambda: nn.Linear(6, 4), (1, 6)),
     (lambda: nn.Linear(1, 4), (1, 1)),
-    (lambda: nn.Linear(6, 5), (1, 6)),
     (lambda: nn.Conv2d(3, 4, (2, 3), padding=1), (1, 3, 4, 4)),
-    (lambda: nn.Conv2d(6, 2, 1), (1, 6, 1, 1)),
     (lambda: nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), (1, 2, 2, 2)),
     (lambda: nn.Conv1d(4, 6, 2, groups=2), (1, 4, 4)),
     (lambda: nn.Conv3d(2, 3, 2), (1, 2, 3, 3, 3)),
@@ -87,22 +80,15 @@ LAYERS = [
     (lambda: Conv1D(5, 3), (1, 3)),
     (lambda: nn.Embedding(3, 6), None),
     (lambda: nn.LayerNorm(6), None),
-    (lambda: nn.ParameterList(torch.randn(shape) for shape in [(1, 1, 6), (5, 1, 1), ()]), None),
-    (
-        lambda: nn.ParameterList(
-            torch.randn(shape, dtype=torch.cdouble) for shape in [(3, 4), (5,), (2, 3, 2)]
-        ),
-        None,
-    ),
+    (lambda: nn.ParameterList(map(torch.randn, [(1, 1, 6), (5, 1, 1), ()])), None),
+    (lambda: nn.ParameterList([torch.randn(3, 4, dtype=torch.cdouble)]), None),
 ]
 
 
 @pytest.mark.parametrize("at_a_time", [1, 50, 10**6])
 @pytest.mark.parametrize("foreach", [None, False])
 def test_units_are_the_outputs_of_every_kind_of_layer(foreach, at_a_time, monkeypatch):
-    """In batches of one, of a few and of all; of each parameter some units are clipped, and some
-    are not.
-    """
+    """In batches of one, of a few and of all; of each parameter some units are clipped, not all."""
     monkeypatch.setattr(agc, "_NUMBERS_AT_A_TIME", at_a_time)
     model, expected, total, every = nn.ModuleList(), {}, 0, 0
     for make, size in LAYERS:
@@ -136,7 +122,6 @@ def test_units_are_the_outputs_of_every_kind_of_layer(foreach, at_a_time, monkey
 
 
 def test_what_is_left_alone():
-    """More on `exclude` stands in test_exclusion.py."""
     linear = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 2))
     for model, options, expected in (
         (nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, 1)), {}, []),
@@ -188,14 +173,6 @@ def test_sparse_gradients_and_wrong_options_are_refused():
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match=r"\(5, 3\).*sparse_coo.*sparse=False"):
         adaptive_clip_grad_(model)
-    for option, value in (
-        ("clip_factor", 0.0),
-        ("clip_factor", -1),
-        ("clip_factor", "0.1"),
-        ("eps", 0.0),
-        ("eps", INF),
-    ):
-        with pytest.raises(
-            ValueError, match=rf"{option}={value!r}: {option} must be a .*number > 0; "
-        ):
+    for option, value in (("clip_factor", 0.0), ("clip_factor", "0.1"), ("eps", 0.0)):
+        with pytest.raises(ValueError, match=rf"^{option}={value!r}: {option} must be a .* > 0$"):
             adaptive_clip_grad_([], **{option: value})

@@ -3,26 +3,21 @@ by hand.
 """
 
 import copy
-import itertools
-from functools import partial
 
 import pytest
 import torch
-from test_state import FLAT, FULL, by_distributed_checkpoint, by_state_dict
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from reference.agc import clipped, output_of_each_number, rows_of_dim_0
-from tiny import assert_same, batches, cross_entropy, mlp, train, twins, weights
+from tiny import assert_same, batches, cross_entropy, mlp, train, weights
 from torch_thor import AGCSGD
 
 INF = float("inf")
 SETTINGS = {
     "plain": {},
-    "momentum": {"momentum": 0.9},
     "dampening": {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
-    "nesterov": {"momentum": 0.9, "nesterov": True},
-    "nesterov_decay": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+    "nesterov": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
     "maximize": {"momentum": 0.9, "maximize": True, "weight_decay": 0.1},
 }
 FIRST = {"momentum": 0.9, "dampening": 0.5, "clip_factor": INF, "dampen_first": True}
@@ -73,10 +68,8 @@ def network(dtype=torch.float32):
     [(INF, torch.float64), (INF, torch.float32), (INF, torch.bfloat16), (0.03, torch.float64)],
 )
 def test_it_is_sgd_on_the_gradients_of_the_loops(clip_factor, dtype, foreach, name):
-    """Convolutions of both kinds and GPT-2's layer along their outputs; the last Linear is not
-    clipped.
-
-    Torch's SGD to the bit, and with its strides, where nothing is clipped.
+    """Along the outputs of each kind of layer; where nothing is clipped to the bit, and with its
+    strides.
     """
     model, twin = network(dtype), network(dtype)
     sizes = {"0": (1, 1, 5), "2": (1, 4, 4), "5": (1, 30), "6": (1, 6)}
@@ -94,18 +87,15 @@ def test_it_is_sgd_on_the_gradients_of_the_loops(clip_factor, dtype, foreach, na
         for key, p in twin.named_parameters() if clip_factor < INF else ():
             if not key.startswith("7."):
                 where = outputs.get(key, rows_of_dim_0(p.shape))
-                numbers, more = clipped(
-                    p.detach().numpy(), p.grad.numpy(), where, clip_factor, 1e-3
-                )
+                arrays = p.detach().numpy(), p.grad.numpy()
+                numbers, more = clipped(*arrays, where, clip_factor, 1e-3)
                 p.grad = torch.tensor(numbers)
                 count, units = count + more, units + int(where.max()) + 1
         other.step()
         other.zero_grad()
         if clip_factor < INF:
-            assert (int(optimizer.clip_statistics.clipped), optimizer.clip_statistics.units) == (
-                count,
-                units,
-            )
+            found = optimizer.clip_statistics
+            assert (int(found.clipped), found.units) == (count, units)
             shares.append(count / units)
         exact = {"rtol": 0, "atol": 0} if clip_factor == INF else {"rtol": 1e-9, "atol": 1e-12}
         torch.testing.assert_close(weights(model), weights(twin), **exact)
@@ -128,29 +118,20 @@ def test_groups_have_clip_factors_and_units_of_their_own():
     optimizer.add_param_group({"params": model[5].parameters()})
     model[5].weight.grad = torch.ones_like(model[5].weight)
     train(model[:5], optimizer, batches(1))
-    assert (int(optimizer.clip_statistics.clipped), optimizer.clip_statistics.units) == (
-        7 + 2,
-        8 + 7 + 2,
-    )
+    found = optimizer.clip_statistics
+    assert (int(found.clipped), found.units) == (7 + 2, 8 + 7 + 2)
 
 
 def test_the_last_linear_is_found_or_asked_for():
     model = mlp()
     assert AGCSGD(model).excluded == ("4.weight", "4.bias")
     assert AGCSGD(model[0].parameters(), model=model).excluded == ()
-    assert AGCSGD(model[4].named_parameters(prefix="4"), model=model).excluded == (
-        "4.weight",
-        "4.bias",
-    )
+    named = model[4].named_parameters(prefix="4")
+    assert AGCSGD(named, model=model).excluded == ("4.weight", "4.bias")
     assert AGCSGD(model.parameters(), exclude=()).excluded == ()
     assert AGCSGD(nn.Sequential(nn.Conv2d(1, 1, 1))).excluded == ()
-    for params in (
-        model.parameters(),
-        model.named_parameters(),
-        [{"params": list(model.parameters())}],
-    ):
-        with pytest.raises(TypeError, match=r"must know the model.*model=model.*exclude=\(\)"):
-            AGCSGD(params)
+    with pytest.raises(TypeError, match=r"must know the model.*model=model.*exclude=\(\)"):
+        AGCSGD(model.parameters())
 
 
 def test_a_checkpoint_of_sgd_goes_on():
@@ -160,13 +141,8 @@ def test_a_checkpoint_of_sgd_goes_on():
     twin = copy.deepcopy(model)
     optimizer = AGCSGD(twin, lr=0.1, clip_factor=INF, eps=0.5)
     optimizer.load_state_dict(sgd.state_dict())
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["momentum"], group["clip_factor"], group["eps"]) == (
-        0.3,
-        0.8,
-        INF,
-        0.5,
-    )
+    expected = {"lr": 0.3, "momentum": 0.8, "clip_factor": INF, "eps": 0.5}
+    assert expected.items() <= optimizer.param_groups[0].items()
     train(model, sgd, batches(4)[2:])
     train(twin, optimizer, batches(4)[2:])
     assert_same(weights(model), weights(twin))
@@ -175,66 +151,15 @@ def test_a_checkpoint_of_sgd_goes_on():
 def test_it_says_which_layer_is_left_alone():
     """By name, as the last one; that there is none; and what `exclude` says."""
     head = mlp()
-    convolutions = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten())
     for optimizer, said in (
         (AGCSGD(head), "not clipped is the last nn.Linear, '4': 4.weight, 4.bias"),
-        (
-            AGCSGD(nn.Linear(2, 2)),
-            "not clipped is the last nn.Linear, the model itself: weight, bias",
-        ),
         (
             AGCSGD(head[0].parameters(), model=head),
             "not clipped is the last nn.Linear, '4': its parameters are in no group",
         ),
-        (
-            AGCSGD(convolutions),
-            "all are clipped: Sequential has no nn.Linear, of which the last one would not be; "
-            "exclude= names what is left alone",
-        ),
+        (AGCSGD(nn.Sequential(nn.Conv2d(1, 2, 1))), "all are clipped: Sequential has no nn.Linear"),
         (AGCSGD(head, exclude="0.*"), "not clipped, as exclude= says: 0.weight, 0.bias"),
         (AGCSGD(head.parameters(), exclude=()), "not clipped, as exclude= says: none"),
-        (copy.deepcopy(AGCSGD(head)), "not clipped is the last nn.Linear, '4': 4.weight, 4.bias"),
     ):
-        assert repr(optimizer).splitlines()[-1] == said
+        assert repr(optimizer).splitlines()[-1].startswith(said)
         assert "clip_factor: 0.01" in repr(optimizer)
-
-
-@pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process"
-)
-@pytest.mark.parametrize("carry", [by_state_dict, by_distributed_checkpoint, FLAT, FULL])
-def test_dampening_begins_after_the_first_step_also_if_that_was_taken_after_a_checkpoint(carry):
-    """torch.distributed.checkpoint makes the state before the first step, which is not dampened."""
-    for stop, dampen_first in itertools.product((0, 1, 3), (False, True)):
-        options = {"momentum": 0.9, "dampening": 0.5, "dampen_first": dampen_first}
-        model, whole, twin, first = twins(partial(AGCSGD, lr=0.1, **options))
-        train(model, whole, batches(6))
-        train(twin, first, batches(6)[:stop])
-        third = mlp()
-        resumed = AGCSGD(third, lr=0.1, **options)
-        carry((twin, first), (third, resumed))
-        for one, its in ((twin, first), (third, resumed)):
-            train(one, its, batches(6)[stop:])
-            assert_same(weights(one), weights(model), f"{stop} steps, {dampen_first}")
-
-
-@pytest.mark.parametrize("carry", [by_state_dict, by_distributed_checkpoint])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_complex_parameters_go_on(carry, steps):
-    class Turned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.turn = nn.Parameter(torch.randn(5, 5, dtype=torch.complex128))
-            self.last = nn.Linear(5, 3, dtype=torch.float64)
-
-        def forward(self, x):
-            return self.last((x.to(self.turn.dtype) @ self.turn).abs())
-
-    stream = batches(5)
-    one, other = ((m := Turned(), AGCSGD(m, lr=0.1, momentum=0.9, dampening=0.5)) for _ in "ab")
-    train(*one, stream[:steps])
-    carry(one, other)
-    for each in (one, other):
-        train(*each, stream[steps:])
-    assert_same(weights(one[0]), weights(other[0]))

@@ -1,6 +1,4 @@
-"""What `nn.MultiheadAttention` computes is what it computes without THOR, on refresh steps and on
-ordinary ones.
-"""
+"""`nn.MultiheadAttention` computes what it computes without THOR, on refreshes and between them."""
 
 import copy
 from itertools import product
@@ -34,19 +32,10 @@ CASES = {
     "plain": {"batch_first": True},
     "sequence_first": {},
     "no_bias": {"batch_first": True, "bias": False},
-    "separate": {
-        "batch_first": True,
-        "kdim": E,
-        "vdim": E,
-        "add_bias_kv": True,
-        "add_zero_attn": True,
-    },
+    "separate": {"kdim": E, "vdim": E, "add_bias_kv": True, "add_zero_attn": True},
     "no_weights": {"batch_first": True, "call": {"need_weights": False}},
     "a_head_each": {"batch_first": True, "call": {"average_attn_weights": False}},
-    "mask": {
-        "batch_first": True,
-        "call": {"attn_mask": torch.ones(L, L, dtype=torch.bool).triu(1)},
-    },
+    "mask": {"call": {"attn_mask": torch.ones(L, L, dtype=torch.bool).triu(1)}},
     "dropout": {"batch_first": True, "dropout": 0.4},
     "dropout_no_weights": {"dropout": 0.4, "call": {"need_weights": False}},
 }
@@ -87,9 +76,7 @@ PRECISIONS = [
 
 @pytest.mark.parametrize("name", CASES)
 def test_refresh_step_computes_what_the_bare_model_computes(name):
-    """On a refresh step, and when it is over, by the module's own code; the factors are float32 at
-    least.
-    """
+    """And when it is over, by the module's own code; the factors are float32 at least."""
     for (dtype, autocast, tolerance), size in product(PRECISIONS, ((N, L, E), (L, E))):
         model = Model(**CASES[name]).to(dtype)
         bare = copy.deepcopy(model)
@@ -111,37 +98,27 @@ def test_refresh_step_computes_what_the_bare_model_computes(name):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_encoder_layer_evaluates_alike_with_and_without(norm_first, monkeypatch):
-    """The fused kernel also on refresh steps: torch takes the slow way where a module has hooks,
-    and it has none.
-    """
+    """By the fused kernel on refreshes too: torch takes the slow way where a module has hooks."""
     layer = nn.TransformerEncoderLayer(
         E, HEADS, 16, dropout=0.0, batch_first=True, norm_first=norm_first
     )
-    calls, fused = [], torch._transformer_encoder_layer_fwd
-    monkeypatch.setattr(
-        torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fused(*args)
-    )
+    name = "_transformer_encoder_layer_fwd"
+    calls, fused = [], getattr(torch, name)
+    monkeypatch.setattr(torch, name, lambda *args: calls.append(1) or fused(*args))
     bare = copy.deepcopy(layer)
     optimizer = THOR(layer, lr=0.0, update_interval=2, trace_thresholds=(0.0, 0.0))
     for i in range(3):
         x = torch.randn(N, L, E)
-        for training, mode in (
-            (False, torch.no_grad),
-            (False, torch.inference_mode),
-            (True, torch.enable_grad),
-        ):
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
             calls.clear()
+            training = mode is torch.enable_grad
             with mode():
-                torch.testing.assert_close(
-                    layer.train(training)(x), bare.train(training)(x), rtol=1e-5, atol=1e-6
-                )
+                outputs = [one.train(training)(x) for one in (layer, bare)]
+            torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
             assert len(calls) == (0 if training else 2)
         step(layer, optimizer, x)
         assert refreshes(optimizer) == {1 + i // 2}
     projections = {f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")}
     assert set(optimizer.curvature) == projections | {"linear1", "linear2"}
-    assert (
-        optimizer.curvature["linear1"].rows_per_term
-        == optimizer.curvature["self_attn.q_proj"].rows_per_term
-        == L
-    )
+    for name in ("linear1", "self_attn.q_proj"):
+        assert optimizer.curvature[name].rows_per_term == L

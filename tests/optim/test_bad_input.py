@@ -2,13 +2,12 @@
 
 import copy
 import itertools
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same, mlp, weights
+from tiny import assert_same, weights
 from torch_thor import THOR, ThorMuon
 
 
@@ -19,22 +18,17 @@ def step(model, optimizer, x, loss=lambda y: y.square().mean()):
 
 
 def test_a_batch_without_rows_changes_nothing_and_the_refresh_waits():
-    """Empty, or padding alone: gradients are zeros (of a mean too, whose value is NaN), and old
-    inverses stay.
-    """
-    x, outcomes = torch.randint(7, (4, 6)), ("plain gradient", "its old inverses stay")
+    """Empty, or nothing but padding: gradients are zeros, and old inverses stay."""
+    x = torch.randint(7, (4, 6))
     for size, loss, refreshes in itertools.product((0, 4), (torch.sum, torch.mean), (0, 1)):
         model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)).double()
         optimizer = THOR(model, update_interval=1, trace_thresholds=(0.0, 0.0), momentum=0.0)
         for _ in range(refreshes):
             step(model, optimizer, x)
-        before, kept = (
-            weights(model),
-            copy.deepcopy(optimizer.curvature["1"].factors() if refreshes else ()),
-        )
+        before = weights(model)
+        kept = copy.deepcopy(optimizer.curvature["1"].factors() if refreshes else ())
         optimizer.row_mask = torch.zeros(size, 6, dtype=torch.bool)
-        with pytest.warns(RuntimeWarning, match=f"saw no rows .*{outcomes[refreshes]}"):
-            step(model, optimizer, x[:size], lambda y, loss=loss: 0 * loss(y))
+        step(model, optimizer, x[:size], lambda y, loss=loss: 0 * loss(y))
         assert_same(weights(model), before)
         assert_same(optimizer.curvature["1"].factors() if refreshes else (), kept)
         optimizer.row_mask = torch.arange(6).lt(4).expand(4, 6)
@@ -71,13 +65,9 @@ def test_complex_and_integer_parameters_are_listed_and_trained_as_sgd_does():
         other.step()
         optimizer.zero_grad()
         torch.testing.assert_close(model.phase, twin.phase, rtol=1e-6, atol=0)
-    model.phase.grad = torch.full((3,), complex(0, float("nan")))
-    with pytest.raises(FloatingPointError, match="phase"):
-        optimizer.step()
 
 
 SPARSE = {
-    "plain": (THOR, {}),
     "no momentum": (THOR, {"momentum": 0.0}),
     "nesterov, decay": (THOR, {"nesterov": True, "weight_decay": 0.1}),
     "clip": (THOR, {"kl_clip": 1e-3}),
@@ -89,7 +79,7 @@ SPARSE = {
 @pytest.mark.filterwarnings("ignore:ThorMuon preconditions")
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_gradients_equal_dense_ones(name):
-    """Of an embedding; made by hand, also of what is none. NaN in them is refused."""
+    """Of an embedding; made by hand, also of what is none."""
     make, options = SPARSE[name]
 
     def trained(sparse, of_all=False):
@@ -105,27 +95,9 @@ def test_sparse_gradients_equal_dense_ones(name):
                 parameter.grad = parameter.grad.to_sparse()
             optimizer.step()
             optimizer.zero_grad()
-        found = weights(model)
-        model(torch.randint(6, (4, 3))).mean().backward()
-        (model[0].weight.grad._values() if sparse else model[0].weight.grad)[0, 0] = float("nan")
-        with pytest.raises(FloatingPointError, match=r"0\.weight"):
-            optimizer.step()
-        return found
+        return weights(model)
 
     dense = trained(False)
     for one in (trained(True), trained(True, of_all=True)):
         for key, value in dense.items():
             torch.testing.assert_close(one[key], value, rtol=1e-12, atol=1e-14, msg=key)
-
-
-def test_other_layouts_are_refused_by_name():
-    model = mlp()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls CSR a beta
-        model.mask = nn.Parameter(torch.eye(3).to_sparse_csr())
-        optimizer = THOR(model)
-        model.mask.grad = torch.eye(3).to_sparse_csr()
-    with pytest.raises(
-        RuntimeError, match=r"mask.*sparse_csr.*COO.*parameter dense.*another optimizer"
-    ):
-        optimizer.step()

@@ -1,7 +1,6 @@
 """What is preconditioned and what is not is said by name, for every parameter."""
 
 import inspect
-import re
 
 import pytest
 import torch
@@ -20,37 +19,21 @@ class Scaled(nn.Linear):
         return functional.linear(x, 2 * self.weight, self.bias)
 
 
-# name: kind and factor sizes; groups where there are several
-# name of a parameter or of its module: the reason
-
-
 def test_every_parameter_is_listed_once_and_in_order():
     """What each kind of layer is listed as: tests/capture/test_inspection.py and
     tests/curvature/test_kinds_*.py.
     """
     model = every_kind.build()
     optimizer = THOR(model)
-    assert [entry.name for entry in optimizer.coverage()] == [
-        name for name, _ in model.named_parameters()
-    ]
-    for entry in optimizer.coverage():
+    entries = optimizer.coverage()
+    assert [entry.name for entry in entries] == [name for name, _ in model.named_parameters()]
+    for entry in entries:
         assert (entry.reason is None) == (entry.factor_sizes is not None) == entry.preconditioned
-        assert entry.name in repr(optimizer)
-    assert (
-        str(optimizer.coverage()).splitlines()[1:]
-        == repr(optimizer).splitlines()[-len(optimizer.coverage()) :]
-    )
+    assert str(entries).splitlines()[1:] == repr(optimizer).splitlines()[-len(entries) :]
     with pytest.raises(TypeError):
         optimizer.curvature["head"] = None
-    for word in (
-        "damping",
-        "MultiheadAttention",
-        "Conv2d",
-        "4 x 4 x 3 groups",
-        "a normalisation layer",
-        "9 x 4",
-    ):
-        assert word in repr(optimizer)
+    words = "damping", "MultiheadAttention", "Conv2d", "4 x 4 x 3 groups", "a normalisation layer"
+    assert all(word in repr(optimizer) for word in words)
 
 
 def test_print_lists_the_options_of_each_group_and_nothing_that_is_internal():
@@ -66,26 +49,13 @@ def test_print_lists_the_options_of_each_group_and_nothing_that_is_internal():
     )
 
 
-def test_what_was_frozen_after_a_step_is_printed_without_bytes_a_parameter():
-    model = mlp()
-    optimizer = THOR(model)
-    model(torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
-    optimizer.step()
-    assert " for each trained parameter" in repr(optimizer)
-    model.requires_grad_(False)
-    (state,) = [line for line in repr(optimizer).splitlines() if line.startswith("State: ")]
-    assert re.fullmatch(r"State: [\d,]+ bytes", state)
-
-
-def test_nothing_to_precondition_is_an_error():
-    for model in (
-        nn.Sequential(nn.LayerNorm(4)),
-        nn.Bilinear(4, 4, 4),
-        nn.Sequential(Scaled(4, 4)),
-        nn.Sequential(nn.Embedding(4, 4, scale_grad_by_freq=True)),
-    ):
-        with pytest.raises(ValueError, match="SGD"):
-            THOR(model)
+@pytest.mark.parametrize(
+    "model",
+    [nn.Sequential(nn.LayerNorm(4)), nn.Bilinear(4, 4, 4), nn.Sequential(Scaled(4, 4))],
+)
+def test_nothing_to_precondition_is_an_error(model):
+    with pytest.raises(ValueError, match="SGD"):
+        THOR(model)
 
 
 @pytest.mark.parametrize(("d_in", "d_out", "split_dim"), [(64, 64, 32), (16, 48, 128), (96, 24, 8)])
@@ -96,5 +66,7 @@ def test_the_bytes_of_the_state_are_those_of_the_formula(d_in, d_out, split_dim)
     model(torch.randn(8, d_in)).square().mean().backward()
     optimizer.step()
     each = 4 + 8 * min(split_dim, d_in) / d_out
-    said = f"State: {each * d_in * d_out:,.0f} bytes, {each:.1f} for each trained parameter"
-    assert said in repr(optimizer)
+    state = f"State: {each * d_in * d_out:,.0f} bytes"
+    assert f"{state}, {each:.1f} for each trained parameter\n" in repr(optimizer)
+    model.requires_grad_(False)
+    assert f"{state}\n" in repr(optimizer)

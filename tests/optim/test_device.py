@@ -1,19 +1,13 @@
 """Nothing waits for an accelerator: counted on the pretend one of `tests/pretend.py`.
 
 An ordinary step reads nothing from the device, and a refresh twice: once to decide which layers
-take new factors, with the check of the gradients, and once to learn whether a factorisation has
-failed. Others read more. A `GradScaler` reads its own flag in every step. With
-`nonfinite="skip"`, and in THOR's first step, which judges the scale of the loss, a refresh reads
-once more. Where several processes decide together, or rows are divided among them (DTensor), each
-step reads the norms of the gradients first, as on a CPU: what one process finds must be sent to
-the others. A learning rate that is a tensor on the device is read in every step.
+take new factors, and once to learn whether a factorisation has failed. ThorMuon's first step, which
+looks at the weights, reads once more. A learning rate that is a tensor on the device is read in
+every step, and check_gradients reads once.
 """
 
-import copy
-import gc
 import itertools
 import math
-import weakref
 from functools import partial
 
 import pytest
@@ -22,7 +16,7 @@ from torch import nn
 
 import pretend
 from benchmarks.resnet18 import resnet18 as narrow_resnet18
-from torch_thor import THOR, ThorMuon, split_rows
+from torch_thor import THOR, ThorMuon, check_gradients
 from torch_thor.curvature import polar
 from torch_thor.curvature.inverse import invert_own
 
@@ -38,7 +32,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.scale = nn.Embedding(7, 12), nn.Parameter(torch.ones(60))
-        # a bias before BatchNorm would have gradients of rounding alone
+        # a bias before BatchNorm would have gradients of nothing but rounding
         self.image = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
         self.grouped = nn.Conv2d(8, 12, 3, groups=4)
         self.body = nn.ModuleList(nn.Linear(60, 60) for _ in range(3))
@@ -76,8 +70,9 @@ class SplitNet(Net):
 
         super().__init__()
         self.body[1], self.body[2] = Conv1D(60, 60), Heads()
-        for layer, sizes in (self.image[0], (3, 5)), (self.body[0], 3), (self.body[1], (50, 10)):
-            split_rows(layer, sizes)
+
+
+SPLITS = {"image.0": (3, 5), "body.0": 3, "body.1": (50, 10)}
 
 
 class CopyNet(Net):
@@ -105,55 +100,35 @@ class Training:
         self.put = pretend.Pretend if on_device else (lambda tensor: tensor)
         if on_device:
             pretend.moved(self.model)
-        nonfinite = options.pop("nonfinite", "raise")
         self.optimizer = make(self.model, **{"update_interval": INTERVAL, **options})
-        self.optimizer.nonfinite = nonfinite
         self.batches = batches(100, dtype)
 
-    def backward(self, scale=1.0):
-        images, words, labels = map(self.put, next(self.batches))
-        loss = nn.functional.cross_entropy(self.model(images, words), labels)
-        (loss * scale).backward()
-        return float(pretend.raw(loss.detach()))
+    def batch(self):
+        return map(self.put, next(self.batches))
 
-    def step(self):
-        """Take a step; return the loss."""
-        loss = self.backward()
+    def backward(self, batch, scale=1.0):
+        images, words, labels = batch
+        (nn.functional.cross_entropy(self.model(images, words), labels) * scale).backward()
+
+    def step(self, batch=None, clip=None):
+        self.backward(batch or self.batch())
+        if clip is not None:
+            clip(self.model.parameters())
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss
 
     def waits(self, times=1, clip=None):
         """Where each of some steps waits, of backward pass to zero_grad; the batches are there."""
         found = []
         for _ in range(times):
-            images, words, labels = map(self.put, next(self.batches))
+            batch = list(self.batch())
             with pretend.recorded() as record:
-                nn.functional.cross_entropy(self.model(images, words), labels).backward()
-                if clip is not None:
-                    clip(self.model.parameters())
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                self.step(batch, clip)
             found.append(record.synchronisations)
         return found
 
-    def contents(self):
-        """Copies of all weights, of all tensors and numbers of the state, and of the counters."""
-        groups = self.optimizer.param_groups
-        states = [dict(self.optimizer.state.get(p, {})) for p in self.model.parameters()]
-        due = [{k: of.pop(k) for k in [*of] if k.endswith("due")} for of in states]
-        return [
-            [pretend.raw(p).detach().clone() for p in self.model.parameters()],
-            [
-                {k: pretend.raw(v).clone() if torch.is_tensor(v) else v for k, v in of.items()}
-                for of in states
-            ],
-            [due, [(group["step"], group["next_refresh"]) for group in groups]],
-        ]
-
-
-def same(one, other):
-    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    def weights(self):
+        return [pretend.raw(p).detach().clone() for p in self.model.parameters()]
 
 
 OPTIMIZERS = {"THOR": THOR, "ThorMuon": ThorMuon}
@@ -165,23 +140,13 @@ OPTIONS = {
     "no momentum": {"momentum": 0.0},
     "other Nesterov": "nesterov",
     "split": {"split_dim": 16, "factor_decay": 0.3},
-    "skip": {"nonfinite": "skip"},
     "clip": {"kl_clip": 1e-3},
+    "projections": {"net": SplitNet, "row_splits": SPLITS, "split_dim": 16},
+    # a tensor without memory of its own does not tell by an address what is a copy of it
+    "copies": {"net": CopyNet},
 }
-CASES = [
-    (label, name)
-    for label, name in itertools.product(OPTIMIZERS, OPTIONS)
-    if (label, name) != ("ThorMuon", "clip")
-]
-
-
-def cases_of(optimizer, *, fast):
-    """The names of an optimizer's cases, all but a few of which are slow tests."""
-    return [
-        pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
-        for label, name in CASES
-        if label == optimizer
-    ]
+OTHERS = {("ThorMuon", "clip"), ("THOR", "projections")}
+CASES = [case for case in itertools.product(OPTIMIZERS, OPTIONS) if case not in OTHERS]
 
 
 def options_of(label, name):
@@ -190,50 +155,31 @@ def options_of(label, name):
     return OPTIONS[name]
 
 
-def count_waits(label, name, dtype):
-    options = options_of(label, name)
-    training = Training(OPTIMIZERS[label], dtype=dtype, **options)
-    most = 3 if options.get("nonfinite") == "skip" else 2
+def count_waits(label, name):
+    training = Training(OPTIMIZERS[label], **options_of(label, name))
     (first,) = training.waits()
-    assert len(first) <= (3 if label == "THOR" else most), first
+    assert len(first) <= (3 if label == "ThorMuon" else 2), first
     # two rounds: what is kept between two refreshes is made again in the first step after one
     for _ in range(2):
         assert training.waits(INTERVAL - 1) == [[]] * (INTERVAL - 1)
         (refresh,) = training.waits()
         assert training.optimizer.last_refresh
-        assert 1 <= len(refresh) <= most, refresh
+        assert 1 <= len(refresh) <= 2, refresh
     training.optimizer.load_state_dict(training.optimizer.state_dict())
     assert training.waits(INTERVAL - 1) == [[]] * (INTERVAL - 1), "after loading"
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)],
-    ids=["float32", "float64"],
-)
 @pytest.mark.parametrize(("label", "name"), CASES)
-def test_an_ordinary_step_waits_for_nothing_and_a_refresh_twice(label, name, dtype):
-    pretend.run(count_waits, label, name, dtype)
-
-
-def waits_with_projections():
-    training = Training(OPTIMIZERS["ThorMuon"], net=SplitNet)
-    training.waits()
-    return training.waits(INTERVAL)
-
-
-def test_projections_of_fused_weights_make_no_step_wait():
-    *ordinary, refresh = pretend.run(waits_with_projections)
-    assert ordinary == [[]] * (INTERVAL - 1)
-    assert 1 <= len(refresh) <= 2, refresh
+def test_an_ordinary_step_waits_for_nothing_and_a_refresh_twice(label, name):
+    pretend.run(count_waits, label, name)
 
 
 def other_ordinary_steps(label):
     training = Training(OPTIMIZERS[label], update_interval=50)
     training.step()
     # accumulation
-    training.backward(0.5)
-    training.backward(0.5)
+    training.backward(training.batch(), 0.5)
+    training.backward(training.batch(), 0.5)
     with pretend.recorded() as record:
         training.optimizer.step()
     assert record.synchronisations == []
@@ -245,259 +191,16 @@ def other_ordinary_steps(label):
         for parameter in training.model.body[1].parameters():
             parameter.requires_grad_(not frozen)
         assert training.waits(2)[1] == []
+    handle = check_gradients(training.optimizer)
+    (checked,) = training.waits()
+    assert len(checked) == 1, checked
+    handle.remove()
+    assert training.waits() == [[]]
 
 
 @pytest.mark.parametrize("label", OPTIMIZERS)
 def test_steps_of_accumulation_clipping_and_frozen_layers_wait_for_nothing(label):
     pretend.run(other_ordinary_steps, label)
-
-
-def count_waits_of_a_scaler(label):
-    """What `scaler.step(optimizer)` makes our step read, once the gradients are scaled."""
-    training = Training(OPTIMIZERS[label], update_interval=50)
-    training.step()
-    training.backward(4.0)
-    optimizer = training.optimizer
-    optimizer.grad_scale = pretend.Pretend(torch.tensor(4.0))
-    optimizer.found_inf = pretend.Pretend(torch.tensor(0.0))
-    with pretend.recorded() as record:
-        optimizer.step()
-    return record.synchronisations
-
-
-@pytest.mark.parametrize("label", OPTIMIZERS)
-def test_a_gradient_scaler_costs_one(label):
-    found = pretend.run(count_waits_of_a_scaler, label)
-    assert len(found) == 1, found
-
-
-# ---- gradients that are not finite ---------------------------------------------------------------
-
-
-def bad_step(training):
-    """A step with NaN in one gradient; nothing changes but the counters, until it is known."""
-    training.backward()
-    pretend.raw(training.model.body[1].weight.grad)[3, 4] = math.nan
-    before = training.contents()
-    with pretend.recorded() as record:
-        training.optimizer.step()
-    training.optimizer.zero_grad()
-    after = training.contents()
-    same(after[:2], before[:2])
-    return record.synchronisations
-
-
-def nan_is_raised_in_the_next_step(label, at):
-    training, twin = (Training(OPTIMIZERS[label]) for _ in range(2))
-    for one in (training, twin):
-        for _ in range(at):
-            one.step()
-    assert bad_step(training) == []
-    next(twin.batches)
-    training.backward()
-    next(twin.batches)
-    before = training.contents()[:2]
-    with pytest.raises(FloatingPointError, match=rf"step {at}: the gradients of body\.1\.weight"):
-        training.optimizer.step()
-    same(training.contents()[:2], before)
-    training.optimizer.zero_grad()
-    # as if the two had never been
-    for _ in range(INTERVAL + 1):
-        assert training.step() == twin.step()
-    same(training.contents(), twin.contents())
-
-
-@pytest.mark.parametrize("at", [1, INTERVAL - 1])  # the latter makes the next a refresh
-@pytest.mark.parametrize("label", OPTIMIZERS)
-def test_nan_changes_nothing_and_is_raised_in_the_next_step(label, at):
-    pretend.run(nan_is_raised_in_the_next_step, label, at)
-
-
-def nan_at_a_refresh(label):
-    training = Training(OPTIMIZERS[label])
-    for _ in range(INTERVAL):
-        training.step()
-    training.backward()
-    pretend.raw(training.model.body[1].weight.grad)[3, 4] = math.nan
-    before = training.contents()
-    with pytest.raises(FloatingPointError, match=rf"step {INTERVAL}: the gradients of body\.1"):
-        training.optimizer.step()
-    same(training.contents(), before)
-    training.optimizer.zero_grad()
-    training.step()
-    assert training.optimizer.last_refresh
-
-
-@pytest.mark.parametrize("label", OPTIMIZERS)
-def test_nan_at_a_refresh_is_raised_at_once_and_changes_nothing(label):
-    pretend.run(nan_at_a_refresh, label)
-
-
-def skipped(label, at):
-    training, twin = (Training(OPTIMIZERS[label], nonfinite="skip") for _ in range(2))
-    for one in (training, twin):
-        for _ in range(at):
-            one.step()
-    for _ in range(2):  # two in a row
-        bad_step(training)
-        next(twin.batches)
-    assert training.optimizer.skipped_steps == 2
-    same(training.contents(), twin.contents())
-    for _ in range(INTERVAL + 1):
-        assert training.step() == twin.step()
-    same(training.contents(), twin.contents())
-
-
-@pytest.mark.parametrize("at", [1, INTERVAL - 1, INTERVAL])
-@pytest.mark.parametrize("label", OPTIMIZERS)
-def test_steps_are_skipped_as_if_they_had_not_been(label, at):
-    pretend.run(skipped, label, at)
-
-
-def a_state_dict_waits(label):
-    training = Training(OPTIMIZERS[label])
-    for _ in range(2):
-        training.step()
-    step = training.optimizer.state_dict()["param_groups"][0]["step"]
-    bad_step(training)
-    assert training.optimizer.state_dict()["param_groups"][0]["step"] == step
-
-
-@pytest.mark.parametrize("label", OPTIMIZERS)
-def test_a_state_dict_has_the_counters_of_what_was_done(label):
-    pretend.run(a_state_dict_waits, label)
-
-
-def a_loaded_state_is_what_counts(label, nonfinite):
-    training, twin = (Training(OPTIMIZERS[label], nonfinite=nonfinite) for _ in range(2))
-    for one in (training, twin):
-        one.step()
-    saved = [copy.deepcopy(one.optimizer.state_dict()) for one in (training, twin)]
-    for one in (training, twin):
-        one.step()
-    bad_step(training)
-    next(twin.batches)
-    for one, state in zip((training, twin), saved, strict=True):
-        one.optimizer.load_state_dict(state)
-    for _ in range(INTERVAL + 1):
-        assert training.step() == twin.step()
-    same(training.contents(), twin.contents())
-    assert training.optimizer.skipped_steps == (1 if nonfinite == "skip" else 0)
-
-
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("label", OPTIMIZERS)
-def test_nan_before_a_state_is_loaded_has_no_effect_on_it(label, nonfinite):
-    pretend.run(a_loaded_state_is_what_counts, label, nonfinite)
-
-
-def without_head(label):
-    def make(model, **options):
-        body = [p for name, p in model.named_parameters() if not name.startswith("head")]
-        return OPTIMIZERS[label](body, model=model, **options)
-
-    return make
-
-
-def a_group_comes_after_nan(label):
-    training, twin = (Training(without_head(label), nonfinite="skip") for _ in range(2))
-    for one in (training, twin):
-        one.step()
-    bad_step(training)
-    next(twin.batches)
-    for one in (training, twin):
-        one.optimizer.add_param_group({"params": [*one.model.head.parameters()]})
-        one.model.zero_grad()
-    for _ in range(INTERVAL + 1):
-        assert training.step() == twin.step()
-    same(training.contents(), twin.contents())
-
-
-@pytest.mark.parametrize("label", OPTIMIZERS)
-def test_a_group_can_be_added_after_nan(label):
-    pretend.run(a_group_comes_after_nan, label)
-
-
-class SkippingNet(Net):
-    """A network whose last two layers can be left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.body.append(nn.Linear(60, 60))
-
-    def forward(self, images, words):
-        body = self.body
-        if self.skips:
-            self.body = body[:2]
-        try:
-            return super().forward(images, words)
-        finally:
-            self.body = body
-
-
-def a_layer_that_waits(label):
-    make = partial(Training, OPTIMIZERS[label], net=SkippingNet, nonfinite="skip")
-    training, twin = make(), make()
-    for one in (training, twin):
-        one.model.skips = False
-        one.step()
-        one.model.skips = True
-        for _ in range(INTERVAL):  # the last of them is a refresh
-            one.step()
-        waiting = one.optimizer.curvature["body.2"]
-        assert (waiting.due, waiting.idle) == (True, True)
-    bad_step(training)
-    assert training.optimizer.skipped_steps == 1
-    same(training.contents(), twin.contents())
-
-
-def idle_layers_are_asked_at_once(label):
-    """Their gradients are zeros, which a loss may have left or `set_to_none=False`."""
-    training = Training(OPTIMIZERS[label], net=SkippingNet)
-    training.model.skips = False
-    training.step()
-    training.model.skips = True
-    found = []
-    for _ in range(2 * INTERVAL + 1):
-        training.backward()
-        with pretend.recorded() as record:
-            training.optimizer.step()
-        training.optimizer.zero_grad(set_to_none=False)
-        found.append(len(record.synchronisations))
-    assert not training.optimizer.curvature["body.2"].refreshes > 1
-    refreshes = found[INTERVAL - 1 :: INTERVAL]
-    ordinary = [n for i, n in enumerate(found) if (i + 1) % INTERVAL]
-    assert max(refreshes) <= 4
-    assert max(ordinary) <= 1
-
-
-@pytest.mark.parametrize("label", OPTIMIZERS)
-def test_layers_that_no_loss_reached_cost_one_wait_for_all(label):
-    pretend.run(idle_layers_are_asked_at_once, label)
-
-
-@pytest.mark.parametrize("label", OPTIMIZERS)
-def test_a_layer_that_waits_for_statistics_still_does_after_nan(label):
-    pretend.run(a_layer_that_waits, label)
-
-
-def it_is_freed_at_once(label):
-    training = Training(OPTIMIZERS[label])
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(2):
-            training.step()
-        kept = weakref.ref(training.optimizer)
-        del training.optimizer
-        assert kept() is None
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("label", OPTIMIZERS)
-def test_an_optimizer_is_freed_without_a_garbage_collection(label):
-    pretend.run(it_is_freed_at_once, label)
 
 
 # ---- the same numbers as on a CPU ----------------------------------------------------------------
@@ -515,51 +218,27 @@ def compare_with_the_cpu(label, options, steps, *, same_polar=False):
             Training(OPTIMIZERS[label], on_device=on_device, dtype=torch.float64, **options)
             for on_device in (True, False)
         ]
-        before = trainings[1].contents()[0]
+        before = trainings[1].weights()
         for training in trainings:
             for _ in range(steps):
                 training.step()
     finally:
         polar._polar = own
-    triples = list(zip(before, *(training.contents()[0] for training in trainings), strict=True))
+    triples = list(zip(before, *(training.weights() for training in trainings), strict=True))
     of_weights = max(float((a - b).norm() / b.norm()) for _, a, b in triples)
     of_steps = max(float((a - b).norm() / (b - w).norm()) for w, a, b in triples)
     return of_weights, of_steps
 
 
-@pytest.mark.parametrize(
-    "name", cases_of("THOR", fast=("defaults", "split", "clip", "skip", "decay"))
-)
-def test_thor_takes_the_same_steps_as_on_a_cpu(name):
-    options = {"lr": 0.02, **options_of("THOR", name)}
-    of_weights, _ = pretend.run(compare_with_the_cpu, "THOR", options, 9)
-    assert of_weights < 1e-12
-
-
-@pytest.mark.parametrize(
-    "name", cases_of("ThorMuon", fast=("defaults", "split", "tight bound", "no momentum"))
-)
-def test_thor_muon_takes_the_same_steps_as_on_a_cpu(name):
+@pytest.mark.parametrize(("label", "name"), CASES)
+def test_steps_are_those_of_a_cpu(label, name):
     """With the same polar factors; six rounds of products differ from eigenvectors by 5e-3."""
-    options = {"lr": 0.02, **options_of("ThorMuon", name)}
-    of_weights, _ = pretend.run(compare_with_the_cpu, "ThorMuon", options, 9, same_polar=True)
+    options = {"lr": 0.02, **options_of(label, name)}
+    of_weights, _ = pretend.run(compare_with_the_cpu, label, options, 9, same_polar=True)
     assert of_weights < 1e-12
-    _, of_steps = pretend.run(compare_with_the_cpu, "ThorMuon", options, 1)
-    assert of_steps < 5e-3
-
-
-def test_projections_of_fused_weights_take_the_same_steps_as_on_a_cpu():
-    options = {"lr": 0.02, "net": SplitNet, "split_dim": 16}
-    of_weights, _ = pretend.run(compare_with_the_cpu, "ThorMuon", options, 5, same_polar=True)
-    assert of_weights < 1e-12
-
-
-@pytest.mark.parametrize("label", OPTIMIZERS)
-def test_copied_matrices_take_the_same_steps_as_on_a_cpu(label):
-    """A tensor without memory of its own does not tell by an address what is a copy of it."""
-    options = {"lr": 0.02, "net": CopyNet}
-    of_weights, _ = pretend.run(compare_with_the_cpu, label, options, 5, same_polar=True)
-    assert of_weights < 1e-12
+    if label == "ThorMuon" and name != "projections":
+        _, of_steps = pretend.run(compare_with_the_cpu, label, options, 1)
+        assert of_steps < 5e-3
 
 
 # ---- factors that cannot be inverted -------------------------------------------------------------
@@ -600,18 +279,14 @@ def test_blocks_that_are_not_positive_get_the_damping_and_inverses_of_a_cpu():
 
 
 def step_without_float64(label):
-    """A step with a gradient scaler, and a convolution of more patches than are taken; whose
-    curvature differs by so much from that on a CPU.
-    """
+    """How much the curvature differs from that on a CPU, with more patches than are taken."""
     found, pretend.Pretend.has_float64 = [], False
     try:
         for put, move in ((pretend.Pretend, pretend.moved), (lambda x: x, lambda x: x)):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(1296, 2))
             optimizer = OPTIMIZERS[label](move(model))
-            optimizer.grad_scale, optimizer.found_inf = put(torch.tensor(4.0)), put(torch.zeros(()))
-            x, scale = put(torch.randn(8, 1, 18, 18)), optimizer.grad_scale
-            (model(x).square().mean() * scale).backward()
+            model(put(torch.randn(8, 1, 18, 18))).square().mean().backward()
             optimizer.step()
             factors = [layer.factors() for layer in optimizer.curvature.values()]
             found.append([pretend.raw(f) for pair in factors for f in pair if f is not None])
@@ -656,10 +331,10 @@ def kernels(label, network):
 @pytest.mark.parametrize(
     ("label", "network", "most"),
     [
-        ("THOR", "GPT-2", 80),
-        ("THOR", "ResNet-18", 90),
-        ("ThorMuon", "GPT-2", 200),
-        ("ThorMuon", "ResNet-18", 500),
+        ("THOR", "GPT-2", 72),
+        ("THOR", "ResNet-18", 78),
+        ("ThorMuon", "GPT-2", 172),
+        ("ThorMuon", "ResNet-18", 479),
     ],
 )
 def test_a_step_has_few_kernels(label, network, most):
@@ -675,7 +350,8 @@ def what_waits():
     x = pretend.Pretend(torch.eye(3) * 2)
     mask = pretend.Pretend(torch.tensor([True, False, True]))
     counts = pretend.Pretend(torch.tensor([1, 2]))
-    host = torch.ones(3)
+    pinned, host = torch.ones(3, 3), torch.ones(3)
+    pinned.pretends_pinned = True
     waiting = {
         "item": lambda: x.sum().item(),
         "bool": lambda: bool(x.sum() > 0),
@@ -686,27 +362,19 @@ def what_waits():
         "from numbers": lambda: torch.tensor([1.0], device="toy"),
         "new tensor": lambda: x.new_tensor([1.0]),
         "mask": lambda: x[mask],
-        "nonzero": lambda: x.nonzero(),
         "unique": lambda: x.unique(),
-        "masked_select": lambda: x.masked_select(x > 0),
         "repeat": lambda: torch.repeat_interleave(counts),
         "eigh": lambda: torch.linalg.eigh(x),
-        "svd": lambda: torch.linalg.svd(x),
         "cholesky": lambda: torch.linalg.cholesky(x),
-        "cholesky_inverse": lambda: torch.cholesky_inverse(x),
-        "inv": lambda: torch.linalg.inv(x),
         "solve": lambda: torch.linalg.solve(x, x),
         "equal": lambda: torch.equal(x, x),
     }
-    pinned = torch.ones(3, 3)
-    pinned.pretends_pinned = True
     free = {
         "product": lambda: x @ x,
         "pinned": lambda: pinned.to("toy", non_blocking=True),
         "into pinned": lambda: pinned.copy_(x, non_blocking=True),
         "cholesky_ex": lambda: torch.linalg.cholesky_ex(x),
         "index": lambda: x[counts],
-        "where": lambda: torch.where(x > 0, x, 0.0),
     }
     for calls, expected in ((waiting, True), (free, False)):
         for name, call in calls.items():

@@ -1,6 +1,4 @@
-"""What LAMB and AGCSGD share, beside the contract of all: copies, checkpoints, and what is treated
-apart.
-"""
+"""What LAMB and AGCSGD share, beside the contract of all: copies, checkpoints, exclusions."""
 
 import copy
 import itertools
@@ -40,9 +38,7 @@ def maximised(model, optimizer, stream):
 
 
 def replaced(model, optimizer, stream):
-    """Accelerate and FSDP2 put other objects into groups and modules after the optimizer was
-    made.
-    """
+    """Accelerate and FSDP2 put other objects into groups and modules."""
     swapped = {id(p): nn.Parameter(p.detach().clone()) for p in model.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [swapped[id(p)] for p in group["params"]]
@@ -88,10 +84,8 @@ def test_parameters_without_gradient_or_numbers_are_passed_over(make):
     for p in (*model[0].parameters(), model[4].hollow):
         p.grad = torch.ones_like(p)
     optimizer.step()
-    assert {key for key, value in weights(model).items() if not value.equal(before[key])} == {
-        "0.weight",
-        "0.bias",
-    }
+    changed = {key for key, value in weights(model).items() if not value.equal(before[key])}
+    assert changed == {"0.weight", "0.bias"}
 
 
 @pytest.mark.filterwarnings(
@@ -112,11 +106,8 @@ def test_resume_is_never_having_stopped(make, carry):
 
 
 def test_groups_have_options_of_their_own(make):
-    model, twin, kept = (
-        build(),
-        build(),
-        {"lr": 0.1, "weight_decay": 0.2, "exclude": ["0.weight", "2.bias"]},
-    )
+    model, twin = build(), build()
+    kept = {"lr": 0.1, "weight_decay": 0.2, "exclude": ["0.weight", "2.bias"]}
     own = {"lr": 0.02, "weight_decay": 0.0}
     first = [[*one[0].parameters(), *one[4].parameters()] for one in (model, twin)]
     optimizer = make([{"params": first[0]}, {"params": []}], model=model, **kept)
@@ -135,44 +126,30 @@ def test_groups_have_options_of_their_own(make):
     assert_same(weights(model), weights(twin))
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-def test_what_is_refused(make, foreach):
-    """Before anything moves."""
-    model, make = build(), partial(make, foreach=foreach)
-    for error, said, call in (
-        (
-            ValueError,
-            r"'hed' matches no parameter; the model has 0\.weight",
-            lambda: make(model, exclude=["0", "hed"]),
-        ),
-        (TypeError, r"without a model.*model=model", lambda: make(model.parameters(), exclude="0")),
-        (
-            TypeError,
-            r"exclude=.*Linear.*must be a name, a pattern",
-            lambda: make(model, exclude=model[4]),
-        ),
-        (
-            ValueError,
-            r"\(2,\) are not in the model",
-            lambda: make([nn.Parameter(torch.ones(2))], model=model),
-        ),
+def test_what_is_refused(make):
+    model, stranger = build(), [nn.Parameter(torch.ones(2))]
+    for error, said, params, options in (
+        (ValueError, r"'hed' matches no parameter; the model has 0\.weight", model, ["0", "hed"]),
+        (TypeError, r"without a model.*model=model", model.parameters(), "0"),
+        (TypeError, r"exclude=.*Linear.*must be a name, a pattern", model, model[4]),
     ):
         with pytest.raises(error, match=said):
-            call()
+            make(params, exclude=options)
     optimizer = make(model[0].parameters(), model=model)
-    with pytest.raises(ValueError, match="not in the model"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    train(model, optimizer, STREAM[:1])  # as if nothing had been asked
+    for call in (
+        lambda p: make(p, model=model),
+        lambda p: optimizer.add_param_group({"params": p}),
+    ):
+        with pytest.raises(ValueError, match=r"\(2,\) are not in the model"):
+            call(stranger)
     assert len(optimizer.param_groups) == 1
-    optimizer.param_groups[0]["params"].pop()
-    with pytest.raises(RuntimeError, match=r"has 1 parameters and had 2.*add_param_group"):
-        optimizer.step()
+
+
+def test_sparse_gradients_are_refused_before_anything_moves(make):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Embedding(5, 3, sparse=True))
     optimizer = make(model)
     (model[2](torch.tensor([1])).sum() + model[0](torch.ones(1, 2)).sum()).backward()
     before = weights(model)
-    with pytest.raises(
-        RuntimeError, match=r"'2\.weight' has a gradient of layout torch\.sparse_coo.*sparse=False"
-    ):
+    with pytest.raises(RuntimeError, match=r"'2\.weight'.*layout torch\.sparse_coo.*sparse=False"):
         optimizer.step()
     assert_same(weights(model), before)

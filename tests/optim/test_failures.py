@@ -1,16 +1,18 @@
-"""What may go wrong in training: no NaN ever reaches a weight, and nothing fails in silence."""
+"""What may go wrong in training: factors without an inverse, NaN in gradients or statistics."""
 
+import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same, batches, train, twins, weights
-from torch_thor import THOR
+from tiny import assert_same, backward, batches, mlp, train, twins, weights
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, check_gradients
 
-STREAM = batches(1)
-PLAIN = {"momentum": 0.0, "max_update_ratio": None}
+STREAM = batches(6)
+NAN, INF = float("nan"), float("inf")
 
 
 def told_by(optimizer):
@@ -23,17 +25,8 @@ def told_by(optimizer):
 
 # ------------------------------------------------------------------ factors that cannot be inverted
 
-BAD = {
-    # squares leave the range: A is inf
-    "its new factors hold NaN or inf": lambda dtype: (
-        torch.finfo(dtype).max ** 0.7 * torch.randn(4, 3, dtype=dtype)
-    ),
-    # two inputs that are always the same, in powers of two: the factorisation of A ends in an exact
-    # zero
-    "a block was not positive definite at": lambda dtype: (
-        2.0**40 * torch.tensor([[1, 1, 1], [-1, -1, 1], [1, 1, -1], [-1, -1, -1]], dtype=dtype)
-    ),
-}
+# two inputs that are always the same, in powers of two: the factorisation of A ends in exactly 0
+SINGULAR = 2.0**40 * torch.tensor([[1.0, 1, 1], [-1, -1, 1], [1, 1, -1], [-1, -1, -1]])
 # batches, good and bad, where a refresh is due in every second step; what is told in which step;
 # refreshes
 RUNS = [
@@ -44,38 +37,136 @@ RUNS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("what", BAD)
-def test_the_last_good_inverse_stays_or_the_gradient_is_plain(what, dtype):
+@pytest.mark.parametrize(("kinds", "expected", "refreshes"), RUNS)
+def test_the_last_good_inverse_stays_or_the_gradient_is_plain(kinds, expected, refreshes, dtype):
     """Each said once, by name; healthy layers refresh beside it; no exception is raised."""
-    for kinds, expected, refreshes in RUNS:
-        torch.manual_seed(1)
-        model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Linear(3, 2)]).to(dtype)
-        optimizer = THOR(model, update_interval=2, trace_thresholds=(0.0, 0.0), **PLAIN)
-        curvature, told = optimizer.curvature["0"], {}
-        for step, kind in enumerate(kinds):
-            x = BAD[what](dtype) if kind == "b" else torch.randn(4, 3, dtype=dtype)
-            kept = [*curvature.factors(), *curvature.inverses()] if curvature.refreshes else None
-            (
-                model[0](x).mean() / x.abs().max() + model[1](torch.randn(4, 3, dtype=dtype)).mean()
-            ).backward()
-            gradient, weight = model[0].weight.grad.clone(), model[0].weight.detach().clone()
-            told.update((step, message) for message in told_by(optimizer))
-            optimizer.zero_grad()
-            if kind == "b":
-                natural = kept[3] @ gradient @ kept[2] if kept else gradient
-                torch.testing.assert_close(
-                    model[0].weight.detach(), weight - 0.05 * natural, rtol=1e-5, atol=1e-7
-                )
-                assert not kept or all(
-                    map(torch.equal, kept, [*curvature.factors(), *curvature.inverses()])
-                )
-        assert [one.refreshes for one in optimizer.curvature.values()] == [
-            refreshes,
-            (len(kinds) + 1) // 2,
-        ]
-        assert told.keys() == expected.keys(), kinds
-        for step, outcome in expected.items():
-            assert all(words in told[step] for words in (f"step {step}, layer '0'", what, outcome))
+    model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Linear(3, 2)]).to(dtype)
+    options = {"trace_thresholds": (0.0, 0.0), "momentum": 0.0, "max_update_ratio": None}
+    optimizer = THOR(model, update_interval=2, **options)
+    (weight, curvature), told = (model[0].weight, optimizer.curvature["0"]), {}
+    for step, kind in enumerate(kinds):
+        x = SINGULAR.to(dtype) if kind == "b" else torch.randn(4, 3, dtype=dtype)
+        kept = [*curvature.factors(), *curvature.inverses()] if curvature.refreshes else None
+        healthy = model[1](torch.randn(4, 3, dtype=dtype)).mean()
+        (model[0](x).mean() / x.abs().max() + healthy).backward()
+        gradient, before = weight.grad.clone(), weight.detach().clone()
+        told.update((step, message) for message in told_by(optimizer))
+        optimizer.zero_grad()
+        if kind == "b":
+            natural = kept[3] @ gradient @ kept[2] if kept else gradient
+            expected_weight = before - 0.05 * natural
+            torch.testing.assert_close(weight.detach(), expected_weight, rtol=1e-5, atol=1e-7)
+        if kind == "b" and kept:
+            assert all(map(torch.equal, kept, [*curvature.factors(), *curvature.inverses()]))
+    found = [layer.refreshes for layer in optimizer.curvature.values()]
+    assert found == [refreshes, (len(kinds) + 1) // 2]
+    assert told.keys() == expected.keys()
+    for step, outcome in expected.items():
+        assert "layer '0': a block was not positive definite at" in told[step]
+        assert outcome in told[step]
+
+
+# -------------------------------------------------------------------------------------- NaN and inf
+
+OPTIMIZERS = {
+    "THOR": partial(THOR, update_interval=3),
+    "ThorMuon": partial(ThorMuon, update_interval=3),
+    "LAMB": LAMB,
+    "AGCSGD": partial(AGCSGD, momentum=0.9),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters()),
+}
+
+
+def contents(model, optimizer):
+    return copy.deepcopy((weights(model), optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("make", [THOR, ThorMuon])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("value", [NAN, INF, 1e300])  # the squares of the last are beyond float64
+def test_a_refresh_refuses_statistics_that_are_not_finite(value, steps, make):
+    """Before weights or factors have changed; the steps after it are as if it had not been."""
+    model, optimizer, twin, other = twins(make, update_interval=3)
+    for one, its in ((model, optimizer), (twin, other)):
+        train(one, its, STREAM[:steps])
+    before = weights(model)
+    x, labels = STREAM[steps]
+    backward(model, (x * value, labels))
+    with pytest.raises(FloatingPointError, match=r"layers 0\b.* hold NaN or inf"):
+        optimizer.step()
+    assert_same(weights(model), before)
+    assert {layer.refreshes for layer in optimizer.curvature.values()} == {min(steps, 1)}
+    optimizer.zero_grad()
+    for one, its in ((model, optimizer), (twin, other)):
+        train(one, its, STREAM[steps:])
+    assert_same(weights(model), weights(twin))
+    assert_same(optimizer.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nan_in_an_ordinary_step_reaches_its_weight_as_in_torch(name):
+    model = mlp()
+    optimizer = OPTIMIZERS[name](model)
+    train(model, optimizer, STREAM[:1])
+    backward(model, STREAM[1])
+    model[2].weight.grad.fill_(NAN)
+    optimizer.step()
+    finite = {name: bool(weight.isfinite().all()) for name, weight in weights(model).items()}
+    assert finite == {key: key != "2.weight" for key in finite}
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("steps", [0, 1])  # a refresh, and an ordinary step
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_check_gradients_raises_before_anything_has_changed(name, steps, value):
+    model, optimizer, twin, other = twins(OPTIMIZERS[name])
+    handle = check_gradients(optimizer)
+    for one, its in ((model, optimizer), (twin, other)):
+        train(one, its, STREAM[:steps])
+    backward(model, STREAM[5])
+    model[2].weight.grad[0, 0] = model[4].bias.grad[1] = value
+    before = contents(model, optimizer)
+    named = "parameter 2 of group 0, parameter 5 of group 0" if name == "AdamW" else "2.weight, 4.b"
+    with pytest.raises(FloatingPointError, match=rf"the gradients of {named}"):
+        optimizer.step()
+    assert_same(contents(model, optimizer), before)
+    optimizer.zero_grad()
+    for one, its in ((model, optimizer), (twin, other)):
+        train(one, its, STREAM[steps:])
+    assert_same(contents(model, optimizer), contents(twin, other))
+    handle.remove()
+    backward(model, STREAM[0])
+    model[2].weight.grad[0, 0] = value
+    optimizer.step()
+
+
+GRADIENTS = {
+    "sparse": lambda value: torch.sparse_coo_tensor([[3, 3]], [[value, 1.0], [1.0, 2.0]], (9, 2)),
+    "complex": lambda value: torch.tensor([1.0, complex(0, value)]),
+    "half": lambda value: torch.full((300, 300), value, dtype=torch.float16),
+    "of a burst": lambda value: torch.tensor([1e30, value, 1.0]),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_check_gradients_takes_all_that_is_finite_and_of_any_kind(kind):
+    """Beside an empty gradient. The norms of the last two are not finite in their dtype."""
+    values = GRADIENTS[kind](300.0), torch.zeros(0, 3)
+    parameters = [nn.Parameter(torch.zeros(value.shape, dtype=value.dtype)) for value in values]
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    check_gradients(optimizer)
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.grad = value
+    optimizer.step()
+    parameters[0].grad = GRADIENTS[kind](NAN)
+    with pytest.raises(FloatingPointError, match="parameter 0 of group 0 hold NaN"):
+        optimizer.step()
+
+
+def test_check_gradients_lets_a_step_without_gradients_pass():
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    check_gradients(optimizer)
+    optimizer.step()
 
 
 # ------------------------------------------------------------------------ layers without statistics

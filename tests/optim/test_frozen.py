@@ -1,6 +1,4 @@
-"""Frozen weights have no state and no statistics, and are no part of what is counted; unfreezing
-works at any time.
-"""
+"""Frozen weights have no state, no statistics and no share; unfreezing works at any time."""
 
 import copy
 import warnings
@@ -33,9 +31,7 @@ def test_no_state_no_statistics_no_share(make):
     model, optimizer = build(make)
     assert listened_to(model) == {"0", "4"}
     train(model, optimizer, STREAM[:3])
-    assert {id(p) for p in optimizer.state} == {
-        id(p) for name, p in model.named_parameters() if name[0] != "2"
-    }
+    assert set(optimizer.state) == {*model[0].parameters(), *model[4].parameters()}
     assert not listened_to(model)
     for name in ("2.weight", "2.bias"):
         assert "frozen" in entries(optimizer)[name].reason
@@ -47,9 +43,7 @@ def test_no_state_no_statistics_no_share(make):
 
 @BOTH
 def test_unfrozen_it_is_preconditioned_from_the_second_step_on(make):
-    """One plain step, as for a layer that is used late; it does not wait for the others'
-    refresh.
-    """
+    """After a plain step, as for a layer that is used late; it waits for no other's refresh."""
     for when in (1, 2, 3):
         model, optimizer = build(make, update_interval=100)
         train(model, optimizer, STREAM[:when])
@@ -59,11 +53,8 @@ def test_unfrozen_it_is_preconditioned_from_the_second_step_on(make):
         for i, refreshes in enumerate((0, 1)):
             train(model, optimizer, STREAM[when + i : when + i + 1])
             assert not torch.equal(model[2].weight, before)
-            assert {name: c.refreshes for name, c in optimizer.curvature.items()} == {
-                "0": 1,
-                "2": refreshes,
-                "4": 1,
-            }
+            found = {name: layer.refreshes for name, layer in optimizer.curvature.items()}
+            assert found == {"0": 1, "2": refreshes, "4": 1}
         assert set(optimizer.state) == set(model.parameters())
         assert all("preconditioned" in state for state in optimizer.state.values())
         assert entries(optimizer)["2.weight"].preconditioned
@@ -104,14 +95,14 @@ class Little(nn.Module):
 def said(make):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer = make()
+        make()
     found = [w for w in caught if w.category is UserWarning]
     assert all(w.filename == __file__ for w in found), "it points at the user's line"
-    return optimizer, [str(w.message) for w in found]
+    return [str(w.message) for w in found]
 
 
 def test_less_than_half_is_said_once_with_the_largest():
-    _, (message,) = said(lambda: THOR(Little()))
+    (message,) = said(lambda: THOR(Little()))
     bilinear = "bilinear.weight (3, 4, 4) (plain momentum): no curvature for Bilinear"
     for part in ("15 of 231", "6%", "table (40, 4)", bilinear, "2 more"):
         assert part in message
@@ -122,40 +113,15 @@ def test_what_is_frozen_not_in_the_groups_or_left_out_does_not_count():
     frozen, part = Little(), Little()
     frozen.table.requires_grad_(False)
     frozen.bilinear.requires_grad_(False)
-    three = nn.ModuleDict(
-        {"body": nn.Linear(9, 9), "more": nn.Linear(9, 9), "head": nn.Linear(3, 3)}
-    )
+    two = nn.ModuleDict({"body": nn.Linear(9, 9), "head": nn.Linear(3, 3)})
     for make in (
         lambda: THOR(frozen),
         lambda: THOR(part.linear.parameters(), model=part),
-        lambda: THOR(three, layers=["-body", "-more"]),
-        lambda: THOR(three, layers="head"),
-        lambda: THOR(mlp()),
+        lambda: THOR(two, layers="-body"),
+        lambda: THOR(two, layers="head"),
         lambda: ThorMuon(mlp()),
     ):
-        assert not said(make)[1]
-
-
-@BOTH
-def test_a_model_that_is_another_one_is_named_once(make):
-    """A copy trains instead, or no backward pass comes; not where two optimizers take turns."""
-    for trains, steps, said in (("copy", range(20), 1), ("model", (), 1), ("model", (0,), 0)):
-        model = mlp()
-        optimizer = make(model)
-        called = model if trains == "model" else copy.deepcopy(model)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for step in range(20):
-                if step in steps:
-                    called(STREAM[0][0]).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        texts = [
-            str(one.message)
-            for one in caught
-            if "nothing is trained. Call the model that" in str(one.message)
-        ]
-        assert len(texts) == said
+        assert not said(make)
 
 
 # ---- in turn -------------------------------------------------------------------------------------

@@ -3,15 +3,27 @@ nothing.
 """
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
+from test_state import round_trip
 from torch import nn
 
 from tiny import assert_same, batches, cross_entropy, train, weights
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
 
 STREAM = batches(8, dtype=torch.float32)
+OURS = {
+    "thor": lambda model, **options: THOR(
+        model, update_interval=3, split_dim=4, trace_thresholds=(0.0, 0.0), **options
+    ),
+    "thor-muon": lambda model, **options: ThorMuon(model, **options),
+    "lamb": lambda model, **options: LAMB(model, **options),
+    "agc-sgd": lambda model, **options: AGCSGD(model, **{"momentum": 0.9, **options}),
+}
+every_optimizer = pytest.mark.parametrize("make", OURS.values(), ids=OURS)
 
 
 def build():
@@ -21,36 +33,11 @@ def build():
     )
 
 
-def thor(model):
-    return THOR(model, update_interval=3, split_dim=4, trace_thresholds=(0.0, 0.0))
-
-
-def muon(model):
-    return ThorMuon(model, update_interval=3)
-
-
-def trained(make, steps=4):
+def trained(make, steps=4, **options):
     model = build()
-    optimizer = make(model)
+    optimizer = make(model, **options)
     train(model, optimizer, STREAM[:steps])
     return model, optimizer
-
-
-def put(parameter, **entries):
-    """A fault: something else in the state of a parameter (0: the first weight, 4: that of '3')."""
-    return lambda saved: saved["state"][parameter].update(entries)
-
-
-def spoil(parameter, key, value):
-    return lambda saved: saved["state"][parameter][key].view(-1)[-1:].fill_(value)
-
-
-def drop(parameter, key):
-    return lambda saved: saved["state"][parameter].pop(key)
-
-
-def option(**options):
-    return lambda saved: saved["param_groups"][0].update(options)
 
 
 def assert_goes_on_as(one, other):
@@ -62,58 +49,50 @@ def assert_goes_on_as(one, other):
     assert_same(one[1].state_dict(), other[1].state_dict())
 
 
-FAULTS = {
-    "nan-in-an-inverse": (spoil(4, "A_inverse", torch.nan),
-    "NaN or inf in 'A_inverse' of parameter '3.weight'"),
-    "inf-in-an-inverse": (spoil(0, "A_inverse", torch.inf),
-    "NaN or inf in 'A_inverse' of parameter '0.weight'"),
-    "nan-in-a-factor": (spoil(0, "G", torch.nan),
-    "NaN or inf in 'G' of parameter '0.weight'.*earlier checkpoint"),
-    "nan-in-momentum": (spoil(2, "momentum_buffer", torch.nan),
-    "NaN or inf in 'momentum_buffer' of .*'1.weight'"),
-    "momentum-shape": (put(4, momentum_buffer=torch.zeros(7, 6)),
-    r"'3.weight' has shape \(7, 6\) and needs"),
-    "factor-shape": (put(4, A=torch.zeros(1, 3, 3)), r"A of layer '3' has shape \(1, 3, 3\)"),
-    "inverse-shape": (put(4, G_inverse=torch.zeros(1, 5, 5)), "G_inverse of layer '3' has shape"),
-    "no-inverse": (drop(4, "G_inverse"), "not whole: it lacks G_inverse of layer '3'"),
-    "no-number": (drop(0, "due"), "not whole: it lacks due of layer '0'"),
-    "no-rows": (put(0, rows_per_term=0.0), "layer '0': rows_per_term=0.0"),
-    "nan-rows": (put(0, rows_per_term=torch.nan),
-    "rows_per_term=nan of parameter '0.weight' .* a finite number"),
-    "shards": (
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def put(parameter, **entries):
+    """A fault: something else in the state of a parameter (0: the first weight, 4: that of '3')."""
+    return lambda saved: saved["state"][parameter].update(entries)
+
+
+def option(**options):
+    return lambda saved: saved["param_groups"][0].update(options)
+
+
+FAULTS = [
+    (put(4, momentum_buffer=torch.zeros(7, 6)), r"'3.weight' has shape \(7, 6\) and needs"),
+    (put(4, A=torch.zeros(1, 3, 3)), r"A of layer '3' has shape \(1, 3, 3\)"),
+    (lambda saved: saved["state"][4].pop("G_inverse"), "it lacks G_inverse of layer '3'"),
+    (
         put(0, row_shards=4, G=torch.full((7, 4), -100.0)),
-        "layer '0': G was saved with 4 shards, and its blocks for .* cannot be",
+        "layer '0': G was saved for another number of processes, and its blocks for .* cannot be",
     ),
-    "damping": (option(damping=0.0), "damping=0.0"),
-    "lr": (option(lr=torch.nan), "lr=nan"),
-    "interval": (option(update_interval="Sometimes(n=3)"), "'Sometimes.*or a schedule"),
-    "parameters": (lambda saved: saved["param_groups"][0]["params"].pop(),
-    "doesn't match the size"),
-    "groups": (lambda saved: saved["param_groups"].append(saved["param_groups"][0]),
-    "number of parameter groups"),
-    "no-state": (lambda saved: saved.pop("state"),
-    "not the state dict of an optimizer.*found 'param_groups'"),
-}  # fmt: skip
+    (option(damping=torch.tensor(0.0)), "damping=0.0"),
+    (option(update_interval="Sometimes(n=3)"), "'Sometimes.*or a schedule"),
+    (lambda saved: saved["param_groups"][0]["params"].pop(), "doesn't match the size"),
+]
 
 
 def test_a_refused_state_dict_has_changed_nothing():
     """Bits, options, schedules, statistics in flight: the training goes on as if nobody had
     asked.
     """
-    (model, optimizer), (twin, other) = trained(thor, 6), trained(thor, 6)
-    right = trained(thor, 4)[1].state_dict()
+    (model, optimizer), (twin, other) = (trained(OURS["thor"], 6) for _ in range(2))
+    right = trained(OURS["thor"])[1].state_dict()
     schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, other)]
     for one in (model, twin):  # the refusals come in the middle of a refresh step
         cross_entropy(STREAM[6][1])(one(STREAM[6][0])).backward()
     state, groups = optimizer.state, optimizer.param_groups
-    for name, (fault, message) in FAULTS.items():
+    for fault, message in FAULTS:
         saved = copy.deepcopy(right)
         fault(saved)
         with pytest.raises(ValueError, match=f"(?s){message}"):
             optimizer.load_state_dict(saved)
-        assert optimizer.state is state, name
-        assert optimizer.param_groups is groups, name
-        assert_same(optimizer.state_dict(), other.state_dict(), name)
+        assert optimizer.state is state, message
+        assert optimizer.param_groups is groups, message
+        assert_same(optimizer.state_dict(), other.state_dict(), message)
     for one, schedule in zip((optimizer, other), schedules, strict=True):
         one.step()
         one.zero_grad()
@@ -123,103 +102,152 @@ def test_a_refused_state_dict_has_changed_nothing():
     assert_goes_on_as((model, optimizer), (twin, other))
 
 
-def test_hooks_of_the_users():
-    """One that raises has changed nothing; what another makes of the dict is what is loaded."""
-    (model, optimizer), (twin, other) = trained(thor), trained(thor)
-    later = trained(thor, 6)[1].state_dict()
+@every_optimizer
+def test_hooks_of_the_users(make):
+    """A hook that raises has changed nothing; what other hooks make of a dict or a group stands."""
+    pair, same = trained(make), trained(make)
+    later, (_, optimizer) = trained(make, 6)[1].state_dict(), pair
 
-    def hook(_):
+    def refuse(_):
         raise KeyError("the user's own")
 
-    handle = optimizer.register_load_state_dict_post_hook(hook)
+    handle = optimizer.register_load_state_dict_post_hook(refuse)
     with pytest.raises(KeyError, match="the user's own"):
         optimizer.load_state_dict(copy.deepcopy(later))
     handle.remove()
-    assert_goes_on_as((model, optimizer), (twin, other))
+    assert_goes_on_as(pair, same)
     optimizer.register_load_state_dict_pre_hook(lambda _, saved: {**saved, **later})
+    optimizer.register_load_state_dict_post_hook(
+        lambda one: one.param_groups[0].update(weight_decay=0.5)
+    )
     optimizer.load_state_dict({"state": {}, "param_groups": [{"params": []}]})
+    later["param_groups"][0]["weight_decay"] = 0.5
     assert_same(optimizer.state_dict(), later)
 
 
-# ----------------------------------------------------------------------------- of another optimizer
+# ---- of another optimizer, or of other layers ----------------------------------------------------
 
 OTHERS = {
-    "sgd": (
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
-        r"torch\.optim\.SGD",
-    ),
-    "adamw": (lambda model: torch.optim.AdamW(model.parameters()), r"torch\.optim\.Adam or AdamW"),
-    "rmsprop": (lambda model: torch.optim.RMSprop(model.parameters()), "another optimizer"),
-    "agc-sgd": (lambda model: AGCSGD(model, momentum=0.9), "AGCSGD"),
-    "lamb": (LAMB, "an optimizer of Adam's kind"),
-    "thor": (thor, "THOR"),
-    "thor-muon": (muon, "ThorMuon"),
+    **OURS,
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters()),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters()),
 }
-OURS = {
-    "thor": (thor, {"thor"}),
-    "thor-muon": (muon, {"thor-muon"}),
-    "agc-sgd": (lambda model: AGCSGD(model, lr=0.1, momentum=0.9), {"sgd", "agc-sgd"}),
-    "lamb": (lambda model: LAMB(model, lr=0.02), {"adamw", "lamb"}),
-}
+RELATIVES = {"agc-sgd": "sgd", "lamb": "adamw"}  # whose state dicts are loaded
 
 
 @pytest.mark.parametrize("ours", OURS)
 def test_what_is_not_its_own_state_dict_is_refused(ours):
-    """It names what it looks like; lr, options, state and weights are as before."""
-    make, known = OURS[ours]
-    pair, same = trained(make), trained(make)
-    for theirs in OTHERS.keys() - known:
+    """lr, options, state and weights are as before."""
+    pair, same = trained(OURS[ours]), trained(OURS[ours])
+    for theirs in OTHERS.keys() - {ours, RELATIVES.get(ours)}:
+        message = f"is not one of {type(pair[1]).__name__}: .*nothing was loaded.*Load the model's"
         for steps in (0, 2):
-            message = (
-                f"looks like that of {OTHERS[theirs][1]} .*nothing was loaded.*load the model's "
-                "weights, and let"
-            )
             with pytest.raises(ValueError, match=message):
-                pair[1].load_state_dict(trained(OTHERS[theirs][0], steps)[1].state_dict())
+                pair[1].load_state_dict(trained(OTHERS[theirs], steps)[1].state_dict())
     for wrong in ({}, [], None, build().state_dict()):
-        with pytest.raises((ValueError, TypeError, AttributeError)):
+        with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):  # torch's own
             pair[1].load_state_dict(wrong)
-    for theirs in known:
-        saved = copy.deepcopy(trained(OTHERS[theirs][0])[1].state_dict())
-        key = "exp_avg" if ours == "lamb" else "momentum_buffer"
-        saved["state"][4][key][0, 0] = torch.nan
-        with pytest.raises(ValueError, match=f"NaN or inf in '{key}' of parameter '3.weight'"):
-            pair[1].load_state_dict(saved)
     assert_goes_on_as(pair, same)
 
 
-# ---------------------------------------------------------------------------------- of other layers
-
-
 @pytest.mark.parametrize("optimizer", [THOR, ThorMuon])
-def test_a_state_of_other_layers_is_refused(optimizer):
+def test_a_state_of_fewer_layers_is_refused(optimizer):
     """`layers=` is no part of a checkpoint; state, options and weights are as before."""
-    for then, now, message in (
-        (None, "-3", "it has factors of 3, which layers= leaves out here"),
-        (None, ["0", "5"], "it has factors of 3, which layers= leaves out here"),
-        (["-0", "-3"], None, "it lacks ._inverse of layer '0', ._inverse of layer '3'"),
-        ("-0", ["0", "5"], "has factors of 3, .* here, and it lacks ._inverse of layer '0'"),
+    saved = trained(optimizer, layers=["-0", "-3"])[1].state_dict()
+    pair, same = trained(optimizer), trained(optimizer)
+    with pytest.raises(
+        ValueError, match=r"it lacks ._inverse of layer '0', ._inverse of layer '3'.* layers= that"
     ):
-        saved = trained(lambda model, then=then: optimizer(model, layers=then))[1].state_dict()
-        pair, same = (trained(lambda m, now=now: optimizer(m, layers=now)) for _ in range(2))
-        with pytest.raises(
-            ValueError, match=f"other preconditioned layers.*{message}.* with the layers= that"
-        ):
-            pair[1].load_state_dict(saved)
-        assert_goes_on_as(pair, same)
+        pair[1].load_state_dict(saved)
+    assert_goes_on_as(pair, same)
 
 
-def test_a_state_of_layers_of_another_shape_is_refused():
+@pytest.mark.parametrize(
+    ("saved", "present", "split_dim"),
+    [
+        *((nn.Linear(4, 7), nn.Linear(n, 7), size) for n, size in ((5, 128), (6, 4), (9, 4))),
+        *((nn.Embedding(9, 4), nn.Embedding(*shape), 128) for shape in ((8, 4), (9, 3))),
+    ],
+)
+def test_a_state_of_layers_of_another_shape_is_refused(saved, present, split_dim):
     """The layer is named. Only the last block may differ, or their number."""
-    x, words = torch.randn(6, 3, 4), torch.randint(8, (4, 5))
-    cases = [
-        (nn.Linear(4, 7), nn.Linear(n, 7), x, size)
-        for n, size in ((5, 128), (6, 128), (6, 4), (9, 4))
-    ]
-    cases += [(nn.Embedding(9, 4), nn.Embedding(*shape), words, 128) for shape in ((8, 4), (9, 3))]
-    for one, other, data, split_dim in cases:
-        optimizer = THOR(nn.Sequential(one), split_dim=split_dim)
-        one(data).square().mean().backward()
-        optimizer.step()
-        with pytest.raises(ValueError, match="layer '0'"):
-            THOR(nn.Sequential(other), split_dim=split_dim).load_state_dict(optimizer.state_dict())
+    data = torch.randn(6, 3, 4) if isinstance(saved, nn.Linear) else torch.randint(8, (4, 5))
+    optimizer = THOR(nn.Sequential(saved), split_dim=split_dim)
+    saved(data).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="layer '0'"):
+        THOR(nn.Sequential(present), split_dim=split_dim).load_state_dict(optimizer.state_dict())
+
+
+# ---- what formats and other versions make of it --------------------------------------------------
+
+
+def as_tensor(value):
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    return value
+
+
+@every_optimizer
+def test_numbers_that_a_format_has_made_tensors_are_numbers_again(make):
+    """RLlib and torch.distributed.checkpoint do so."""
+    pair, same = trained(make), trained(make)
+    saved = copy.deepcopy(pair[1].state_dict())
+    for entries in (*saved["param_groups"], *saved["state"].values()):
+        entries.update({k: as_tensor(value) for k, value in entries.items() if k != "params"})
+    pair[1].load_state_dict(saved)
+    assert_goes_on_as(pair, same)
+
+
+@pytest.mark.parametrize("make", [OURS["lamb"], OURS["thor-muon"]], ids=["lamb", "thor-muon"])
+@pytest.mark.parametrize("convert", [float, lambda t: t.reshape(1), lambda t: t.double()])
+def test_a_step_is_a_float32_tensor_on_the_cpu_whatever_was_saved(make, convert):
+    pair, same = trained(make), trained(make)
+    saved = copy.deepcopy(pair[1].state_dict())
+    counted = [entries for entries in saved["state"].values() if "step" in entries]
+    assert counted
+    for entries in counted:
+        entries["step"] = convert(entries["step"])
+    pair[1].load_state_dict(saved)
+    assert_goes_on_as(pair, same)
+
+
+@every_optimizer
+def test_a_learning_rate_that_is_a_tensor_stays_one(make):
+    """A scheduler changes it in place."""
+    lr = torch.tensor(0.25)
+    optimizer, other = make(build(), lr=lr), make(build(), lr=torch.tensor(0.5))
+    assert optimizer.param_groups[0]["lr"] is lr
+    other.load_state_dict(round_trip(optimizer.state_dict()))
+    assert isinstance(other.param_groups[0]["lr"], torch.Tensor)
+    assert float(other.param_groups[0]["lr"]) == 0.25
+
+
+@pytest.mark.filterwarnings("ignore:the state dict of")
+@every_optimizer
+def test_an_option_that_is_missing_keeps_the_value_of_the_optimizer(make):
+    saved = copy.deepcopy(trained(make)[1].state_dict())
+    saved["param_groups"][0].pop("weight_decay")
+    _, optimizer = trained(make, weight_decay=0.25)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_a_process_without_this_package_reads_it(tmp_path):
+    """State dicts, and what a hook of state dicts saves, of all four."""
+    saved = []
+    for make in OURS.values():
+        optimizer = trained(make)[1]
+        optimizer.register_state_dict_post_hook(lambda _, state: saved.append(copy.copy(state)))
+        saved.append(optimizer.state_dict())
+    torch.save(saved, tmp_path / "saved.pt")
+    code = (
+        "import sys, torch; found = torch.load(sys.argv[1], weights_only=True); "
+        "assert not any(name.startswith('torch_thor') for name in sys.modules); "
+        "print(len(found), [one['param_groups'][0]['update_interval'] for one in found[2:4]])"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "saved.pt"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    interval = {"kind": "geometric", "first": 1, "last": 50, "factor": 1.5}
+    assert told.stdout.strip() == f"8 {[interval] * 2}"

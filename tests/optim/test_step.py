@@ -1,6 +1,6 @@
 """One step and ten steps of THOR, weight by weight, against the reference."""
 
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from comparing import assert_same_steps, compare
 from reference import ReferenceTHOR
-from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp, train
+from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp, train, twins, weights
 from torch_thor import THOR
 
 
@@ -43,17 +43,11 @@ OPTIONS = {  # other sizes of blocks, dampings, intervals and averages are in `t
     "keep_some": {"update_interval": 1, "trace_thresholds": (0.08, 0.0)},
     "stop_some": {"update_interval": 1, "trace_thresholds": (0.08, 0.01), "factor_decay": 0.2},
     "everything": {
-        **{
-            "lr": 0.02,
-            "damping": 0.1,
-            "momentum": 0.8,
-            "nesterov": True,
-            "weight_decay": 0.05,
-            "update_interval": 2,
-        },
-        **{"trace_thresholds": (0.1, 0.01), "split_dim": 3, "factor_decay": 0.5, "kl_clip": 1e-3},
+        "lr": 0.02, "damping": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.05,
+        "update_interval": 2, "trace_thresholds": (0.1, 0.01), "split_dim": 3, "factor_decay": 0.5,
+        "kl_clip": 1e-3,
     },
-}
+}  # fmt: skip
 
 
 def assert_same_decisions(optimizer, reference):
@@ -81,22 +75,11 @@ def test_ten_steps_of_a_perceptron(name):
 def test_steps_of_a_convolution(name):
     """Traces and the clip's sum run over all groups."""
     compare(*images(name, 1), momentum=0.0)
-    compare(
-        *images(name, 10),
-        lr=0.01,
-        update_interval=4,
-        split_dim=5,
-        weight_decay=0.01,
-        factor_decay=0.3,
-    )
+    options = {"lr": 0.01, "update_interval": 4, "weight_decay": 0.01}
+    compare(*images(name, 10), split_dim=5, factor_decay=0.3, **options)
     if name in ("groups", "depthwise", "uneven"):
-        options = {
-            "lr": 0.02,
-            "update_interval": 1,
-            "trace_thresholds": (0.25, 0.1),
-            "kl_clip": 1e-3,
-        }
-        assert_same_decisions(*compare(*images(name, 8), **options))
+        options = {"lr": 0.02, "update_interval": 1, "trace_thresholds": (0.25, 0.1)}
+        assert_same_decisions(*compare(*images(name, 8), kl_clip=1e-3, **options))
 
 
 @given(
@@ -114,33 +97,34 @@ def test_any_perceptron(widths, batch, bias, **options):
     compare(nn.Sequential(*layers).double(), labelled(4, batch), **BOUNDED, lr=0.01, **options)
 
 
-def test_groups_with_options_of_their_own():
+NAMES = [name for name, _ in mlp().named_parameters()]
+NO_DECAY = {name: {"weight_decay": 0.0} for name in (*NAMES[1::2], "2.weight")}
+OWN = {"lr": 0.01, "damping": 0.5, "weight_decay": 0.2, "momentum": 0.5, "split_dim": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        ({"update_interval": 2}, {"0.weight": OWN, "0.bias": OWN}),
+        ({"update_interval": 2}, {"4.weight": OWN, "4.bias": OWN}),
+        ({"update_interval": 2, "weight_decay": 0.3}, NO_DECAY),
+        ({}, {"0.weight": {"max_update_ratio": 0.02}, "2.bias": {"max_update_ratio": None}}),
+        ({"kl_clip": 1e-2, "momentum": 0.0}, {name: {"lr": 0.5} for name in NAMES[1::2]}),
+    ],
+)
+def test_groups_with_options_of_their_own(options, groups):
     """Each parameter in a group; some groups are added later. A bias is solved with its layer's G
     in any group.
 
     The sum of a clip runs over all groups, each with its own learning rate.
     """
-    names = [name for name, _ in mlp().named_parameters()]
-    own = {"lr": 0.01, "damping": 0.5, "weight_decay": 0.2, "momentum": 0.5, "split_dim": 2}
-    for options, groups in (
-        ({"update_interval": 2}, {"0.weight": own, "0.bias": own}),
-        ({"update_interval": 2}, {"4.weight": own, "4.bias": own}),
-        (
-            {"update_interval": 2, "weight_decay": 0.3},
-            {name: {"weight_decay": 0.0} for name in (*names[1::2], "2.weight")},
-        ),
-        ({}, {"0.weight": {"max_update_ratio": 0.02}, "2.bias": {"max_update_ratio": None}}),
-        ({"kl_clip": 1e-2, "momentum": 0.0}, {name: {"lr": 0.5} for name in names[1::2]}),
-    ):
-        model = mlp()
-        given = [{"params": [p], **groups.get(name, {})} for name, p in model.named_parameters()]
-        optimizer, reference = (
-            THOR(given[:4], model=model, **options),
-            ReferenceTHOR(model, groups=groups, **options),
-        )
-        for group in given[4:]:
-            optimizer.add_param_group(group)
-        assert_same_steps(model, optimizer, reference, labelled(6))
+    model = mlp()
+    given = [{"params": [p], **groups.get(name, {})} for name, p in model.named_parameters()]
+    optimizer = THOR(given[:4], model=model, **options)
+    reference = ReferenceTHOR(model, groups=groups, **options)
+    for group in given[4:]:
+        optimizer.add_param_group(group)
+    assert_same_steps(model, optimizer, reference, labelled(6))
 
 
 def test_lr_and_damping_scheduled_by_hand():
@@ -158,50 +142,56 @@ def test_lr_and_damping_scheduled_by_hand():
         assert_same_decisions(optimizer, reference)
 
 
-def test_frozen_parts_stay_and_the_others_go_on():
-    """Whole layers; a weight alone, whose bias then gets SGD for lack of factors; a bias alone."""
-    for frozen in ("0", "2", "2.weight", "2.bias"):
-        model = mlp()
-        still = [
-            p.requires_grad_(False)
-            for name, p in model.named_parameters()
-            if name.startswith(frozen)
-        ]
-        before = [p.clone() for p in still]
-        optimizer, _ = compare(model, labelled(4), **BOUNDED, update_interval=2)
-        assert all(map(torch.equal, still, before)), frozen
-        assert bool(optimizer.curvature[frozen[0]].refreshes) == (frozen == "2.bias"), frozen
-
-
-def test_what_is_left_out_takes_the_steps_of_sgd():
-    """To the last bit, and its momentum is SGD's."""
-    decays = {"weight_decay": 0.1}
-    momenta = ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True})
-    for dtype, settings in product(
-        (torch.float64, torch.float32), [m | d for m in momenta for d in ({}, decays)]
-    ):
-        model = nn.Sequential(
-            nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)
-        ).to(dtype)
-        plain = [*model[:3].parameters()]
-        twins = [parameter.detach().clone().requires_grad_() for parameter in plain]
-        options = {"momentum": 0.0, **settings, "lr": 0.1, "max_update_ratio": None}
-        optimizer, sgd = (
-            THOR(model, layers="4", **options),
-            torch.optim.SGD(twins, lr=0.1, **settings),
-        )
-        for x, labels in batches(6, dtype=dtype):
-            cross_entropy(labels)(model(x)).backward()
-            for parameter, twin in zip(plain, twins, strict=True):
-                twin.grad = parameter.grad.clone()
+def test_a_sum_takes_the_steps_of_a_mean():
+    """Its gradient is as many times as long as the batch has loss terms."""
+    options = {"update_interval": 2, "max_update_ratio": None}
+    model, mean, twin, _ = twins(THOR, lr=0.04, **options)
+    summed = THOR(twin, lr=0.04 / 8, loss_reduction="sum", **options)
+    for x, loss in labelled(6):
+        loss(model(x)).backward()
+        (8 * loss(twin(x))).backward()
+        for optimizer in (mean, summed):
             optimizer.step()
             optimizer.zero_grad()
-            sgd.step()
-            assert all(map(torch.equal, plain, twins)), (dtype, settings)
-        for parameter, twin in zip(plain, twins, strict=True) if "momentum" in settings else ():
-            assert torch.equal(
-                optimizer.state[parameter]["momentum_buffer"], sgd.state[twin]["momentum_buffer"]
-            )
+    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["0", "2", "2.weight", "2.bias"])
+def test_frozen_parts_stay_and_the_others_go_on(frozen):
+    """Whole layers; a weight alone, whose bias then gets SGD for lack of factors; a bias alone."""
+    model = mlp()
+    named = model.named_parameters()
+    still = [p.requires_grad_(False) for name, p in named if name.startswith(frozen)]
+    before = [p.clone() for p in still]
+    optimizer, _ = compare(model, labelled(4), **BOUNDED, update_interval=2)
+    assert all(map(torch.equal, still, before))
+    assert bool(optimizer.curvature[frozen[0]].refreshes) == (frozen == "2.bias")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.1}])
+@pytest.mark.parametrize("momentum", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
+def test_what_is_left_out_takes_the_steps_of_sgd(momentum, decay, dtype):
+    """To the last bit, and its momentum is SGD's."""
+    model = nn.Sequential(
+        nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)
+    ).to(dtype)
+    plain = [*model[:3].parameters()]
+    twins = [parameter.detach().clone().requires_grad_() for parameter in plain]
+    options = {"momentum": 0.0, **momentum, **decay, "lr": 0.1}
+    optimizer = THOR(model, layers="4", max_update_ratio=None, **options)
+    sgd = torch.optim.SGD(twins, **options)
+    for x, labels in batches(6, dtype=dtype):
+        cross_entropy(labels)(model(x)).backward()
+        for parameter, twin in zip(plain, twins, strict=True):
+            twin.grad = parameter.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        sgd.step()
+        assert all(map(torch.equal, plain, twins))
+    for parameter, twin in zip(plain, twins, strict=True) if momentum else ():
+        own, its = optimizer.state[parameter], sgd.state[twin]
+        assert torch.equal(own["momentum_buffer"], its["momentum_buffer"])
 
 
 class TwoHeads(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 import every_kind
 from reference import by_stages
-from tiny import TakesAll, batches, conv_model, cross_entropy, train, weights
+from tiny import batches, conv_model, cross_entropy, train, weights
 from torch_thor import ThorMuon, param_groups
 
 ADAMW_SHARE = 0.2  # of lr, for what is no matrix
@@ -28,10 +28,8 @@ def step_of(matrices, size=None):
     add up to zero.
     """
     rows, columns = matrices.shape[-2:]
-    parts = []
-    for block in (
-        (matrices if rows <= columns else matrices.mT).double().split(size or 1000, dim=-2)
-    ):
+    wide, parts = matrices if rows <= columns else matrices.mT, []
+    for block in wide.double().split(size or 1000, dim=-2):
         left, values, right = torch.linalg.svd(block, full_matrices=False)
         parts.append((left * (values > 1e-9 * values.amax(-1, keepdim=True))[..., None, :]) @ right)
     polar = torch.cat(parts, dim=-2)
@@ -50,12 +48,8 @@ def damped_inverse(factor, damping, size):
 
 
 OPTIONS = {
-    "lr": 0.05,
-    "damping": 0.2,
-    "update_interval": 2,
-    "factor_decay": 0.3,
-    "max_update_ratio": 0.08,
-}
+    "lr": 0.05, "damping": 0.2, "update_interval": 2, "factor_decay": 0.3, "max_update_ratio": 0.08
+}  # fmt: skip
 DECAY = 0.4
 
 
@@ -83,14 +77,10 @@ class Reference:
             v = self.buffers[i] = self.momentum * self.buffers.get(i, 0.0) + grad
             u = grad + self.momentum * v if self.nesterov else v
             weight *= 1 - OPTIONS["lr"] * DECAY
-            d = (
-                OPTIONS["lr"]
-                * math.sqrt(min(1, 10 / len(self.layers)))
-                * step_of(u @ self.inverses[i], self.size)
-            )
-            longest = OPTIONS["max_update_ratio"] * max(
-                float(weight.norm()), 0.03 * math.sqrt(len(weight))
-            )
+            lr = OPTIONS["lr"] * math.sqrt(min(1, 10 / len(self.layers)))
+            d = lr * step_of(u @ self.inverses[i], self.size)
+            norm = max(float(weight.norm()), 0.03 * math.sqrt(len(weight)))
+            longest = OPTIONS["max_update_ratio"] * norm
             self.bounded.add(float(d.norm()) > longest)
             weight -= d * min(1.0, longest / float(d.norm()))
         self.adamw.step()
@@ -104,37 +94,26 @@ def perceptron(*widths):
     return nn.Sequential(*(one for layer in layers for one in (layer, nn.Tanh())))[:-1].double()
 
 
-def test_steps_are_those_of_the_reference():
-    """Blocks are smaller than the sides: of tall, wide and square matrices, the size dividing a
-    side or not.
+MOMENTA = ((0.8, True), (0.95, True), (0.8, False), (0.0, True), (0.0, False))
+CASES = [
+    *(((5, 7, 6, 3), 8, {"momentum": momentum, "nesterov": nesterov})
+      for momentum, nesterov in MOMENTA),
+    # of tall, wide and square matrices, the size dividing a side or not
+    *(((5, 9, 9, 4, 3), 12, {"split_dim": size}) for size in (1, 2, 3, 4, 6, 7, None)),
+    ((*[5] * 14, 3), 32, {}),  # the steps of fourteen matrices are shorter
+]  # fmt: skip
 
-    The steps of fourteen matrices are shorter.
-    """
-    cases = [
-        ((5, 7, 6, 3), batches(5), {"momentum": momentum, "nesterov": nesterov})
-        for momentum, nesterov in (
-            (0.8, True),
-            (0.95, True),
-            (0.8, False),
-            (0.0, True),
-            (0.0, False),
-        )
-    ]
-    cases += [
-        ((5, 9, 9, 4, 3), batches(4, size=12), {"split_dim": size})
-        for size in (1, 2, 3, 4, 6, 7, None)
-    ]
-    cases += [((*[5] * 14, 3), batches(3, size=32), {})]
+
+def test_steps_are_those_of_the_reference():
     bounded = set()
-    for widths, stream, options in cases:
+    for widths, batch, options in CASES:
         torch.manual_seed(0)
         model = perceptron(*widths)
         twin = copy.deepcopy(model)
-        optimizer = TakesAll(
-            param_groups(model, weight_decay=DECAY), model=model, **OPTIONS, **options
-        )
+        groups = param_groups(model, weight_decay=DECAY)
+        optimizer = ThorMuon(groups, model=model, **OPTIONS, **options)
         reference = Reference(twin, **options)
-        for x, labels in stream:
+        for x, labels in batches(5, batch):
             train(model, optimizer, [(x, labels)])
             output, seen = by_stages(twin, x)
             cross_entropy(labels)(output).backward()
@@ -142,17 +121,14 @@ def test_steps_are_those_of_the_reference():
             twin.zero_grad()
             for name, value in weights(model).items():
                 where = f"{name} of {widths}, {options}"
-                torch.testing.assert_close(
-                    value, weights(twin)[name], rtol=1e-7, atol=1e-8, msg=where
-                )
+                wanted = weights(twin)[name]
+                torch.testing.assert_close(value, wanted, rtol=1e-7, atol=1e-8, msg=where)
         bounded |= reference.bounded
     assert bounded == {True, False}
 
 
 def first_step(model, loss, name, **options):
-    """The optimizer, the gradient of a parameter in its first step, and by how much it moves at lr
-    = 1.
-    """
+    """The optimizer, and a parameter's gradient in the first step, and its move at lr = 1."""
     optimizer = ThorMuon(model, **UNBOUNDED, **options)
     parameter = model.get_parameter(name)
     before = parameter.detach() * (1 - LR * options.get("weight_decay", 0.0))

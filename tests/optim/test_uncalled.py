@@ -73,8 +73,7 @@ def test_a_layer_that_is_called_later_and_then_no_longer():
     assert optimizer.curvature["middle"].refreshes == 2
     model.calls = False
     before = [inverse.clone() for inverse in optimizer.curvature["middle"].inverses()]
-    (message,) = told(train, model, optimizer, STREAM[5:])
-    assert "keeps the inverses" in message
+    assert not told(train, model, optimizer, STREAM[5:])
     assert_same(list(optimizer.curvature["middle"].inverses()), before)
     assert not reasons(optimizer)
 

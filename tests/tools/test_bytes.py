@@ -126,7 +126,7 @@ def test_what_the_first_process_keeps_and_sends_is_that_of_fully_shard(fake, mes
     refresh = collectives_of_refresh(layers, world)
     assert refresh == collectives_of_refresh(found, world)
     assert (refresh[-1].name == "broadcast") is (len(mesh) == 2 and kind is THOR)
-    memory = memory_of(planned, layers, world, shards)
+    memory = memory_of(planned, layers, shards)
     assert most_work(layers, world) == most_work(found, world)
     states = {id(parameter): {} for parameter in real.model.parameters()}
     for layer in found:
@@ -141,7 +141,7 @@ def test_what_the_first_process_keeps_and_sends_is_that_of_fully_shard(fake, mes
         )
 
     assert memory.curvature == sum(local(state.values()) for state in states.values())
-    assert memory.curvature == kept_bytes(found, world)
+    assert memory.curvature == kept_bytes(found)
     moments = 0
     for parameter in (p for p in real.model.parameters() if p.requires_grad):
         state = {}
@@ -199,7 +199,7 @@ class Routed(nn.Module):
 @pytest.mark.parametrize("model", [Kinds, Routed])
 def test_one_process_keeps_what_a_step_leaves(kind, model):
     optimizer = kind(model(), split_dim=4)
-    memory = memory_of(optimizer, optimizer.curvature.values(), 1)
+    memory = memory_of(optimizer, optimizer.curvature.values())
     optimizer.model.loss().backward()
     sums = [
         sums.rows.nbytes
@@ -226,7 +226,7 @@ def test_layers_are_as_before_when_a_plan_is_made():
     optimizer = THOR(Kinds(), split_dim=4)
     layers = optimizer.curvature.values()
     before = collectives_of_refresh(layers, 4)
-    found = laid_out(layers, 4, shards=2, divided=True)
+    found = laid_out(layers, 4, shards=2)
     assert len(found) < len(layers)
     assert collectives_of_refresh(found, 4) != before
     assert collectives_of_refresh(layers, 4) == before

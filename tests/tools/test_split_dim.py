@@ -12,8 +12,8 @@ from torch import nn
 
 from fake_times import fake_times
 from torch_thor import choose_split_dim
+from torch_thor import split as choice_module
 from torch_thor.errors import UserError
-from torch_thor.split import choice as choice_module
 from torch_thor.tools import split_dim as module
 from torch_thor.tools.split_dim import load_subject, sample_images, split_dim
 from torch_thor.training.recipe_model import Transform

@@ -1,6 +1,4 @@
-"""Models of transformers and peft, tiny and with random weights: what they get, and that it
-trains.
-"""
+"""Tiny models of transformers and peft: what they get, that they train, and the Trainer."""
 
 import warnings
 
@@ -10,7 +8,7 @@ import torch
 import transformers
 
 from comparing import having
-from tiny import assert_same, mlp, weights
+from tiny import assert_same, weights
 from torch_thor import THOR, ThorMuon, coverage, follow_labels, model_is
 from torch_thor.trainers.hugging_face import CurvatureCallback
 
@@ -77,35 +75,6 @@ def test_every_layer_is_covered_and_learns(build):
 
 
 # ------------------------------------------------------------------------------------------- LoRA
-
-
-@pytest.mark.parametrize("make", [THOR, ThorMuon])
-def test_adapters_made_after_thor_are_named_once_with_the_order(make):
-    """peft freezes all that the optimizer has, so that no step changes anything."""
-    model = mlp(dtype=torch.float32)
-    optimizer = make(model, update_interval=1)
-    adapted = lora(model, target_modules=["0", "2"])
-    before = weights(model)
-
-    def take_steps():
-        for _ in range(3):
-            adapted(torch.randn(4, 5)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        take_steps()
-    (message,) = [str(w.message) for w in caught if w.category is RuntimeWarning]
-    adapters = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert len(adapters) == 4
-    assert f"In no parameter group, and so not trained, are {', '.join(adapters)}" in message
-    assert "get_peft_model(model, ...), then the optimizer" in message
-    assert_same(weights(model), before)
-    # the other remedy
-    optimizer.add_param_group({"params": [p for p in model.parameters() if p.requires_grad]})
-    take_steps()
-    assert all(not torch.equal(model.get_parameter(name), before[name]) for name in adapters)
 
 
 ATTENTION = "base_model.model.model.layers.0.self_attn"
@@ -222,24 +191,32 @@ def test_labels_are_counted_where_a_refresh_needs_them(make, freeze, counted):
     assert found == [None if number is None else terms for number in counted]
 
 
+# ----------------------------------------------------------------------------------- the Trainer
+
+
+def trainer_of(folder, model, *, callbacks=(), given=None, batch=4, **arguments):
+    """The Trainer on sixteen sequences, with more of its arguments in `given`."""
+    arguments = {"save_strategy": "no", "logging_strategy": "no", **arguments}
+    arguments = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=batch, report_to=[], use_cpu=True,
+        disable_tqdm=True, **arguments,
+    )  # fmt: skip
+    data = [{"input_ids": one, "labels": one} for one in tokens(16)]
+    given = {"train_dataset": data, **(given or {})}
+    return transformers.Trainer(model, arguments, callbacks=list(callbacks), **given)
+
+
 def test_the_callback_follows_labels_and_names_arguments_without_effect(tmp_path):
     sentences = [{"input_ids": one, "labels": one.clone().index_fill(0, torch.arange(i % 4), -100)}
                  for i, one in enumerate(tokens(16))]  # fmt: skip
 
-    def fit(optimizer_lr, **given):
+    def fit(**arguments):
         model = gpt2()
-        optimizer = THOR(model, lr=optimizer_lr, update_interval=1)
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2,
-            max_steps=2, report_to=[],
-            use_cpu=True, disable_tqdm=True, logging_strategy="no", save_strategy="no", **given,
-        )  # fmt: skip
-        trainer = transformers.Trainer(
-            model,
-            arguments,
-            train_dataset=sentences,
-            optimizers=(optimizer, None),
-            callbacks=[CurvatureCallback()],
+        optimizer = THOR(model, lr=0.02, update_interval=1)
+        given = {"train_dataset": sentences, "optimizers": (optimizer, None)}
+        arguments = {"max_steps": 2, "gradient_accumulation_steps": 2, **arguments}
+        trainer = trainer_of(
+            tmp_path, model, callbacks=[CurvatureCallback()], given=given, **arguments
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -248,74 +225,48 @@ def test_the_callback_follows_labels_and_names_arguments_without_effect(tmp_path
         said = [str(one.message) for one in caught if "TrainingArguments." in str(one.message)]
         return optimizer.param_groups[0]["last_loss_terms"], said
 
-    terms, said = fit(0.02)
+    terms, said = fit()
     assert terms < 8 * 6 - 8  # labels of -100 are left out
     assert said == []
-    assert fit(0.02, learning_rate=0.02)[1] == []
-    _, said = fit(0.02, learning_rate=2e-5, weight_decay=0.1)
-    assert "learning_rate=2e-05 has no effect: THOR has lr=0.02; give lr to THOR" in said[0]
+    assert fit(learning_rate=0.02)[1] == []
+    _, said = fit(learning_rate=2e-5, weight_decay=0.1)
+    assert "learning_rate=2e-05 has no effect: give lr to THOR" in said[0]
     assert "weight_decay=0.1 has no effect" in said[1]
 
 
-def given(form, model, lr=None):
-    """What a Trainer is given in each form of the trainers' page, and the Trainer."""
-    kind = transformers.Trainer
+@pytest.mark.parametrize("form", ["optimizer", "class"])
+@pytest.mark.parametrize("lr", [None, 0.04])
+def test_an_optimizer_and_a_class_with_its_arguments(tmp_path, form, lr):
+    """The learning rate of the arguments has no effect; a class gets the groups of the Trainer."""
+    model, rates = gpt2(), []
+    options = {} if lr is None else {"lr": lr}
+    given = {"optimizer_cls_and_kwargs": (ThorMuon, options)}
     if form == "optimizer":
-        optimizer = ThorMuon(model) if lr is None else ThorMuon(model, lr=lr)
-        return {"optimizers": (optimizer, None), "callbacks": [CurvatureCallback()]}, kind
-    if form == "class":
-        return {"optimizer_cls_and_kwargs": (ThorMuon, {} if lr is None else {"lr": lr})}, kind
-
-    class Own(transformers.Trainer):
-        def create_optimizer(self, *others):
-            self.optimizer = ThorMuon(self.model, lr=lr or self.args.learning_rate)
-            return self.optimizer
-
-    return {}, Own
-
-
-@pytest.mark.parametrize(
-    "form", ["optimizer", "class", pytest.param("own", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    ("asked", "lr", "expected", "automatic"),
-    [
-        ({}, None, 0.08, True),
-        ({"learning_rate": 5e-5}, None, 0.08, True),
-        ({"learning_rate": 0.02}, None, 0.02, False),
-        ({"learning_rate": 0.02}, 0.04, 0.04, False),
-        ({}, 0.04, 0.04, False),
-    ],
-)
-def test_the_learning_rate_of_the_arguments_counts_unless_it_is_the_default(
-    tmp_path, form, asked, lr, expected, automatic
-):
-    model = gpt2()
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=4, report_to=[], use_cpu=True, disable_tqdm=True,
-        save_strategy="no", per_device_train_batch_size=2, **asked,
-    )  # fmt: skip
-    more, kind = given(form, model, lr)
-    sentences = [{"input_ids": one, "labels": one} for one in tokens(8)]
-    trainer, rates = None, []
+        given = {"optimizers": (ThorMuon(model, **options), None)}
 
     class Watch(transformers.TrainerCallback):
         def on_step_begin(self, *others, optimizer, **rest):
             rates.append({group["lr"] for group in optimizer.param_groups})
 
-    more["callbacks"] = [*more.get("callbacks", []), Watch()]
-    trainer = kind(model, arguments, train_dataset=sentences, **more)
-    with model_is(model), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    arguments = {"max_steps": 4, "learning_rate": 0.3, "weight_decay": 0.1}
+    trainer = trainer_of(tmp_path, model, callbacks=[Watch()], given=given, **arguments)
+    with model_is(model):
         trainer.train()
     for step, found in enumerate(rates):  # the Trainer lowers them to 0
-        assert list(found) == [pytest.approx(expected * (4 - step) / 4)]
+        assert list(found) == [pytest.approx((lr or 0.08) * (4 - step) / 4)]
     groups = trainer.optimizer.param_groups
-    assert {group["initial_lr"] for group in groups} == {expected}
-    assert {group["auto_lr"] for group in groups} == {automatic}
-    said = [str(one.message) for one in caught if "the default of Training" in str(one.message)]
-    assert len(said) == automatic
-    assert all("learning_rate=5e-05" in one and "give TrainingArguments(" in one for one in said)
+    assert {group["auto_lr"] for group in groups} == {lr is None}
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    without = {name for name, p in model.named_parameters() if decays[id(p)] == 0}
+    names = dict(model.named_parameters())
+    vectors = {name for name in names if "ln_" in name or "bias" in name}
+    assert without == (vectors if form == "class" else {*names})
+
+
+def test_a_class_that_does_not_know_the_model_says_what_to_write(tmp_path):
+    given = {"optimizer_cls_and_kwargs": (ThorMuon, {})}
+    with pytest.raises(TypeError, match=r"must know the model; pass ThorMuon\(model, \.\.\.\)"):
+        trainer_of(tmp_path, gpt2(), given=given, max_steps=1).train()
 
 
 def test_a_training_that_an_error_ended_is_not_followed_twice(tmp_path):
@@ -328,53 +279,12 @@ def test_a_training_that_an_error_ended_is_not_followed_twice(tmp_path):
                 raise KeyError("once")
 
     model = gpt2()
-    optimizer = THOR(model, update_interval=1)
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=4, max_steps=3, report_to=[], use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="no",
-    )  # fmt: skip
-    data, calls = (
-        [{"input_ids": one, "labels": one} for one in tokens(16)],
-        [CurvatureCallback(), Breaks()],
-    )
-    trainer = transformers.Trainer(
-        model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=calls
-    )
+    optimizer, callbacks = THOR(model, update_interval=1), [CurvatureCallback(), Breaks()]
+    given = {"optimizers": (optimizer, None)}
+    trainer = trainer_of(tmp_path, model, callbacks=callbacks, given=given, max_steps=3)
     with pytest.raises(KeyError, match="once"):
         trainer.train()
     trainer.train()
     assert optimizer.param_groups[0]["last_loss_terms"] == 4 * 5
     model(input_ids=tokens(), labels=tokens(), attention_mask=torch.ones_like(tokens()))
     assert (optimizer.loss_terms, optimizer.row_mask) == (None, None)
-
-
-def test_a_class_and_its_arguments_keep_the_groups_of_the_trainer(tmp_path):
-    """As `optimizer_cls_and_kwargs` takes them; without the model, the error says what to write."""
-    sentences, model = [{"input_ids": one, "labels": one} for one in tokens(8)], gpt2()
-    arguments = transformers.TrainingArguments(
-        str(tmp_path),
-        max_steps=2,
-        weight_decay=0.1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="no",
-    )
-    given = {"train_dataset": sentences, "optimizer_cls_and_kwargs": (ThorMuon, {"lr": 0.08})}
-    with pytest.raises(
-        TypeError, match=r"in transformers: .*optimizers=\(ThorMuon\(model\), None\)"
-    ):
-        transformers.Trainer(model, arguments, **given).train()
-    trainer = transformers.Trainer(model, arguments, **given)
-    with model_is(model):
-        trainer.train()
-    decays = {
-        id(p): group["weight_decay"]
-        for group in trainer.optimizer.param_groups
-        for p in group["params"]
-    }
-    decay = {name: decays[id(p)] for name, p in model.named_parameters()}
-    assert {name for name, value in decay.items() if value == 0} == {
-        n for n in decay if "ln_" in n or "bias" in n
-    }

@@ -29,7 +29,7 @@ SETTINGS = {
 }
 OPTIMIZERS = {
     "thor": SETTINGS,
-    "thor-muon": {**SETTINGS, "divide_curvature": True},
+    "thor-muon": dict(SETTINGS),
     "sgd": {"momentum": 0.0},
 }
 del OPTIMIZERS["thor-muon"]["trace_thresholds"]

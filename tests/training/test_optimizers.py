@@ -54,7 +54,6 @@ DEFAULTS = {  # where they are not those of the class, or written in another way
         "trace_thresholds": (0.01, 0.0),
         "layers": None,
         "decay_filter": None,
-        "divide_curvature": False,
     },
     "thor-muon": {
         "update_interval": {"kind": "geometric", "first": 1, "last": 50, "factor": 1.5},

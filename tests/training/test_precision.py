@@ -34,14 +34,17 @@ class Spoiled(noisy.Noisy):
 
 
 class Kept(Observer):
-    """Copies of the weights before the first and after each step, and which were skipped."""
+    """Copies of the weights before the first and after each step, which steps were skipped, and
+    which have decisions of a refresh.
+    """
 
     def __init__(self, run):
-        self.states, self.skipped = [copy.deepcopy(run.model.state_dict())], []
+        self.states, self.skipped, self.decided = [copy.deepcopy(run.model.state_dict())], [], []
 
     def step(self, run, point):
         self.states.append(copy.deepcopy(run.model.state_dict()))
         self.skipped.append(point.skipped)
+        self.decided.append(bool(point.events))
 
 
 def trained(name="sgd", kind=noisy.Quiet, steps=(), factor=1e6, **given):
@@ -80,11 +83,13 @@ def test_equals_a_loop_written_out(name, loss_scale, scale):
 @pytest.mark.parametrize("name", ["sgd", "thor"])
 @pytest.mark.parametrize("loss_scale", [128, None])
 def test_an_overflow_skips_one_step(name, loss_scale):
-    run, kept = trained(name, steps=(1, 4, 5), precision="fp16", loss_scale=loss_scale)
-    assert [step for step, skipped in enumerate(kept.skipped, 1) if skipped] == [1, 4, 5]
+    run, kept = trained(name, steps=(1, 3, 4), precision="fp16", loss_scale=loss_scale)
+    assert [step for step, skipped in enumerate(kept.skipped, 1) if skipped] == [1, 3, 4]
+    refreshes = [2, 8, 12] if name == "thor" else []
+    assert [step for step, decided in enumerate(kept.decided, 1) if decided] == refreshes
     for step, (before, after) in enumerate(zip(kept.states, kept.states[1:], strict=False), 1):
         assert torch.equal(before["layers.0.weight"], after["layers.0.weight"]) == (
-            step in (1, 4, 5)
+            step in (1, 3, 4)
         )
     assert run.precision.scaler.get_scale() == (65536 / 2**3 if loss_scale is None else 128)
     # skipped steps do not enter the average

@@ -13,14 +13,6 @@ from torch_thor.curvature.layer import Layer
 
 
 @dataclass(frozen=True)
-class Rest:
-    """How an optimizer trains what it does not precondition, in words for users."""
-
-    plain: str  # a parameter that is no matrix, or any
-    matrix: str | None = None  # a matrix; None if it is trained as any other parameter
-
-
-@dataclass(frozen=True)
 class Covered:
     """How one parameter is trained.
 
@@ -40,7 +32,7 @@ class Covered:
             ``"AdamW"`` and, for a matrix, ``"orthogonalised momentum"``.
         matrices: with ThorMuon, (rows, columns) of each matrix that is orthogonalised by itself: of
             the whole parameter, or of its parts (groups, experts, the projections of a fused weight
-            or those of ``torch_thor.split_rows``, rows that ``layers`` leaves out). Empty for what
+            or those of ``row_splits``, rows that ``layers`` leaves out). Empty for what
             AdamW trains.
     """
 
@@ -65,15 +57,20 @@ class Covered:
 
 
 def covered(
-    model: nn.Module, inspection: Inspection, rest: Rest, matrices: Container[str] = ()
+    model: nn.Module,
+    inspection: Inspection,
+    plain: str,
+    matrix: str | None,
+    matrices: Container[str] = (),
 ) -> list[Covered]:
     """Return one entry for each parameter, in the model's order.
 
     Args:
         model: the model.
         inspection: what it was found to hold.
-        rest: how the parameters that are not preconditioned are trained.
-        matrices: the names of those of them that are trained as matrices.
+        plain: how parameters that are not preconditioned are trained, in words.
+        matrix: how matrices among them are; None if as all others.
+        matrices: the names of these matrices.
 
     Returns:
         The entries.
@@ -84,7 +81,7 @@ def covered(
         key, shape = id(parameter), tuple(parameter.shape)
         owner, *others = inspection.owners[key]
         is_matrix = key in layers or name in matrices
-        otherwise = rest.plain if rest.matrix is None or not is_matrix else rest.matrix
+        otherwise = plain if matrix is None or not is_matrix else matrix
         if key not in layers:
             entry = Covered(
                 name,

@@ -7,22 +7,18 @@ A hook on the module itself would be copied with the model (into a pickle that `
 refuses, into an averaged or a scripted model), and would see outputs that other hooks have
 replaced. On all other steps there are none.
 
-Compiled code calls no hook that it was not compiled with
-(``torch._dynamo.config.skip_nnmodule_hook_guards``), and is not to contain these. So while the
-model runs, the stance of ``torch.compile`` is ``force_eager``, which keeps compiled code without
-running it, and ``model.compile()`` is suspended. Other models run compiled. A model that is called
-by a compiled function has no call that could be seen first: then everything runs eagerly until the
-refresh is done.
+Compiled code calls no hook that it was not compiled with, and is not to contain these. So while
+there are hooks, the stance of ``torch.compile`` is ``force_eager``: everything runs eagerly, and
+compiled code is kept.
 """
 
 import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import ExitStack
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.torch_internals import backward_id, compile_stance, function_mode, is_tracing
+from torch_thor.torch_internals import compile_stance, function_mode, is_tracing
 
 
 class Watcher(Protocol):
@@ -208,29 +204,14 @@ class ModuleCalls:
         ends = sys.is_finalizing  # at the end of the program sys may be gone
         self._watcher = weakref.ref(watcher, lambda _: None if ends() else self.close())
         self._at_close = ExitStack()  # what ends the present listening
-        self._ignoring: Any = None  # the filter of torch's warning
-        self._outermost: nn.Module | None = None  # the module of the model whose call is running
-        # whether compiled code calls the model; None while not yet called
-        self._by_function: bool | None = None
-        # whether modules that torch.nn.DataParallel makes for one forward pass have run
-        self.ran_as_replicas = False
 
-    def listen(
-        self, model: nn.Module, hooks: Iterable[ModuleHook], *, unseen: bool = False
-    ) -> None:
-        """Handle the calls of the modules of these hooks, and of no others from now on.
-
-        ``unseen``: calls were expected and have not been seen, as of a model that was compiled
-        meanwhile.
-        """
+    def listen(self, hooks: Iterable[ModuleHook]) -> None:
+        """Handle the calls of the modules of these hooks, and of no others from now on."""
         self.close()
-        self.ran_as_replicas = False
         self._handlers: dict[int, ModuleHook] = {id(hook.module): hook for hook in hooks}
         if not self._handlers:
             return
-        self._inside = set(map(id, model.modules()))
         warnings.filterwarnings("ignore", message=_COMPILE_WARNING, category=UserWarning)
-        self._ignoring = warnings.filters[0]
         enter = torch_module.register_module_forward_pre_hook(self._enter)
         leave = torch_module.register_module_forward_hook(
             self._leave, with_kwargs=True, always_call=True
@@ -242,51 +223,16 @@ class ModuleCalls:
         self._at_close.callback(torch_module._global_forward_hooks_with_kwargs.pop, leave.id, None)
         self._at_close.callback(leave.remove)
         self._at_close.callback(enter.remove)
-        for module in model.modules():
-            if module._compiled_call_impl is not None:
-                self._at_close.enter_context(_suspended(module))
-        _run_eagerly(self, wanted=self._by_function is not False or unseen)
+        _run_eagerly(self, wanted=True)
+        self._at_close.callback(_run_eagerly, self, wanted=False)
 
     def close(self) -> None:
         """Handle no calls any more."""
         self._at_close.close()
-        if self._ignoring in warnings.filters:
-            warnings.filters.remove(self._ignoring)  # type: ignore[attr-defined]
-        self._outermost = self._ignoring = None
-        _run_eagerly(self, wanted=False)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or is_tracing():
             return
-        self.ran_as_replicas |= getattr(module, "_is_replica", False)
-        if self._outermost is None and (
-            id(module) in self._inside
-            # torch.compile of something that contains some of the model
-            or (
-                "_orig_mod" in module._modules
-                and not self._inside.isdisjoint(map(id, module.modules()))
-            )
-        ):
-            self._outermost = module
-            frame: FrameType | None = sys._getframe()
-            while frame is not None and not (
-                # a function that runs compiled code, or would but for the stance;
-                # OptimizedModule.__call__ is seen
-                frame.f_code.co_filename.endswith("_dynamo/eval_frame.py")
-                and frame.f_code.co_name != "__call__"
-                # torch.compiler.disable, as around a closure that step() calls, has no callback
-                and frame.f_locals["self"].callback is not None
-            ):
-                frame = frame.f_back
-            by_function = frame is not None
-            # An evaluation does not show how the training calls the model, nor does a backward pass
-            # that computes parts anew (activation checkpointing), nor a model that was compiled in
-            # place since, which the next refresh suspends. And what compiled code has called once
-            # it may call again, whoever calls the model in between.
-            trains = torch.is_grad_enabled() and backward_id() < 0
-            if trains and module._compiled_call_impl is None:
-                self._by_function = by_function
-            _run_eagerly(self, wanted=True)
         handler, watcher = self._handlers.get(id(module)), self._watcher()
         if isinstance(handler, CompositeHook) and watcher is not None:
             handler.enter(watcher)
@@ -298,38 +244,21 @@ class ModuleCalls:
         if handler is not None and watcher is not None:
             # torch passes no kwargs if an exception was raised
             handler.leave(watcher, args, *(rest if len(rest) == 2 else ({}, None)))
-        if module is self._outermost:
-            self._outermost = None
-            if self._by_function is False:
-                _run_eagerly(self, wanted=False)
 
 
 _eager: set[int] = set()  # the `id` of each ModuleCalls that wants everything to run eagerly
-# those of ``torch.compile`` that are changed meanwhile, and what they said
-suspended_stances: list[tuple[Any, str]] = []
+_stances: list[tuple[Any, str]] = []  # those that are changed meanwhile, and what they said
 
 
 def _run_eagerly(calls: ModuleCalls, *, wanted: bool) -> None:
     """Run everything eagerly while somebody wants it, in whatever order they end."""
-    # Stances are changed in place, not replaced: a context manager of the user that is entered
-    # meanwhile sets another, and sets this one again when it is left, whether it is still wanted or
-    # not.
-    _eager.discard(id(calls))
-    if wanted:
-        _eager.add(id(calls))
+    # A stance is changed in place and not replaced: a context manager of the user that is entered
+    # meanwhile sets another, and sets this one again when it is left.
+    (_eager.add if wanted else _eager.discard)(id(calls))
     stance = compile_stance(torch)
     if _eager and stance.stance != "force_eager":
-        suspended_stances.append((stance, stance.stance))
+        _stances.append((stance, stance.stance))
         stance.stance = "force_eager"
-    while suspended_stances and not _eager:
-        stance, before = suspended_stances.pop()
+    while _stances and not _eager:
+        stance, before = _stances.pop()
         stance.stance = before
-
-
-@contextmanager
-def _suspended(module: nn.Module) -> Iterator[None]:
-    """Let a module run without what its ``compile()`` has compiled."""
-    compiled, module._compiled_call_impl = module._compiled_call_impl, None
-    yield
-    if module._compiled_call_impl is None:  # not compiled again meanwhile
-        module._compiled_call_impl = compiled

@@ -7,7 +7,8 @@ class (:mod:`torch_thor.curvature.kinds`), or one of the layers inside a composi
 (:mod:`torch_thor.capture.composites`).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,16 +18,65 @@ from torch.nn.parameter import UninitializedParameter
 
 from torch_thor.capture import reasons
 from torch_thor.capture.composites import composite_of
-from torch_thor.capture.hooks import CalledModuleHook
-from torch_thor.capture.layers import Owner, Use, owners_of
+from torch_thor.capture.hooks import CalledModuleHook, ModuleHook
 from torch_thor.capture.patterns import Patterns, selected, some
 from torch_thor.capture.sharding import check_sharded, row_shards_of
-from torch_thor.curvature.kinds import Kind, class_name_of, kind_of, why_not
-from torch_thor.curvature.layer import Layer
+from torch_thor.curvature.kinds import (
+    Kind,
+    class_name_of,
+    is_norm,
+    kind_of,
+    parameter_names_of,
+    why_not,
+)
+from torch_thor.curvature.layer import Layer, LayerCurvature
 from torch_thor.curvature.layout import why_not_by_rows
 from torch_thor.curvature.view import ParameterView
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+
+@dataclass(frozen=True)
+class Owner:
+    """One place of a parameter in a model; a shared parameter has several."""
+
+    module_name: str  # the name of the module that holds the parameter
+    attribute: str  # the parameter's name in it
+    module: nn.Module  # the module
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        return f"{self.module_name}.{self.attribute}".lstrip(".")
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether the parameter has the name of the module's weight."""
+        return self.attribute == parameter_names_of(self.module)[0]
+
+    @property
+    def bias(self) -> str:
+        """The name of the module's bias."""
+        return parameter_names_of(self.module)[1]
+
+
+def owners_of(model: nn.Module) -> Mapping[int, Sequence[Owner]]:
+    """Find the owners of all parameters, by their `id`."""
+    owners: defaultdict[int, list[Owner]] = defaultdict(list)
+    for module_name, module in model.named_modules():
+        # modules may override named_parameters()
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[id(parameter)].append(Owner(module_name, attribute, module))
+    return dict(owners)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A module that computes a layer, and so has its rows."""
+
+    module: nn.Module
+    name: str  # the layer's name inside the module; empty if the module is the layer
+    hook: Callable[[Any], ModuleHook]  # makes the hook on the module
+
 
 # the places of each parameter, and why parameters are not preconditioned, by their ids
 Owners = Mapping[int, Sequence[Owner]]
@@ -95,7 +145,7 @@ def inspect(
     norms = {
         name: module
         for name, module in model.named_modules()
-        if _is_norm(module) and any(id(p) not in unusable for p in module.parameters(recurse=False))
+        if is_norm(module) and any(id(p) not in unusable for p in module.parameters(recurse=False))
     }
     kept = _kept(chosen, candidates, norms)
     refused = {
@@ -192,7 +242,7 @@ def _called_layers(owners: Owners, unusable: Reasons, uncalled: Collection[int])
     """Yield the layers that are modules; modules that share a weight are one layer."""
     for key, places in owners.items():
         if key in unusable or not all(
-            o.is_weight and not _is_norm(o.module) and id(o.module) not in uncalled for o in places
+            o.is_weight and not is_norm(o.module) and id(o.module) not in uncalled for o in places
         ):
             continue
         known = [(o, kind) for o in places if (kind := kind_of(o.module)) is not None]
@@ -246,13 +296,17 @@ def _kept(
     return named.keys() if chosen is None else selected("layers", chosen, named, "layer")
 
 
-def _is_norm(module: nn.Module) -> bool:
-    # Those of model libraries too (LlamaRMSNorm, T5LayerNorm), so that coverage() calls them
-    # normalisation layers.
-    by_name = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
-    parameters = list(module.parameters(recurse=False))
-    are_vectors = bool(parameters) and all(p.dim() == 1 for p in parameters)
-    return isinstance(module, _NORMS) or (by_name and are_vectors)
+def hooks_of(
+    layers: Mapping[str, Layer], curvature: Mapping[str, LayerCurvature]
+) -> list[ModuleHook]:
+    """Make the hooks on the modules whose calls give rows to layers, one for each module."""
+    hooks: dict[int, ModuleHook] = {}
+    for name, layer in layers.items():
+        for use in layer.uses:
+            if id(use.module) not in hooks:
+                hooks[id(use.module)] = use.hook(use.module)
+            hooks[id(use.module)].by_name[use.name] = curvature[name]
+    return list(hooks.values())
 
 
 # ---- why the rest is left out --------------------------------------------------------------------

@@ -10,8 +10,8 @@ no hook on a gradient of a weight runs, such as those with which DDP averages gr
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributions import Bernoulli, Categorical, Distribution, Normal
 
-from torch_thor.curvature.blocks import has_values
 from torch_thor.torch_internals import tree_leaves
 
 Predicts = str | Callable[[Any], Distribution]
@@ -51,8 +50,6 @@ class Sampler:
         self.passes = 0
         self.loss_terms = 0  # the number of drawn labels that count
         self.trained = False  # whether the pass of the training loss has reached a layer
-        # whether a prediction was NaN or inf, so that no labels could be drawn
-        self.nonfinite = False
 
     def mark(self, output: Tensor) -> Mark:
         """Record in the graph that a tensor is the output of a layer."""
@@ -71,12 +68,6 @@ class Sampler:
                 "the output given to sample_fisher() requires no gradient, so no layer's "
                 "statistics can come from it; give what the model returned, not detached"
             )
-        # a logit of -inf is allowed: it excludes a class
-        with_values = [t for t in tensors if t.is_floating_point() and has_values(t)]
-        if any(bool((t.isnan() | t.isposinf()).any()) for t in with_values):
-            # as a rule the loss is not finite either, and step() raises the error
-            self.nonfinite = True
-            return
         device = tensors[0].device
         casts = torch.amp.is_autocast_available(device.type)
         with torch.autocast(device.type, enabled=False) if casts else nullcontext():
@@ -85,9 +76,7 @@ class Sampler:
             if mask is not None:
                 _check_mask(mask, likelihoods.shape)
                 likelihoods = likelihoods.where(mask, 0.0)
-            loss_terms = likelihoods.numel()
-            if mask is not None and has_values(mask):
-                loss_terms = int(mask.sum())
+            loss_terms = likelihoods.numel() if mask is None else int(mask.sum())
             self._differentiate(-likelihoods.sum(), loss_terms)
 
     def _differentiate(self, loss: Tensor, loss_terms: int) -> None:
@@ -113,6 +102,8 @@ class Sampler:
             "cannot go through activation checkpoints with use_reentrant=True, for which torch "
             "knows no torch.autograd.grad; use torch.utils.checkpoint.checkpoint(..., "
             "use_reentrant=False)": any(n.name() == "CheckpointFunctionBackward" for n in leads),
+            "cannot go through a DistributedDataParallel with a static graph, which would average "
+            "its gradients; leave that option out": any(map(_averages_at_first, leads)),
         }
         for reason, holds in reasons.items():
             if holds:
@@ -124,11 +115,10 @@ class Sampler:
         if not earliest:
             return
         self.running, self.empty = True, not loss_terms
-        with _without_averaging(leads):
-            try:
-                torch.autograd.grad(loss, earliest, retain_graph=True)
-            finally:
-                self.running = self.empty = False
+        try:
+            torch.autograd.grad(loss, earliest, retain_graph=True)
+        finally:
+            self.running = self.empty = False
 
 
 def _inputs_first(output: Node) -> Iterator[tuple[Node, list[Node]]]:
@@ -145,20 +135,8 @@ def _inputs_first(output: Node) -> Iterator[tuple[Node, list[Node]]]:
             stack += [(node, True), *((below, False) for below in following)]
 
 
-@contextmanager
-def _without_averaging(nodes: Iterable[Any]) -> Iterator[None]:
-    """Keep DistributedDataParallel(static_graph=True) from averaging, as it would at first."""
-    wrappers = [node.ddp_weakref() for node in nodes if node.name() == "_DDPSinkBackward"]
-    waiting = [
-        w for w in wrappers if w.static_graph and not w._static_graph_delay_allreduce_enqueued
-    ]
-    for wrapper in waiting:
-        wrapper._static_graph_delay_allreduce_enqueued = True
-    try:
-        yield
-    finally:
-        for wrapper in waiting:
-            wrapper._static_graph_delay_allreduce_enqueued = False
+def _averages_at_first(node: Any) -> bool:
+    return node.name() == "_DDPSinkBackward" and bool(node.ddp_weakref().static_graph)
 
 
 def _metadata(node: Node) -> dict[Any, Any]:
@@ -166,7 +144,7 @@ def _metadata(node: Node) -> dict[Any, Any]:
     return cast("dict[Any, Any]", node.metadata)
 
 
-# validate_args would synchronise host and device; the output has been checked for NaN already
+# validate_args would synchronise host and device
 _NAMED: dict[str, Callable[[Tensor, int | None], Distribution]] = {
     "categorical": lambda logits, dim: Categorical(
         logits=_classes_last(logits, dim), validate_args=False
@@ -213,8 +191,6 @@ def _classes_last(logits: Tensor, dim: int | None) -> Tensor:
 
 def _drawn(labels: Distribution, device: torch.device, key: str) -> Tensor:
     """Draw labels with generators seeded by a key, and restore the generators' states."""
-    if device.type == "meta":
-        return labels.sample()
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
     devices = [] if device.type == "cpu" else [device.index]
     with torch.random.fork_rng(devices, device_type=device.type), torch.no_grad():

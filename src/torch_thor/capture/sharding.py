@@ -8,12 +8,11 @@ trained without curvature, and listed so.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from torch_thor.curvature.view import RowShards, shard_bounds
 
@@ -33,27 +32,18 @@ def is_fully_sharded(module: object) -> bool:
     return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
 
 
-def _why_not_supported(parameter: Any, *, of_fsdp: bool) -> str | None:
-    """Return the reason why a DTensor cannot be trained with curvature."""
-    placements = parameter.placements
-    divided = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    by_rows = all(getattr(placements[i], "dim", 0) == 0 for i in divided)
-    is_plain = all(type(placements[i]).__name__ == "Shard" for i in divided)
-    so = f"it is divided as {tuple(placements)}"
-    rules = (
-        (of_fsdp, f"{so} by other means than fully_shard, as by tensor parallelism"),
-        (len(divided) < 2 and is_plain, f"{so}, as by tensor parallelism, not by FSDP2 or HSDP"),
-        (by_rows, f"{so}, and rows must stay whole: Shard(0), the default of fully_shard"),
-        (
-            divided in ([], [len(placements) - 1]),
-            f"{so}; of a mesh of two dimensions the last must be that of the shards",
-        ),
-        (
-            len(placements) < 3,
-            f"its mesh has {len(placements)} dimensions, and must have one (FSDP) or two (HSDP)",
-        ),
+def _is_supported(parameter: Any) -> bool:
+    """Return whether a DTensor of ``fully_shard`` is divided by rows, along one dimension at most.
+
+    Of a mesh of two dimensions that is the last; processes along the first hold the same rows.
+    """
+    *replicas, last = parameter.placements
+    by_rows = type(last).__name__ == "Shard" and last.dim == 0
+    return (
+        len(replicas) < 2
+        and all(p.is_replicate() for p in replicas)
+        and (by_rows or last.is_replicate())
     )
-    return next((why for holds, why in rules if not holds), None)
 
 
 def row_shards_of(parameter: Any) -> RowShards | None:
@@ -112,27 +102,15 @@ def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
     of_fsdp = {
         id(p) for module in model.modules() if is_fully_sharded(module) for p in module.parameters()
     }
+    parameter: Any
     for name, parameter in model.named_parameters():
         if id(parameter) not in sharded:
             continue
-        why = _why_not_supported(parameter, of_fsdp=id(parameter) in of_fsdp)
-        if why is not None:
+        if id(parameter) not in of_fsdp or not _is_supported(parameter):
             raise ValueError(
-                f"parameter {name!r} is a DTensor that this optimizer cannot train: {why}. Use "
-                "fully_shard alone and pass the model that it was given, or leave the parameter "
-                "to another optimizer, and give this one the others, with model=model"
-            )
-
-
-def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
-    """Check that those processes refresh together among which the parameters are divided."""
-    for name, parameter in parameters:
-        members = [dist.get_rank()] if group is False else dist.get_process_group_ranks(group)
-        ranks = parameter.device_mesh.mesh.flatten().tolist()  # in the order of the mesh
-        if ranks != members:
-            raise ValueError(
-                f"process_group={group!r}: parameter {name!r} is divided among the ranks {ranks}, "
-                f"and the optimizer would refresh with the ranks {members}; give "
-                "distributed=torch_thor.Distributed(process_group=...) the group of the mesh that "
-                "fully_shard got"
+                f"parameter {name!r} is a DTensor that this optimizer cannot train: it is divided "
+                f"as {tuple(parameter.placements)}, and must be by rows, by fully_shard (FSDP2, "
+                "HSDP) and not by tensor parallelism. Use fully_shard alone and pass the model "
+                "that it was given, or leave the parameter to another optimizer, and give this "
+                "one the others, with model=model"
             )

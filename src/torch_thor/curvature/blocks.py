@@ -12,15 +12,13 @@ are ever computed and stored; :meth:`Blocks.dense` is for users to look at.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from torch_thor.torch_internals import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -147,18 +145,18 @@ class Blocks:
             for run in self.block_sizes.one_group.runs
         ]
 
-    def add_second_moment_(self, samples: Tensor) -> None:
-        """Add ``Σ x xᵀ``, block by block, over the columns of ``samples``.
+    def add_second_moment_(self, samples: Tensor, weight: float = 1.0) -> None:
+        """Add ``weight · Σ x xᵀ``, block by block, over the columns of ``samples``.
 
         The shape of ``samples`` is ``(groups, n, samples)``.
         """
         samples = samples.flatten(0, 1)
         if self.block_sizes.is_diagonal:
-            self.rows[:, 0].add_(samples.square().sum(-1))
+            self.rows[:, 0].add_(samples.square().sum(-1), alpha=weight)
             return
         for run, part in zip(self.block_sizes.runs, self.parts, strict=True):
             of_run = run.of(samples, 0)
-            add_product_(part, of_run, of_run.mT)
+            add_product_(part, of_run, of_run.mT, scale=weight)
 
     def group(self, index: int) -> "Blocks":
         """Return the matrix of one group, a view."""
@@ -255,7 +253,7 @@ def block_of_rows(block_sizes: BlockSizes) -> Tensor:
 def reblock(rows: Tensor, before: BlockSizes, after: BlockSizes) -> Tensor:
     """Return rows for other blocks. What is between the old blocks is zero."""
     blocks = [block_of_rows(block_sizes).to(rows.device) for block_sizes in (before, after)]
-    starts, ends = ([of[:, i : i + 1] for of in blocks] for i in (0, 1))
+    starts, ends = ([each[:, i : i + 1] for each in blocks] for i in (0, 1))
     column = starts[1] + torch.arange(rows.shape[1], device=rows.device)  # of the full matrix
     kept = (column >= starts[0]) & (column < ends[0]) & (column < ends[1])
     source = (column - starts[0]).clamp(0, rows.shape[1] - 1)
@@ -297,17 +295,17 @@ def widened(tensor: Tensor) -> Tensor:
     return (tensor if has_wide else tensor.cpu()).to(torch.float64)
 
 
-def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has numbers, and not a shape and a dtype alone.
-
-    A step reads no others: gradients without numbers count as finite, and layers refresh.
-    """
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+@contextmanager
+def ieee_float32(*device_types: str) -> Iterator[None]:
+    """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes."""
+    with ExitStack() as stack:
+        for device_type in device_types:
+            stack.enter_context(_ieee_float32(device_type))
+        yield
 
 
 @contextmanager
-def ieee_float32(device_type: str) -> Iterator[None]:
-    """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes."""
+def _ieee_float32(device_type: str) -> Iterator[None]:
     # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
     matmul: Any = (torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda).matmul
     has_autocast = torch.amp.is_autocast_available(device_type)

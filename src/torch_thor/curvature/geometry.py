@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import has_values
-
 
 @dataclass(frozen=True)
 class Geometry:
@@ -76,7 +74,7 @@ class Geometry:
         """Copy changed matrices back into their tensor, unless they are a view of it."""
         if self.converter is not None:
             self.converter.from_matrix_(matrix, tensor)
-        elif has_values(tensor) and not (
+        elif not (
             # the address alone does not tell: that of tensors without memory of their own is 0
             matrix._is_view() and matrix.data_ptr() == tensor.data_ptr()
         ):

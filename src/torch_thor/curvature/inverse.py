@@ -14,9 +14,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks, has_values, ieee_float32, to_device
+from torch_thor.curvature.blocks import Blocks, ieee_float32, to_device
 from torch_thor.curvature.communication import SINGLE_PROCESS, Bounds, Processes
-from torch_thor.curvature.factor import Factor
+from torch_thor.curvature.layer import Factor
 from torch_thor.curvature.layout import Owners
 
 # The factors of the damping that are tried until a block is positive definite.
@@ -169,17 +169,15 @@ def invert_own(
         for members in alike.values()
     ]
     # on an accelerator with the first damping alone, and without a look
-    results = [
-        _invert_batch(*batch, retries=batch[0].device.type == "cpu" and has_values(batch[0]))
-        for batch in batches
-    ]
-    highest = [levels.amax() for _, levels in results if has_values(levels)]
+    results = [_invert_batch(*batch, retries=batch[0].device.type == "cpu") for batch in batches]
+    highest = [levels.amax() for _, levels in results]
     # one host–device synchronisation for all batches
     on_one_device = [level.to(highest[0].device) for level in highest]
-    raised = iter(torch.stack(on_one_device).tolist() if highest else [])
+    raised = torch.stack(on_one_device).tolist() if highest else []
     inverses, worst = list(blocks), [0] * len(blocks)
-    for members, batch, (inverted, levels) in zip(alike.values(), batches, results, strict=True):
-        level = next(raised) if has_values(levels) else 0
+    for members, batch, (inverted, levels), level in zip(
+        alike.values(), batches, results, raised, strict=True
+    ):
         if level and batch[0].device.type != "cpu":
             inverted, levels = _invert_batch(*batch)
         counts = [len(blocks[i]) for i in members]

@@ -6,7 +6,7 @@ step. If several layers are rows of one parameter, the keys of each have a prefi
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,15 +17,53 @@ from torch import Tensor
 from torch_thor.curvature.blocks import (
     Blocks,
     factor_dtype,
-    has_values,
     ieee_float32,
     to_device,
 )
-from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.layout import Owners, block_sizes_of, layout_of
+from torch_thor.curvature.layout import Layout, layout_of
 from torch_thor.curvature.lifecycle import IDLE, Life
-from torch_thor.curvature.view import ParameterView, State
+from torch_thor.curvature.view import ParameterView, State, local
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """``A`` or ``G`` of one layer, and its inverse, as they are bound to a state."""
+
+    side: str
+    view: ParameterView  # of the weight
+    layout: Layout
+
+    def make_zeros(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Add zeros for the tensors that the state lacks."""
+        state, shape = self.view.state, self.layout.shape
+        shards = self.view.shards if self.layout.by_rows else None
+        for key in self.layout.keys:
+            if key in state:
+                continue
+            if shards is None:
+                state[key] = torch.zeros(shape, dtype=dtype, device=device)
+            else:
+                local_shape = (shards.local.stop - shards.local.start, shape[1])
+                state[key] = shards.wrap(torch.zeros(local_shape, dtype=dtype, device=device))
+
+    def read(self, *, inverse: bool = False) -> Blocks:
+        """Return this process's blocks of the factor or of its inverse, as views of the state."""
+        stored = self.view.state[self.layout.keys[inverse]]
+        rows = stored if type(stored) is Tensor else local(stored)
+        if self.layout.by_rows and self.view.local_rows is not None:
+            rows = rows[self.view.local_rows]
+        return Blocks(self.layout.local, rows)
+
+    def dense(self, *, inverse: bool) -> list[Tensor]:
+        """Return the matrix of each group, with zeros outside of the blocks.
+
+        All processes that divide it must call this.
+        """
+        if self.layout.owners is None:
+            return self.read(inverse=inverse).dense()
+        stored: Any = self.view.state[self.layout.keys[inverse]]
+        return Blocks(self.layout.block_sizes, self.view.of(stored.full_tensor())).dense()
 
 
 class Statistics:
@@ -54,35 +92,27 @@ class Statistics:
         most: int | None = None,
         instead_of: Tensor | None = None,
     ) -> None:
-        """Add the rows of one pass.
-
-        With ``instead_of``, replace gradients that were added before.
+        """Add the rows of one pass, or replace gradients that were added before.
 
         ``output``: its gradient, or its shape for a layer that has A alone. ``most``: a number of
-        rows that is enough.
+        rows that stand for all.
         """
         shape = output if isinstance(output, torch.Size) else output.shape
         if not x.numel() or not shape.numel():  # an empty batch has no rows
             return
         x, sums = x.detach(), self.sums()
-        if not has_values(x):  # only the sums need memory, and a number of rows that is not zero
-            if instead_of is None:
-                self.rows += len(x) if x.dim() else 1
-                self.group_rows = [n + 1 for n in self.group_rows]
-            return
         with ieee_float32(x.device.type):
-            if instead_of is None:
-                rows = kind.add_inputs_(sums[0], x, shape, keep, most)
-                counts = [rows] if isinstance(rows, int) else rows
-                self.rows += sum(counts)
-                self.group_rows = list(map(operator.add, self.group_rows, counts))
-            if isinstance(output, torch.Size):
-                return
-            kind.add_outputs_(sums[1], x, output.detach(), keep)
+            if not isinstance(output, torch.Size):
+                kind.add_outputs_(sums[1], x, output.detach(), keep)
             if instead_of is not None:
                 old = Blocks(sums[1].block_sizes, torch.zeros_like(sums[1].rows))
                 kind.add_outputs_(old, x, instead_of, keep)
                 sums[1].rows.sub_(old.rows)
+                return
+            rows = kind.add_inputs_(sums[0], x, shape, keep, most)
+        counts = [rows] if isinstance(rows, int) else rows
+        self.rows += sum(counts)
+        self.group_rows = list(map(operator.add, self.group_rows, counts))
 
     @torch.no_grad()
     def add(self, other: "Statistics") -> None:
@@ -98,25 +128,22 @@ class Statistics:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added."""
         if self._sums is None:
             view = self.factors[0].view
-            weight = view.module._parameters.get(view.attribute)
             # FSDP2 may keep a parameter on the CPU and in another dtype than the one that it
             # computes with
-            device = (view.parameter if weight is None else weight).device
-            dtype = factor_dtype(
-                (view.parameter if weight is None or view.shards is not None else weight).dtype
-            )
-            cuts = [factor.layout.block_sizes for factor in self.factors]
-            # it was changed since the view was bound
-            if view.options.get("split_dim") != self.factors[0].layout.split_dim:
-                cuts = [block_sizes_of(factor.side, self._kind, view) for factor in self.factors]
+            weight: Any = view.module._parameters.get(view.attribute)
+            dtype = factor_dtype((weight if view.shards is None else view.parameter).dtype)
             self._sums = [
-                Blocks(
-                    block_sizes,
-                    torch.zeros((block_sizes.rows, block_sizes.width), dtype=dtype, device=device),
-                )
-                for block_sizes in cuts
+                Blocks(cut, torch.zeros(cut.rows, cut.width, dtype=dtype, device=weight.device))
+                for cut in (factor.layout.block_sizes for factor in self.factors)
             ]
         return self._sums
+
+    def scale_gradients_(self, scale: float) -> None:
+        """Multiply the gradients of the rows so far by a number."""
+        for g_sum in (self._sums or ())[1:]:
+            # in two products, because scale² can overflow float32 if the loss is scaled for half
+            # precision
+            g_sum.rows.mul_(scale).mul_(scale)
 
     def take(self, loss_terms: int) -> list[Blocks] | None:
         """Return the factors of the rows of this step, and drop the rows; None if there are none.
@@ -136,18 +163,6 @@ class Statistics:
                 mean if len(self.factors) == 1 else (counts * loss_terms).clamp(min=1).rsqrt()
             )
         return sums
-
-    def follow_weight(self) -> None:
-        """Move and convert the sums to the device and dtype of the weight.
-
-        This is needed if the weight was converted after a forward pass.
-        """
-        if self._sums is not None:
-            weight = self.factors[0].view.parameter
-            device, dtype = weight.device, factor_dtype(weight.dtype)
-            self._sums = [
-                Blocks(sums.block_sizes, sums.rows.to(device, dtype)) for sums in self._sums
-            ]
 
 
 SIDES = ("A", "G")
@@ -194,7 +209,7 @@ class Layer:
     biases: list[ParameterView]
     # put before the names of its state, where several layers are rows of one parameter
     prefix: str = ""
-    # the modules that compute it: torch_thor.capture.layers.Use
+    # the modules that compute it: torch_thor.capture.inspection.Use
     uses: Sequence[Any] = ()
 
     @property
@@ -229,16 +244,10 @@ class LayerCurvature:
         self.statistics = Statistics(layer.kind, factors)  # those of the current step
         self.bind(factors)
 
-    def laid_out(
-        self, weight: ParameterView, owners: Mapping[str, Owners] | None = None
-    ) -> tuple[Factor, ...]:
-        """Return the factors for a view of the weight.
-
-        ``owners``: of the blocks of each factor that processes partition.
-        """
-        kind, prefix = self.kind, self.prefix
+    def laid_out(self, weight: ParameterView) -> tuple[Factor, ...]:
+        """Return the factors for a view of the weight."""
         return tuple(
-            Factor(side, weight, layout_of(side, kind, weight, prefix, (owners or {}).get(side)))
+            Factor(side, weight, layout_of(side, self.kind, weight, self.prefix))
             for side in self.factor_names
         )
 

@@ -4,36 +4,26 @@ One factor belongs to the rows of the weight: G, or A if the weight has the inpu
 tensors have the rows of the weight, so layers that are rows of one weight share them. If the weight
 is divided (FSDP2), they are divided in the same way, and blocks end at the boundaries of the shards
 too: every process preconditions its own rows without those of another process, and a checkpoint of
-some processes can be loaded on others. Every other factor is held by all processes, unless
-curvature is divided (``divide_curvature``): then only the owner of a block, which inverts it, keeps
-it and its inverse.
+some processes can be loaded on others. Every other factor is held by all processes.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-from torch import Tensor
 
 from torch_thor.curvature.blocks import BlockSizes
-from torch_thor.curvature.communication import SINGLE_PROCESS, Processes
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.view import ParameterView, RowShards, bounds_within
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Which process inverts which blocks of a factor, where each keeps a part of them alone."""
+    """Which process keeps and inverts which blocks of a factor of divided rows."""
 
     # of run i, process r owns the blocks from bounds[i][r] to bounds[i][r + 1]
     bounds: tuple[tuple[int, ...], ...]
     # the owner of the blocks that this process keeps: itself, or a process that holds the same rows
     source: int
     has_replicas: bool = False  # whether other processes keep the same blocks
-    processes: Processes = field(
-        default=SINGLE_PROCESS, repr=False, compare=False
-    )  # with the others
 
     @classmethod
     def of_shards(cls, block_sizes: BlockSizes, shards: RowShards, rows: slice | None) -> "Owners":
@@ -55,10 +45,6 @@ class Owners:
         kept = map(self.local, range(len(self.bounds)))
         return [run for run, blocks in enumerate(kept) if blocks.start < blocks.stop]
 
-    def local_parts(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the blocks of a factor that this process keeps, from those of all processes."""
-        return [parts[run][self.local(run)] for run in self.local_runs]
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -66,13 +52,11 @@ class Layout:
 
     block_sizes: BlockSizes  # the blocks of all processes
     local: BlockSizes  # those that this process keeps
-    owners: Owners | None  # who keeps which; None if every process keeps all
+    owners: Owners | None  # who keeps which, where rows are divided; None if all keep all
     by_rows: bool  # whether its tensors have the rows of the weight
     keys: tuple[str, str]  # of the factor and of its inverse, in the state of the weight
     # of these tensors; if the weight is divided, the rows of all processes
     shape: tuple[int, int]
-    split_dim: Any  # the option that it was made for
-    is_partitioned: bool  # whether processes keep parts of it alone, and not by rows of the weight
 
 
 def block_sizes_of(
@@ -90,9 +74,7 @@ def block_sizes_of(
     return BlockSizes.of(rows, split, kind.groups)
 
 
-def layout_of(
-    side: str, kind: Kind, view: ParameterView, prefix: str = "", owners: Owners | None = None
-) -> Layout:
+def layout_of(side: str, kind: Kind, view: ParameterView, prefix: str = "") -> Layout:
     """Return the layout of a factor.
 
     Args:
@@ -100,10 +82,12 @@ def layout_of(
         kind: the kind of the layer.
         view: its weight, with the options of its group and its shards.
         prefix: put before the names of tensors that have no rows of the weight.
-        owners: the owners of the blocks, if curvature is divided.
     """
-    block_sizes, is_partitioned = block_sizes_of(side, kind, view), owners is not None
-    by_rows = not is_partitioned and _is_of_rows(side, kind, view)
+    block_sizes, by_rows, owners = (
+        block_sizes_of(side, kind, view),
+        _is_of_rows(side, kind, view),
+        None,
+    )
     if view.shards is not None and by_rows:
         owners = Owners.of_shards(block_sizes, view.shards, view.rows)
     local = block_sizes if owners is None else block_sizes.local(owners.bounds, owners.source)
@@ -114,10 +98,8 @@ def layout_of(
     if by_rows:
         split = _split_dim(side, kind, view)
         width = view.most_rows if split is None else min(split, view.most_rows)
-    keys, split_dim = (key, key + "_inverse"), view.options.get("split_dim")
-    return Layout(
-        block_sizes, local, owners, by_rows, keys, (rows, width), split_dim, is_partitioned
-    )
+    keys = key, key + "_inverse"
+    return Layout(block_sizes, local, owners, by_rows, keys, (rows, width))
 
 
 def _split_dim(side: str, kind: Kind, view: ParameterView) -> int | None:

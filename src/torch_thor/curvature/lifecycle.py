@@ -18,8 +18,8 @@ class Decision(enum.Enum):
     The trace rule is that of Chen et al. 2021, section 3.2.
 
     UPDATE: new factors were taken and inverted. KEEP: the new statistics were dropped. STOP: the
-    new statistics were dropped, and the layer never refreshes again. FAILED: the new factors held
-    NaN or inf, or could not be inverted; the last good inverse stays in use.
+    new statistics were dropped, and the layer never refreshes again. FAILED: the new factors could
+    not be inverted; the last good inverse stays in use.
     """
 
     UPDATE = "update"

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockSizes, has_values, ieee_float32, product
+from torch_thor.curvature.blocks import BlockSizes, ieee_float32, product
 
 # Coefficients of a X + (b X Xᵀ + c (X Xᵀ)²) X in each iteration, which are optimal for singular
 # values from 0.001 to 1.
@@ -39,34 +39,35 @@ _MARGIN = {torch.bfloat16: 1.05, torch.float32: 1.01, torch.float64: 1.01}
 _NOISE = 32.0
 
 
-def unit_polars(matrices: Sequence[Tensor], rows: int | None) -> list[Tensor]:
-    """Return the polar factors of batches of wide matrices, or of their row blocks, with norm 1."""
+def unit_polars(
+    matrices: Sequence[Tensor], rows: int | None, limits: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Return the polar factors of batches of wide matrices, or of their row blocks, with norm 1.
+
+    ``limits``: numbers by which the matrices of each batch are multiplied.
+    """
     alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
         alike[matrix.dtype, matrix.device, matrix.shape[1:]].append(i)
-    batches = [torch.cat([matrices[i] for i in members]) for members in alike.values()]
+    polars = orthogonalise([_joined(matrices, each) for each in alike.values()], rows)
     units = list(matrices)
-    for members, unit in zip(alike.values(), unit_polars_(batches, rows), strict=True):
-        for i, part in zip(members, unit.split([len(matrices[i]) for i in members]), strict=True):
-            units[i] = part
-    return units
-
-
-def unit_polars_(
-    batches: Sequence[Tensor], rows: int | None, limits: Sequence[Tensor] | None = None
-) -> list[Tensor]:
-    """Return those of batches of unlike shapes, each matrix times its number in ``limits``."""
-    polars = orthogonalise(batches, rows)
-    for i, polar in enumerate(polars):
+    for members, polar in zip(alike.values(), polars, strict=True):
         # clamped for matrices of zeros, whose step is zero
         norms = torch.linalg.matrix_norm(polar, keepdim=True).clamp_(
             min=torch.finfo(polar.dtype).tiny
         )
         if limits is not None:
-            norms /= limits[i][:, None, None]
+            norms /= _joined(limits, members)[:, None, None]
         # in place: a result of orthogonalise() shares no memory with other tensors
         polar.div_(norms)
-    return polars
+        for i, part in zip(members, polar.split([len(matrices[i]) for i in members]), strict=True):
+            units[i] = part
+    return units
+
+
+def _joined(tensors: Sequence[Tensor], members: Sequence[int]) -> Tensor:
+    """Return some of the tensors as one."""
+    return tensors[members[0]] if len(members) == 1 else torch.cat([tensors[i] for i in members])
 
 
 def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Tensor]:
@@ -95,7 +96,7 @@ def _polar(parts: list[Tensor]) -> list[Tensor]:
 
     There are no more rows than columns.
     """
-    if parts[0].device.type != "cpu" or not has_values(parts[0]):
+    if parts[0].device.type != "cpu":
         dtype = torch.bfloat16 if parts[0].dtype == torch.float32 else parts[0].dtype
         return [_by_products(_with_largest_entry_1(part), dtype) for part in parts]
     roots = _roots(torch.cat([product(part, part.mT) for part in parts]))

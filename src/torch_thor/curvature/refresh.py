@@ -6,16 +6,15 @@ inverted, each block by the process that owns it, and sent to all.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, islice
 
 import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks, wide_dtype
 from torch_thor.curvature.communication import SINGLE_PROCESS, Processes
-from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.inverse import (
     DAMPING_RAISES,
     NOT_POSITIVE,
@@ -26,6 +25,7 @@ from torch_thor.curvature.inverse import (
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.lifecycle import Decision
 
+_RAISED = "a block was not positive definite; its damping was raised for this refresh"
 _PLAINLY = "it takes its plain gradient, and the next step tries again"
 
 
@@ -37,8 +37,7 @@ class RefreshEvent:
         layer: the layer's name.
         step: the step of the layer's parameter group, counted from 0.
         decision: the decision.
-        trace_change: Δ; None if there was nothing to compare with (in the first refresh, or for NaN
-            in new factors).
+        trace_change: Δ; None if there was nothing to compare with, in the first refresh.
         trace: tr(F + λI) of the new statistics, with the current λ.
     """
 
@@ -65,15 +64,12 @@ class Candidate:
     factors: list[Blocks]  # A and G of the rows of this process, for the blocks of all
     rows_per_term: float  # T of this step
     damping: float  # λ
-    thresholds: tuple[float, float]  # (ω1, ω2)
+    thresholds: tuple[float, float] | None  # (ω1, ω2); None without a trace rule
     decay: float  # weight of the factors in use in the running average; 0 takes the new ones alone
     group_rows_per_term: Tensor | None = None  # T of each group, if groups have their own rows
     # for each group, whether it keeps the factors in use; empty if none does
     without_rows: Sequence[bool] = ()
-    # whether the factors have numbers; without them, every trace counts as 1, and they are taken
-    has_numbers: bool = True
     # what judge() finds
-    traces: Sequence[Sequence[float]] = ()  # of the new factors, by side and group
     decision: Decision = Decision.UPDATE
     trace: float = 0.0
     change: float | None = None
@@ -85,7 +81,6 @@ class Candidate:
         for i in compress(range(layer.kind.groups), self.without_rows):
             for new, old in zip(now, before, strict=True):
                 new[i] = old[i]
-        self.traces = now
         size = layer.kind.groups * layer.kind.inputs * layer.kind.outputs
         # relative damping multiplies both traces by the same number
         damping = 0.0 if relative else self.damping
@@ -95,11 +90,10 @@ class Candidate:
             rows_per_term * math.fsum(map(math.prod, zip(*traces, strict=True))) + damping * size
             for traces, rows_per_term in ((now, self.rows_per_term), (before, layer.rows_per_term))
         )
-        if not math.isfinite(self.trace):
-            self.decision = Decision.FAILED
-        elif layer.refreshes and self.has_numbers:
+        if layer.refreshes:
             self.change = abs(abs(self.trace) - abs(in_use)) / abs(in_use) if in_use else math.inf
-            self.decision = decide(self.change, self.thresholds)
+            if self.thresholds is not None:
+                self.decision = decide(self.change, self.thresholds)
         if self.decision is not Decision.UPDATE:
             return
         decay = self.decay if layer.refreshes else 0.0  # else there is nothing to average with
@@ -117,19 +111,17 @@ class Candidate:
             stored = factor.read() if decay or self.without_rows else None
             self.new.append(NewFactor(factor, sums, added, stored, decay, self.without_rows, plain))
 
-    def commit(self, report: Callable[[LayerCurvature, str], None]) -> RefreshEvent:
+    def commit(self, report: Callable[[str, str], None]) -> RefreshEvent:
         """Store the decision and the new factors; where an inverse has failed, it is FAILED."""
-        layer, what = self.layer, "its new factors hold NaN or inf and were not inverted"
+        layer = self.layer
         level = max((new.level for new in self.new), default=0)
         if self.change is not None:
             layer.record(last_trace_change=self.change)
         if level == NOT_POSITIVE:
             self.decision = Decision.FAILED
-            what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
-        if self.decision is Decision.FAILED:
-            report(
-                layer, f"{what}; {'the last good inverse stays' if layer.refreshes else _PLAINLY}"
-            )
+            then = "the last good inverse stays" if layer.refreshes else _PLAINLY
+            raised = f"{DAMPING_RAISES[-1]:g} times its damping"
+            report(f"a block was not positive definite at {raised}; {then}", layer.name)
         elif self.decision is Decision.UPDATE:
             for new in self.new:
                 for inverse, parts in ((False, new.blocks), (True, new.inverses)):
@@ -140,114 +132,85 @@ class Candidate:
                 layer.state[layer.prefix + "group_rows_per_term"] = self.group_rows_per_term
             layer.record(rows_per_term=self.rows_per_term, refreshes=layer.refreshes + 1)
             if level:
-                report(
-                    layer,
-                    "a block was not positive definite; its damping was raised for this refresh",
-                )
+                report(_RAISED, layer.name)
         return RefreshEvent(layer.name, self.step, self.decision, self.change, self.trace)
-
-
-class Beside:
-    """Numbers on the device that are read in the same wait as the traces.
-
-    Args:
-        values: a vector in float32.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.numbers: list[float] | None = None  # once they are read
-
-    def read(self) -> list[float]:
-        """Return the numbers, with a wait of their own if there were no traces."""
-        if self.numbers is None:
-            self.numbers = self.values.tolist() if len(self.values) else []
-        return self.numbers
 
 
 def refresh(
     candidates: Sequence[Candidate],
-    report: Callable[[LayerCurvature, str], None],
+    report: Callable[[str, str], None],
     *,
     relative: bool = False,
     processes: Processes = SINGLE_PROCESS,
-    found_inf: Tensor | None = None,
-    beside: Beside | None = None,
 ) -> tuple[RefreshEvent, ...]:
     """Apply the trace rule to each layer, then invert the new factors of all layers together.
 
     Args:
         candidates: the layers with their new factors.
-        report: told of problems of a layer.
+        report: told of problems, with the name of the layer.
         relative: whether the damping is relative to the mean diagonal of a factor.
         processes: those that train together.
-        found_inf: a number on the device, 1 if a gradient of this step is not finite.
-        beside: other numbers to read; all processes get those of the first.
 
     Returns:
         The decisions, one for each layer.
 
     Raises:
-        FloatingPointError: ``found_inf`` is 1; nothing has changed.
+        FloatingPointError: new factors hold NaN or inf; nothing has changed.
     """
     if not candidates:
         return ()
-    known = [candidate for candidate in candidates if candidate.has_numbers]
-    stored = [factor for candidate in known for factor in candidate.layer.stored]
-    traces = [sums.traces() for candidate in known for sums in candidate.factors]
-    traces += [factor.read().traces() for factor in stored]
-    if not traces:
-        beside = None  # it is read by itself
-    vectors = [*traces, *(() if beside is None else [beside.values])]
-    vectors += () if found_inf is None else [found_inf.reshape(1)]
-    # with one host–device synchronisation for all layers
-    numbers: list[float] = []
-    if vectors:
-        device = vectors[0].device
-        is_wide = any(vector.dtype == torch.float64 for vector in vectors)
-        dtype = wide_dtype(device) if is_wide else torch.float32
-        numbers = torch.cat([vector.to(dtype).to(device) for vector in vectors]).tolist()
-    if found_inf is not None and numbers.pop():
-        raise FloatingPointError("gradients are not finite")
-    if beside is not None:
-        count = len(numbers) - len(beside.values)
-        beside.numbers = processes.gather(numbers[count:])[0]
-        numbers = numbers[:count]
-    rows = processes.gather(numbers) if processes.count > 1 else [numbers]
-    numbers_of = tuple(map(iter, _traces_of_all(rows, stored)))
+    new, in_use = _traces(candidates, processes)
     for candidate in candidates:
-        now, before = (
-            [
-                [next(of) if candidate.has_numbers else 1.0 for _ in range(groups)]
-                for groups in [candidate.layer.kind.groups] * len(candidate.factors)
-            ]
-            for of in numbers_of
+        candidate.judge(new[candidate.layer], in_use[candidate.layer], relative)
+    bad = [candidate.layer.name for candidate in candidates if not math.isfinite(candidate.trace)]
+    if bad:
+        raise FloatingPointError(
+            f"the inputs or gradients of layers {', '.join(bad[:5])} hold NaN or inf; weights and "
+            "state are as before this step. Lower lr, raise damping, clip the gradients, or skip "
+            "it; torch_thor.check_gradients(optimizer) looks in every step"
         )
-        candidate.judge(now, before, relative)
     invert_([factor for candidate in candidates for factor in candidate.new], processes)
     # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises
     # from here on
     return tuple(candidate.commit(report) for candidate in candidates)
 
 
-def _traces_of_all(
-    rows: Sequence[list[float]], stored: Sequence[Factor]
-) -> tuple[list[float], list[float]]:
-    """Return the traces of new factors and of those in use, from those that each process has."""
+_Traces = dict[LayerCurvature, list[list[float]]]  # by side and group
+
+
+def _traces(candidates: Sequence[Candidate], processes: Processes) -> tuple[_Traces, _Traces]:
+    """Return the traces of new factors, and of those in use; the host waits for the device once."""
+    stored = [factor for candidate in candidates for factor in candidate.layer.stored]
+    vectors = [sums.traces() for candidate in candidates for sums in candidate.factors]
+    vectors += [factor.read().traces() for factor in stored]
+    device = vectors[0].device
+    is_wide = any(vector.dtype == torch.float64 for vector in vectors)
+    dtype = wide_dtype(device) if is_wide else torch.float32
+    rows = processes.gather(torch.cat([vector.to(device, dtype) for vector in vectors]).tolist())
     half = len(rows[0]) // 2
     new = [sum(of_processes) for of_processes in zip(*rows, strict=True)][:half]
     # Those of the first process: on different hardware the last bits of a sum may differ, and if a
     # layer stopped on one process and not on another, their weights would differ from then on.
     in_use = rows[0][half:]
-    i = 0
+    first = 0
     for factor in stored:
         owners = factor.layout.owners
-        # which have one group: every owner adds the trace of its blocks
-        if owners is not None:
-            in_use[i] = sum(
-                row[half + i]
+        if owners is not None:  # there is one group: every owner adds the trace of its blocks
+            in_use[first] = sum(
+                row[half + first]
                 for rank, row in enumerate(rows)
                 if any(bounds[rank] < bounds[rank + 1] for bounds in owners.bounds)
             )
-        i += factor.layout.block_sizes.groups
-    return new, in_use
+        first += factor.layout.block_sizes.groups
+    return _by_layer(candidates, new), _by_layer(candidates, in_use)
+
+
+def _by_layer(candidates: Sequence[Candidate], traces: Iterable[float]) -> _Traces:
+    """Return the traces of each layer, by side and group."""
+    following = iter(traces)
+    return {
+        candidate.layer: [
+            list(islice(following, candidate.layer.kind.groups)) for _ in candidate.factors
+        ]
+        for candidate in candidates
+    }

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import has_values
-
 State = MutableMapping[str, Any]
 
 
@@ -51,6 +49,12 @@ def shard_bounds(rows: int, shards: int) -> tuple[int, ...]:
     """
     each = -(-rows // shards)
     return tuple(min(i * each, rows) for i in range(shards + 1))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds."""
+    to_local = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +118,7 @@ class ParameterView:
         The gradient of an unused parameter may be zeros.
         """
         gradient = self.parameter.grad
-        if gradient is None or self.shards is not None or not has_values(gradient):
+        if gradient is None or self.shards is not None:
             return gradient is not None
         return (gradient._values() if gradient.is_sparse else self.of(gradient)).any()
 

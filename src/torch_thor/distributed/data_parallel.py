@@ -4,7 +4,6 @@ Every rank holds the whole model, and each block of a factor is summed and inver
 a symmetric block the lower triangle is sent, which has half as many elements.
 """
 
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,10 @@ from torch import distributed as dist
 from torch_thor.curvature.blocks import wide_dtype
 from torch_thor.curvature.communication import Among, Bounds, Processes
 from torch_thor.distributed.assignment import assign, packed_size, packed_sizes, pads
-from torch_thor.distributed.collectives import all_gather, reduce_scatter
+
+# by the names that the installed torch has for them: 2.14 warns of the older ones
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # blocks of one dtype and device, each tensor with its bounds
 _Alike = list[tuple[Tensor, Sequence[int]]]
@@ -46,11 +48,11 @@ class DataParallel(Processes):
         """Return the numbers of every rank (one collective and a host–device synchronisation)."""
         if not numbers:
             return [[] for _ in range(self.count)]
-        # not every device has float64
-        bits = torch.tensor(_as_integers(numbers), dtype=torch.int64, device=self._device)
-        gathered = bits.new_empty(self.count * len(bits))
-        all_gather(gathered, bits, self._group)
-        return [_as_floats(row) for row in gathered.view(self.count, -1).tolist()]
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        gathered = own.new_empty(self.count * len(own))
+        all_gather(gathered, own, group=self._group)
+        rows: list[list[float]] = gathered.view(self.count, -1).tolist()
+        return rows
 
     def assign(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
         """Deal out blocks to ranks by their cost."""
@@ -67,7 +69,7 @@ class DataParallel(Processes):
             local = pieces[self.rank]
             if padded:
                 local = torch.empty_like(local)
-                reduce_scatter(local, flat, self._group)
+                reduce_scatter(local, flat, group=self._group)
             else:
                 dist.all_reduce(flat, group=self._group)
             _each(unpack_, alike, self.rank, local)
@@ -81,7 +83,7 @@ class DataParallel(Processes):
             _each(pack, alike, rank, local)
             owners = [i for i, piece in enumerate(pieces) if len(piece)]
             if padded:
-                all_gather(flat, local, group)
+                all_gather(flat, local, group=group)
             elif len(owners) == 1:
                 dist.broadcast(flat, dist.get_global_rank(group, owners[0]), group=group)
             else:
@@ -120,23 +122,13 @@ class DataParallel(Processes):
             by_place[part.dtype, part.device].append((part, of_ranks))
         for alike in by_place.values():
             sizes = packed_sizes(
-                [(len(part), part.shape[-1]) for part, _ in alike], [of for _, of in alike]
+                [(len(part), part.shape[-1]) for part, _ in alike], [each for _, each in alike]
             )
             padded = pads(sizes)
             sizes = [max(sizes)] * len(sizes) if padded else sizes
             # so that the padding holds no NaN
             flat = alike[0][0].new_zeros(sum(sizes), dtype=self._dtype)
             yield alike, flat, flat.split(sizes), padded
-
-
-def _as_integers(numbers: Sequence[float]) -> list[int]:
-    """Return the bits of numbers in float64 as integers."""
-    return array("q", array("d", numbers).tobytes()).tolist()
-
-
-def _as_floats(bits: Sequence[int]) -> list[float]:
-    """Return the numbers in float64 that have these bits."""
-    return array("d", array("q", bits).tobytes()).tolist()
 
 
 def _each(

@@ -11,18 +11,15 @@ from torch import distributed as dist
 class Distributed:
     """How an optimizer trains with other processes.
 
-    It is passed as ``THOR(model, distributed=Distributed(divide_curvature=True))``.
+    It is passed as ``THOR(model, distributed=Distributed(process_group=group))``.
 
     Args:
         process_group: the processes that train the model together and average its gradients, as DDP
             does; their statistics are summed on refresh steps. None: the default group, if
             ``torch.distributed`` is initialised by the time of a step; False: none, so that every
-            process trains a model of its own. It must be the same on all processes: those that wait
-            for a process that does not come are ended by the timeout of the group.
-        divide_curvature: whether only the process that inverts a block keeps it and its inverse (1
-            / n of the memory), and every step collects the inverses. By default all processes keep
-            all, and ordinary steps send nothing. The steps are the same. State dicts then need
-            ``optimizer.consolidate_state_dict()`` first.
+            process trains a model of its own. It must be the same on all processes, and under FSDP2
+            that of the mesh: processes that wait for another that does not come are ended by the
+            timeout of the group.
         whole_matrices: for ThorMuon under FSDP2, whether one process orthogonalises each matrix as
             a whole (two all-to-all and an all-reduce in every step). By default every process
             orthogonalises its own rows, and nothing is sent.
@@ -34,7 +31,6 @@ class Distributed:
     """
 
     process_group: Any = None
-    divide_curvature: bool = False
     whole_matrices: bool = False
     communication_dtype: torch.dtype | None = None
 
@@ -52,7 +48,6 @@ class Distributed:
                 "group, or False where every process trains a model of its own; of a DeviceMesh "
                 "give mesh.get_group()",
             ),
-            "divide_curvature": (isinstance(self.divide_curvature, bool), flag),
             "whole_matrices": (isinstance(self.whole_matrices, bool), flag),
             "communication_dtype": (
                 self.communication_dtype in (None, torch.bfloat16, torch.float32),

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.patterns import Patterns, selected, some
-from torch_thor.curvature.blocks import has_values
-from torch_thor.curvature.factor import local
-from torch_thor.optim import state_dict as state_dicts
-from torch_thor.optim.base import EagerStep
-from torch_thor.optim.inputs import creates_state_only
-from torch_thor.optim.model_argument import Closure, Group, parameters_of
-from torch_thor.optim.options import check_complete, options_in, options_of
-from torch_thor.optim.plan import parameters
+from torch_thor.capture.patterns import Patterns, selected
+from torch_thor.optim.base import CheckedOptimizer
+from torch_thor.optim.batches import parameters
+from torch_thor.optim.gradients import creates_state_only
+from torch_thor.optim.model_argument import Closure, Group, check_known, parameters_of
+from torch_thor.optim.options import options_in
+from torch_thor.optim.state_dict import check_loaded, load, misfits
+from torch_thor.torch_internals import uncompiled
 
 
 class Slot(NamedTuple):
@@ -55,26 +54,17 @@ def check_dense(name: str, gradient: Tensor) -> None:
         )
 
 
-def _is_negative_zero(tensor: Tensor) -> bool:
-    """Return whether all elements are -0."""
-    real = torch.view_as_real(tensor).clone() if tensor.is_complex() else tensor
-    return bool((real.signbit() & (real == 0)).all())
-
-
 def gathered(tensor: Tensor) -> Tensor:
     """Return a DTensor with what all processes hold of it, any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-class ExcludingOptimizer(EagerStep):
+class ExcludingOptimizer(CheckedOptimizer):
     """An optimizer with the option ``exclude``."""
 
-    relative: ClassVar[str]  # torch's optimizer with the same state
     _excluded_by_default: Callable[[list[Tensor]], set[Tensor]]
     _make_state: Callable[[Tensor, Group], None]  # of one parameter, if it has none
     _update: Callable[[list[list[Found]]], None]  # the parameters of each group
-    # whether the state is only what torch.distributed.checkpoint asked for before the first step
-    _placeholder = False
 
     def __init__(
         self,
@@ -105,13 +95,8 @@ class ExcludingOptimizer(EagerStep):
             "param_names", [f"group {len(self._slots)}, parameter {i}" for i in range(len(params))]
         )
         if self.model is not None:
+            check_known(params, self.model)
             known = {p: name for name, p in nn.Module.named_parameters(self.model)}
-            unknown = [str(tuple(p.shape)) for p in params if p.requires_grad and p not in known]
-            if unknown:
-                raise ValueError(
-                    f"parameters of shape {some(unknown)} are not in the model; pass the model "
-                    f"that holds them, or give them an optimizer of their own"
-                )
             names = [known.get(p, name) for p, name in zip(params, names, strict=True)]
         chosen = (
             self._excluded_by_default(params)
@@ -120,29 +105,18 @@ class ExcludingOptimizer(EagerStep):
         )
         return [Slot(name, p in chosen) for name, p in zip(names, params, strict=True)]
 
+    @uncompiled
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> float | None:
         """Take one step after calling ``closure`` with gradients enabled; return its result."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self._own_groups()
         of_groups: list[list[Found]] = []
-        for i, (group, slots) in enumerate(zip(self.param_groups, self._slots, strict=True)):
-            check_complete(type(self), i, group, options_of(self))
-            self._check_group(group)
-            if len(group["params"]) != len(slots):
-                raise RuntimeError(
-                    f"parameter group {i} has {len(group['params'])} parameters and had "
-                    f"{len(slots)}: it was changed without add_param_group; use that, or make a "
-                    "new optimizer"
-                )
+        for group, slots in zip(self.param_groups, self._slots, strict=True):
             pairs = zip(slots, group["params"], strict=True)
             of_groups.append([(slot, p, p.grad) for slot, p in pairs if p.grad is not None])
             for slot, _, gradient in of_groups[-1]:
                 check_dense(repr(slot.name), gradient)
-        if self._placeholder:
-            self.state.clear()
-        self._placeholder = not self.state and creates_state_only(self.param_groups)
-        if self._placeholder:
+        if not self.state and creates_state_only(self.param_groups):
             self._make_states()
         else:
             self._update(of_groups)
@@ -159,53 +133,20 @@ class ExcludingOptimizer(EagerStep):
 
         It is loaded as a whole or, on an error, not at all.
         """
-        state_dicts.load(
-            self,
-            super().load_state_dict,
-            state_dict,
-            adopt=self._adopt,
-            complete=self._complete,
-            name=self._names().__getitem__,
-            relative=self.relative,
-        )
+        load(self, super().load_state_dict, state_dict, self._adopt, self._complete)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return state and options, as any optimizer of torch does.
-
-        Raises:
-            ValueError: an option is out of range, or the state holds NaN or inf, so that
-                ``load_state_dict`` would refuse it.
-        """
-        for group in self.param_groups:
-            self._check_group(group)
-        self._check_state()
-        return super().state_dict()
-
-    def _names(self) -> dict[Tensor, str]:
-        """Return the name of each parameter."""
-        slots = chain.from_iterable(self._slots)
-        pairs = zip(parameters(self.param_groups), slots, strict=True)
-        return {parameter: slot.name for parameter, slot in pairs}
+    def _adopt(self, group: Group, present: Group) -> None:
+        """Fit a saved group to that of the optimizer."""
+        self._check_group(group)
 
     def _complete(self) -> None:
         """Fit the state that was loaded to the parameters."""
-        self._check_state()
-        buffers = [s["momentum_buffer"] for s in self.state.values() if "momentum_buffer" in s]
-        self._placeholder = bool(buffers) and all(
-            has_values(buffer) and _is_negative_zero(local(buffer)) for buffer in buffers
-        )
-
-    def _check_state(self) -> None:
-        """Raise ValueError for a state that does not fit the parameters, or is not finite."""
-        names = self._names()
-        state_dicts.check_loaded(self.state, names, names.__getitem__)
-
-    def _adopt(self, group: Group, present: Group) -> None:
-        """Complete a saved group by the options that the optimizer has."""
-        state_dicts.take_missing(self, group, present)
-        self._check_group(group)
+        slots = chain.from_iterable(self._slots)
+        pairs = zip(parameters(self.param_groups), slots, strict=True)
+        names: dict[Tensor, str] = {parameter: slot.name for parameter, slot in pairs}
+        check_loaded(misfits(self.state, names, names.__getitem__))
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
-            name: getattr(self, name) for name in ("model", "exclude", "_slots", "_placeholder")
+            name: getattr(self, name) for name in ("model", "exclude", "_slots")
         }

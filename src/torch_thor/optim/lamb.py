@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
-from torch_thor.curvature.blocks import factor_dtype, has_values
-from torch_thor.curvature.factor import local
-from torch_thor.optim import counterparts as foreign
+from torch_thor.curvature.blocks import factor_dtype
+from torch_thor.curvature.view import local
 from torch_thor.optim.excluding import ExcludingOptimizer, Found, gathered
 from torch_thor.optim.model_argument import Group
 
@@ -60,10 +59,6 @@ class LAMB(ExcludingOptimizer):
         TypeError: ``exclude`` names parameters and the model is missing, or it is no pattern.
     """
 
-    relative = "torch.optim.AdamW"
-    counterparts = foreign.LAMB
-
-    @foreign.names_counterparts
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -128,7 +123,7 @@ def _update(group: Group, part: list[list[Tensor]], *, adapted: bool) -> None:
     if group["maximize"]:
         gradients = list(torch._foreach_neg(gradients))
     torch._foreach_add_(counts, 1)
-    steps = [float(count) if has_values(count) else 1.0 for count in counts]
+    steps = [float(count) for count in counts]
     torch._foreach_lerp_(means, gradients, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)

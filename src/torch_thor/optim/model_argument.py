@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.factor import local
-from torch_thor.optim.callers import line_of_caller
 
 Closure = Callable[[], float]  # evaluates the model again, and returns the loss
 Group = dict[str, Any]
@@ -34,14 +32,7 @@ def model_is(model: nn.Module) -> Iterator[None]:
     Args:
         model: the model whose parameters the optimizers are given; not wrapped by DDP or
             torch.compile.
-
-    Raises:
-        TypeError: ``model`` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model_is({type(model).__name__}): must be the nn.Module whose parameters are trained"
-        )
     token = _MODEL.set(model)
     try:
         yield
@@ -71,14 +62,11 @@ def parameters_of_model(
     """Do the same for an optimizer that must know the model."""
     params, model = parameters_of(params, model, optimizer)
     if model is None:
-        line = line_of_caller() or (
-            "where a trainer makes the optimizer, give it functools.partial({0}, model=model), or "
-            "let it run inside `with torch_thor.model_is(model):`"
-        )
         raise TypeError(
             f"model=None: {optimizer} reads the inputs of layers, so it must know the model; pass "
-            f"{optimizer}(model, ...) or {optimizer}(parameters, model=model, ...); "
-            f"{line.format(optimizer)}"
+            f"{optimizer}(model, ...) or {optimizer}(parameters, model=model, ...); where a "
+            f"trainer makes the optimizer, give it functools.partial({optimizer}, model=model), "
+            "or let it run inside `with torch_thor.model_is(model):`"
         )
     return params, model
 
@@ -93,11 +81,3 @@ def check_known(parameters: Iterable[Tensor], model: nn.Module) -> None:
             f"parameters of shape {some(unknown)} are not in the model, so their layers cannot be "
             f"seen; pass the model that holds them, or give them an optimizer of their own"
         )
-
-
-def parameters_with_gradient(groups: list[Group]) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:
-    """Iterate over the parameters that have a gradient."""
-    for group in groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                yield group, parameter, local(parameter.grad)

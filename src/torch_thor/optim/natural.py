@@ -1,6 +1,6 @@
 """A step's natural gradient: a parameter's preconditioned matrices, and products with inverses.
 
-On a CPU the directions of all works share one memory. On an accelerator those of matrices of one
+On a CPU the directions of all batches share one memory. On an accelerator those of matrices of one
 shape are views of one tensor, the result of a batched product.
 """
 
@@ -12,79 +12,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import Blocks, factor_dtype
-from torch_thor.optim.model_argument import Group
-from torch_thor.optim.plan import Binding, rows_without_layer
-from torch_thor.optim.works import (
+from torch_thor.curvature.blocks import Blocks
+from torch_thor.optim.batches import (
     Batch,
-    Bucket,
+    Binding,
     Matrix,
     Rows,
-    Work,
-    batches_of,
-    collecting_buckets,
+    Stack,
+    batch_of,
     dense,
     grouped,
     rows_of,
     with_gradients,
-    work_of,
 )
+from torch_thor.optim.model_argument import Group
 
 
-def natural_gradients(works: Iterable[Work]) -> Iterator[tuple[Work, list[Tensor]]]:
-    """Yield the natural gradients of the parameters of each work that have a gradient.
+def natural_gradients(batches: Iterable[Batch]) -> Iterator[tuple[Batch, list[Tensor]]]:
+    """Yield the natural gradients of the parameters of each batch.
 
-    They are ``(1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹``.
+    They are ``(1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹``; ∇W without factors.
     """
     memory: dict[Any, Tensor] = {}
-    for work in with_gradients(works):
-        yield work, _natural_gradient(work, memory)
+    for batch in with_gradients(batches):
+        yield batch, _natural_gradient(batch, memory)
 
 
-def _new_directions(work: Work, memory: dict[Any, Tensor]) -> list[Any]:
-    """Return memory for the directions; where a batch makes it, the shape that is needed.
+def _natural_gradient(batch: Batch, memory: dict[Any, Tensor]) -> list[Tensor]:
+    """Return the natural gradient of each parameter, and ∇W of rows without factors."""
+    if not batch.stacks:
+        copy = bool(batch.group.get("weight_decay"))  # it is added in place
+        return [dense(gradient).to(batch.dtype, copy=copy) for gradient in batch.gradients]
+    directions = _new_directions(batch, memory)
+    for rows in batch.plain:
+        gradient = rows.of(dense(batch.gradients[rows.index]))
+        rows.of(directions[rows.index]).zero_().add_(gradient)
+    for stack in batch.stacks:
+        _solve(stack, batch.gradients, directions)
+    return directions
+
+
+def _new_directions(batch: Batch, memory: dict[Any, Tensor]) -> list[Any]:
+    """Return memory for the directions; where a stack makes it, the shape that is needed.
 
     ``memory`` is shared by parameters that take their steps one by one: each new allocation costs
     page faults.
     """
-    if work.layout is not None:
-        size, shape, strides = work.layout
-        buffer = memory.get(work.dtype)
-        if buffer is None or buffer.numel() < size:
-            buffer = memory[work.dtype] = torch.empty(size, dtype=work.dtype, device="cpu")
-        return [buffer[:size].as_strided(shape, strides)]
-    directions: list[Any] = [None] * len(work.weights)
-    for batch in work.batches:
-        for matrix in batch.members if len(batch.members) > 1 else ():
-            weight, is_bias = work.weights[matrix.index], matrix.right is None
+    if batch.is_single:
+        weight, like = batch.weights[0], batch.moments[0][0]
+        buffer = memory.get(batch.dtype)
+        if buffer is None or buffer.numel() < weight.numel():
+            buffer = torch.empty(weight.numel(), dtype=batch.dtype, device="cpu")
+            memory[batch.dtype] = buffer
+        return [buffer[: weight.numel()].as_strided(weight.shape, like.stride())]
+    directions: list[Any] = [None] * len(batch.weights)
+    for stack in batch.stacks:
+        for matrix in stack.members if len(stack.members) > 1 else ():
+            weight, is_bias = batch.weights[matrix.index], matrix.right is None
             is_view = weight.is_contiguous() and (is_bias or matrix.geometry.is_view)
             if matrix.rows is None and is_view:
                 directions[matrix.index] = weight.shape
     return [
-        torch.empty_like(weight, dtype=work.dtype) if shape is None else shape
-        for weight, shape in zip(work.weights, directions, strict=True)
+        torch.empty_like(weight, dtype=batch.dtype) if shape is None else shape
+        for weight, shape in zip(batch.weights, directions, strict=True)
     ]
 
 
-def _natural_gradient(work: Work, memory: dict[Any, Tensor]) -> list[Tensor]:
-    """Return the natural gradient of each parameter, and ∇W of rows without factors."""
-    if not work.is_natural:
-        copy = bool(work.group["weight_decay"])  # it is added in place
-        return [dense(gradient).to(work.dtype, copy=copy) for gradient in work.gradients]
-    directions = _new_directions(work, memory)
-    for rows in work.plain:
-        gradient = rows.of(dense(work.gradients[rows.index]))
-        rows.of(directions[rows.index]).zero_().add_(gradient)
-    for batch in work.batches:
-        _solve(batch, work.gradients, directions)
-    return directions
-
-
-def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
-    """Write ``d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` of each member (THOR)."""
-    left, right, first = batch.left, batch.right, batch.members[0]
+def _solve(stack: Stack, gradients: Sequence[Tensor], into: list[Any]) -> None:
+    """Write ``d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` of each member."""
+    left, right, first = stack.left, stack.right, stack.members[0]
     assert left is not None
-    sources = [matrix.of(gradients[matrix.index]) for matrix in batch.members]
+    sources = [matrix.of(gradients[matrix.index]) for matrix in stack.members]
     if len(sources) == 1:
         _solve_one(first, left, right, sources[0], first.of(into[first.index]))
         return
@@ -97,14 +95,14 @@ def _solve(batch: Batch, gradients: Sequence[Tensor], into: list[Any]) -> None:
         before = left.left_multiply(stacked.to(left.rows.dtype))
         solved = torch.empty_like(before)
         right.write_right_product_(before, 1.0, solved)
-    _put(batch, solved, into)
+    _put(stack, solved, into)
 
 
-def _put(batch: Batch, result: Tensor, into: list[Any]) -> None:
+def _put(stack: Stack, result: Tensor, into: list[Any]) -> None:
     """Store the results of all members, ``(n · groups, …)``; as views where there is no memory."""
-    if not any(isinstance(into[matrix.index], Tensor) for matrix in batch.members):
-        batch.result = result.view(len(batch.members), -1)
-    for matrix, solved in zip(batch.members, result.chunk(len(batch.members)), strict=True):
+    if not any(isinstance(into[matrix.index], Tensor) for matrix in stack.members):
+        stack.result = result.view(len(stack.members), -1)
+    for matrix, solved in zip(stack.members, result.chunk(len(stack.members)), strict=True):
         if not isinstance(into[matrix.index], Tensor):
             into[matrix.index] = solved.view(into[matrix.index])  # the shape of the parameter
             continue
@@ -120,11 +118,7 @@ def _solve_one(
 ) -> None:
     """Write ``d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` of one matrix."""
     geometry = matrix.geometry
-    if gradient.is_sparse:
-        if gradient.sparse_dim() == 1 and right is not None and left.block_sizes.is_diagonal:
-            _solve_rows(left, right, gradient.coalesce(), matrix.scale, into)
-            return
-        gradient = gradient.to_dense()
+    gradient = dense(gradient)
     if right is not None:
         solved = left.left_multiply(geometry.to_matrix(gradient).to(left.rows.dtype))
         target = geometry.to_matrix(into)
@@ -140,99 +134,84 @@ def _solve_one(
     into.zero_().add_(solved.reshape(into.shape), alpha=matrix.scale)
 
 
-def _solve_rows(a: Blocks, g: Blocks, gradient: Tensor, scale: float, into: Tensor) -> None:
-    """Solve for the sparse gradient of an embedding, which changes the rows of its tokens only."""
-    tokens, rows = gradient.indices()[0], gradient.values().to(a.rows.dtype)
-    scaled = rows * a.rows[tokens]
-    solved = torch.zeros_like(scaled)
-    g.write_right_product_(scaled[None], scale, solved[None])
-    into.zero_().index_add_(0, tokens, solved)
+# ---- made once between refreshes -----------------------------------------------------------------
 
 
-# ---- looked up once between refreshes ------------------------------------------------------------
-
-
-def buckets_of(binding: Binding, group: Group) -> list[Bucket]:
-    """Return the works of a group, in the buckets in which their inverses are collected."""
-    rows = [of for of in rows_of(binding, group) if of.local.numel()]  # without shards without rows
+def batches_of(binding: Binding, group: Group) -> list[Batch]:
+    """Return the batches of a group: what is trained plainly, and what is preconditioned."""
+    rows = [
+        each for each in rows_of(binding, group) if each.local.numel()
+    ]  # without shards without rows
     natural = [
-        of for of in rows if any(s.layer.refreshes for s in binding.layer_parameters(of.parameter))
+        each
+        for each in rows
+        if any(layer.refreshes for layer, _ in binding.shares_of.get(id(each.parameter), ()))
     ]
-    plain = grouped([of for of in rows if of not in natural], _KERNELS)
-    buckets = [Bucket([_work_of(group, alike, binding) for alike in plain])]
+    batches = []
+    for alike in grouped([each for each in rows if each not in natural], _KERNELS):
+        batches.append(batch_of(group, alike, _momentum(group), binding))
     # one parameter after the other: it and its direction then stay in the cache of a CPU
-    one_by_one = group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
-    for ready, factors in collecting_buckets(group["params"], binding):
-        works = []
-        for alike in grouped([of for of in natural if id(of.parameter) in ready], _KERNELS):
-            if one_by_one and alike[0].local.device.type == "cpu":
-                works += [_natural_work_of(group, [of], binding, alone=True) for of in alike]
-            else:
-                works.append(_natural_work_of(group, alike, binding))
-        buckets.append(Bucket(works, factors, [batch for work in works for batch in work.batches]))
-    return buckets
+    one_by_one = group.get("momentum") and not group.get("nesterov") and not group.get("kl_clip")
+    for alike in grouped(natural, _KERNELS):
+        is_single = bool(one_by_one) and alike[0].local.device.type == "cpu"
+        for part in [[each] for each in alike] if is_single else [alike]:
+            batches.append(_natural_batch(group, part, binding, is_single=is_single))
+    return batches
 
 
 # what parameters must have in common to share kernels
 _KERNELS = attrgetter("local.device", "local.dtype")
 
 
-def _work_of(group: Group, rows: Sequence[Rows], binding: Binding) -> Work:
-    keys = ("momentum_buffer",) if group["momentum"] else ()
-    for of in rows:  # a parameter whose gradient was set by hand has no state
-        for key in keys:
-            if key not in of.state:
-                of.state[key] = torch.zeros_like(of.parameter, dtype=factor_dtype(of.local.dtype))
-    return work_of(Work, group, rows, keys, binding)
+def _momentum(group: Group) -> tuple[str, ...]:
+    """Return the keys of the moments."""
+    return ("momentum_buffer",) if group.get("momentum") else ()
 
 
-def _natural_work_of(
-    group: Group, rows: Sequence[Rows], binding: Binding, *, alone: bool = False
-) -> Work:
-    work = _work_of(group, rows, binding)
-    work.is_natural = True
-    matrices = [m for index, of in enumerate(rows) for m in _matrices_of(index, of, binding)]
-    work.plain = [matrix for matrix in matrices if matrix.geometry is None]
+def _natural_batch(
+    group: Group, rows: Sequence[Rows], binding: Binding, *, is_single: bool
+) -> Batch:
+    batch = batch_of(group, rows, _momentum(group), binding)
+    matrices = [m for index, each in enumerate(rows) for m in _matrices_of(index, each, binding)]
+    batch.plain = [matrix for matrix in matrices if matrix.geometry is None]
     matrices = [matrix for matrix in matrices if matrix.geometry is not None]
-    work.batches = batches_of(matrices, id if work.on_cpu else partial(_shape_of, work))
-    if alone:
-        work.layout = work.weights[0].numel(), work.weights[0].shape, work.moments[0][0].stride()
-    return work
+    key = id if batch.on_cpu else partial(_shape_of, batch)
+    batch.stacks = [Stack(alike) for alike in grouped(matrices, key)]
+    batch.is_single = is_single
+    return batch
 
 
-def _shape_of(work: Work, matrix: Matrix) -> Any:
-    """Return what matrices of one batch have in common."""
+def _shape_of(batch: Batch, matrix: Matrix) -> Any:
+    """Return what matrices of one stack have in common."""
     factors = [factor for factor in (matrix.left, matrix.right) if factor is not None]
     # the gradient of an embedding may be sparse; experts have a T each
     is_diagonal = factors[0].side == "A" and factors[0].layout.block_sizes.is_diagonal
     if is_diagonal or matrix.scales is not None:
         return id(matrix)
-    shape = matrix.of(work.weights[matrix.index]).shape
+    shape = matrix.of(batch.weights[matrix.index]).shape
     cuts = [(factor.layout.local, factor.layout.block_sizes) for factor in factors]
     return matrix.geometry, shape, *cuts
 
 
 def _matrices_of(index: int, rows: Rows, binding: Binding) -> Iterator[Matrix]:
     """Yield the matrices of a parameter, and without a kind its rows that have no factors."""
-    layer_parameters = binding.layer_parameters(rows.parameter)
-    of_layers = [part.view.local_rows for part in layer_parameters]
-    for free in [] if of_layers[0] is None else rows_without_layer(of_layers, len(rows.local)):
-        yield Matrix(index, free)
-    for part, taken in zip(layer_parameters, of_layers, strict=True):
-        layer, geometry = part.layer, part.layer.geometry
-        if taken is not None and taken.start == taken.stop:  # another process holds these rows
+    shards = binding.plan.shards.get(id(rows.parameter))
+    for taken, layer, view in binding.shares(rows.parameter):
+        here = taken if taken is None or shards is None else shards.own_of(taken)
+        if here is not None and here.start == here.stop:  # another process holds these rows
             continue
-        if not layer.refreshes:  # one projection of a fused weight may have no factors yet
-            yield Matrix(index, taken)
+        # a projection of a fused weight may have no factors yet
+        if layer is None or not layer.refreshes:
+            yield Matrix(index, here)
             continue
-        a, g, scale = layer.a, layer.g, 1.0 / layer.rows_per_term
-        if part.is_weight:
+        geometry, a, g, scale = layer.geometry, layer.a, layer.g, 1.0 / layer.rows_per_term
+        if view is layer.weight_view:
             left, right = (a, g) if geometry.transposed else (g, a)
-            yield Matrix(index, taken, geometry, left, right, scale)
+            yield Matrix(index, here, geometry, left, right, scale)
             continue
         scales = None
         # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
         if layer.kind.has_own_rows:
             rows_per_term = layer.state[layer.prefix + "group_rows_per_term"]
             scales = torch.where(rows_per_term > 0, rows_per_term, 1.0).rsqrt()[:, None, None]
-        yield Matrix(index, taken, geometry, g, None, scale, scales)
+        yield Matrix(index, here, geometry, g, None, scale, scales)

@@ -40,10 +40,6 @@ def param_groups(
     Raises:
         ValueError: a pattern matches no parameter, or a number is out of range.
     """
-    if not weight_decay >= 0:
-        raise ValueError(
-            f"weight_decay={weight_decay!r}: weight_decay must be a number ≥ 0; 0 switches it off"
-        )
     if not 0 < layer_decay <= 1:
         raise ValueError(
             f"layer_decay={layer_decay!r}: layer_decay must be in (0, 1]; 1 switches it off"

@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_thor.optim.agc_sgd import AGCSGD
+from torch_thor.optim.agc import AGCSGD
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.lamb import LAMB
 from torch_thor.optim.thor import THOR

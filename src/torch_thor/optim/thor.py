@@ -15,14 +15,16 @@ from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.curvature.communication import SINGLE_PROCESS
 from torch_thor.distributed.options import Distributed
 from torch_thor.intervals import UpdateInterval
-from torch_thor.optim import counterparts as foreign
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.bounds import within_kl_clip, within_ratio
+from torch_thor.optim.batches import Binding, subtract_
 from torch_thor.optim.model_argument import Group
-from torch_thor.optim.natural import buckets_of, natural_gradients
-from torch_thor.optim.plan import Binding
-from torch_thor.optim.update import subtract_, with_decay, with_momentum
-from torch_thor.optim.works import in_buckets
+from torch_thor.optim.natural import batches_of, natural_gradients
+from torch_thor.optim.update import (
+    with_decay,
+    with_momentum,
+    within_kl_clip,
+    within_ratio,
+)
 
 # "paper" is the step of the paper, without a bound; the others are the three settings of (ω1, ω2)
 # in the paper.
@@ -47,8 +49,8 @@ class THOR(CurvatureOptimizer):
 
     Create the optimizer after ``fully_shard`` (FSDP2, HSDP), which replaces the parameters, and
     before ``DistributedDataParallel``. ``torch.compile`` may come before or after; steps that
-    gather statistics run eagerly, all others compiled. The attributes ``loss_terms``, ``row_mask``,
-    ``nonfinite`` and ``grad_scaler`` may be set any time before ``step``.
+    gather statistics run eagerly, all others compiled. The attributes ``loss_terms``, ``row_mask``
+    and ``grad_scaler`` may be set any time before ``step``.
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
@@ -99,24 +101,19 @@ class THOR(CurvatureOptimizer):
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
-    counterparts = foreign.THOR
-
-    def _update(self, binding: Binding, found_inf: Tensor | None) -> None:
-        """Take the step of every parameter with a gradient; none where ``found_inf`` is 1."""
+    def _update(self, binding: Binding) -> None:
+        """Take the step of every parameter with a gradient."""
         processes = self._curvature.processes if binding.plan.sharded else SINGLE_PROCESS
-        # on a CPU parameter by parameter, else all of a group at once
-        works = in_buckets(binding.buckets(buckets_of))
+        batches = binding.batches(batches_of)
         # d = (1/T) (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹; ∇W without factors
-        directions = natural_gradients(works)
+        directions = natural_gradients(batches)
         directions = with_decay(directions)  # d ← d + weight_decay · W
         directions = within_kl_clip(directions, binding, processes)  # Σ lr² ⟨d, ∇W⟩ ≤ κ
         directions = within_ratio(directions)  # lr ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)
-        # v ← μ v + d,  d ← v  (Nesterov: d ← d + μ v)
-        directions = with_momentum(directions, found_inf)
-        for work, d in directions:
-            subtract_(work.weights, d, float(work.group["lr"]), found_inf)  # W ← W - lr · d
+        directions = with_momentum(directions)  # v ← μ v + d,  d ← v  (Nesterov: d ← d + μ v)
+        for batch, d in directions:
+            subtract_(batch.weights, d, float(batch.group["lr"]))  # W ← W - lr · d
 
-    @foreign.names_counterparts
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -176,10 +173,10 @@ class THOR(CurvatureOptimizer):
 
         This does nothing between refreshes.
 
-        Call it once for each forward pass, before ``loss.backward()``. With ``fisher="sampled"`` a
-        refresh step requires it. It costs a backward pass from the drawn labels to the outputs of
-        the layers, without the gradients of weights. ``.grad`` and torch's random generators are
-        not changed.
+        Call it once for each forward pass, before ``loss.backward()``; a refresh step without it
+        has no statistics. It costs a backward pass from the drawn labels to the outputs of the
+        layers, without the gradients of weights. ``.grad`` and torch's random generators are not
+        changed.
 
         Args:
             output: the predictions of the model, not detached.
@@ -199,8 +196,8 @@ class THOR(CurvatureOptimizer):
 
         Raises:
             RuntimeError: the optimizer was created with ``fisher="empirical"``, the call is not
-                between a forward pass and its ``loss.backward()``, or it is the second call for
-                this forward pass.
+                between a forward pass and its ``loss.backward()``, it is the second call for this
+                forward pass, or the model is a DDP with a static graph.
             ValueError: the distribution is unknown, ``dim`` or ``mask`` does not fit, or the output
                 has no gradient.
         """
@@ -213,9 +210,6 @@ class THOR(CurvatureOptimizer):
             )
         if not capture.awaited or not torch.is_grad_enabled():
             return
-        # without a step since the loss of these rows
-        if capture.sampler.trained and capture.gradients_dropped():
-            capture.discard()
         key = f"{seed}/{self.param_groups[0]['step']}/{self._curvature.processes.rank}"
         try:
             capture.sampler.sample(output, distribution, dim, mask, key)

@@ -4,36 +4,32 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Coverage, Rest
+from torch_thor.capture.coverage import Coverage
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.curvature.communication import SINGLE_PROCESS
 from torch_thor.distributed.options import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
-from torch_thor.optim import counterparts as foreign
-from torch_thor.optim import learned
+from torch_thor.optim import trained
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.callers import lr_of_caller
-from torch_thor.optim.matrices import hints
+from torch_thor.optim.batches import Binding, momentum_, shrink_, with_gradients
 from torch_thor.optim.model_argument import Group
-from torch_thor.optim.options import group_of
 from torch_thor.optim.orthogonal import (
-    MuonWork,
     adamw_,
-    buckets_of,
+    batches_of,
     dense_gradients,
     matrices_of,
     preconditioned,
     subtract_orthogonal_,
 )
-from torch_thor.optim.plan import Binding, Form
-from torch_thor.optim.update import momentum_, shrink_
-from torch_thor.optim.works import in_buckets, with_gradients
+from torch_thor.optim.plan import Form
+from torch_thor.optim.projections import RowSplits
 
 _USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced
 _ADAMW_SHARE = 0.2  # the learning rate of AdamW as a share of lr
@@ -62,11 +58,12 @@ class ThorMuon(CurvatureOptimizer):
         lr: learning rate: the spectral norm of the step of a square matrix. None: 0.08, which the
             groups hold, and less where the first step finds that the network is trained already: a
             matrix whose entries are dependent then takes 0.125 of it, one that does not tell (of
-            zeros, or with one row or column) 0.25, what is no matrix 0.0125
-            (docs/explanation/thor-muon.md). ``state[p]["lr_factor"]`` holds these shares, and
-            ``print(optimizer)`` says them. A learning rate that is given counts as it is, also in
-            one group alone. Where a Trainer of transformers makes the optimizer,
-            ``learning_rate`` of its arguments is given, unless it is their default.
+            zeros, of one sign, or with equal rows or columns) 0.25, what is no matrix 0.0125
+            (docs/explanation/thor-muon.md). The network is trained if frozen or quantised weights
+            hold more numbers than the trained matrices, or if these tell so. ``group["trained"]``
+            holds the answer, ``state[p]["lr_factor"]`` the shares, and ``print(optimizer)`` says
+            them. A learning rate that is given counts as it is, also in one group alone;
+            ``learning_rate`` of a Trainer's arguments is not given to the optimizer.
         damping: λ, relative to the mean diagonal of A. Every parameter group holds it.
         momentum: μ in [0, 1).
         nesterov: ``u = ∇W + μ v`` instead of ``u = v``.
@@ -83,6 +80,11 @@ class ThorMuon(CurvatureOptimizer):
         model: the model, where ``params`` are parameters.
         layers: the layers whose A is used, as for ``torch_thor.THOR``; all other matrices of known
             layers are trained with AdamW. None: all.
+        row_splits: layers that compute several projections at once, which are orthogonalised apart:
+            from patterns of their names to the number of equal projections, or the sizes of each,
+            as in ``{"*.qkv": 3}`` or ``{"*.qkv": (768, 128, 128)}``; 1 for one matrix. Those of
+            ``torch.nn.MultiheadAttention``, of the attention of GPT-2, GPT-NeoX and Bloom in
+            transformers and of timm are known.
         distributed: how to train with other processes; None: with those of the default group, if
             there is one.
 
@@ -93,36 +95,40 @@ class ThorMuon(CurvatureOptimizer):
     """
 
     form = Form(
-        Rest("AdamW", matrix="orthogonalised momentum"),
+        "AdamW",
+        matrix="orthogonalised momentum",
         factor_names=("A",),
         relative_damping=True,
         orthogonalises=True,
     )
     usual_lr = 0.08
-    counterparts = foreign.THOR_MUON
+    row_splits = property(
+        attrgetter("_curvature.form.row_splits"),
+        doc="The layers that compute several projections at once, as they were given.",
+    )
 
-    def _update(self, binding: Binding, found_inf: Tensor | None) -> None:
-        """Take the step of every parameter with a gradient; none where ``found_inf`` is 1."""
+    def _update(self, binding: Binding) -> None:
+        """Take the step of every parameter with a gradient."""
         of_depth = math.sqrt(min(1.0, _USUAL_DEPTH / max(1, binding.depth)))
         whole_matrices = self.distributed.whole_matrices
         shards = binding.plan.first_shards if whole_matrices else None
         processes = self._curvature.processes if binding.plan.sharded else SINGLE_PROCESS
-        buckets = binding.buckets(partial(buckets_of, whole_matrices=whole_matrices))
-        for work in with_gradients(in_buckets(buckets)):
+        batches = binding.batches(partial(batches_of, whole_matrices=whole_matrices))
+        for batch in with_gradients(batches):
             # of the group, and less where the weights were trained already
-            lr, decay = float(work.group["lr"]) * work.lr_factor, float(work.group["weight_decay"])
-            gradients = dense_gradients(work)
-            shrink_(work.weights, lr * decay, found_inf)  # W ← (1 - lr · weight_decay) W
-            if not isinstance(work, MuonWork):
-                adamw_(work, gradients, lr * _ADAMW_SHARE, found_inf)
+            lr = float(batch.group["lr"]) * batch.lr_factor
+            gradients = dense_gradients(batch)
+            # W ← (1 - lr · weight_decay) W
+            shrink_(batch.weights, lr * float(batch.group["weight_decay"]))
+            if not batch.stacks:
+                adamw_(batch, gradients, lr * _ADAMW_SHARE)
                 continue
-            u = momentum_(work, gradients, found_inf)  # v ← μ v + ∇W;  u = ∇W + μ v  (or u = v)
-            wide = preconditioned(work, u)  # u (A + λ tr(A)/d_in · I)⁻¹
+            u = momentum_(batch, gradients)  # v ← μ v + ∇W;  u = ∇W + μ v  (or u = v)
+            wide = preconditioned(batch, u)  # u (A + λ tr(A)/d_in · I)⁻¹
             # d = orth(·);  ‖d‖ = √min(d_out, d_in) · √max(1, d_out / d_in), within r · ‖W‖ / lr;
             # W ← W - lr · √min(1, 10 / L) · d
-            subtract_orthogonal_(work, wide, lr * of_depth, shards, processes, found_inf)
+            subtract_orthogonal_(batch, wide, lr * of_depth, shards, processes)
 
-    @foreign.names_counterparts
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -138,11 +144,14 @@ class ThorMuon(CurvatureOptimizer):
         max_update_ratio: float | None = 0.15,
         model: nn.Module | None = None,
         layers: Patterns = None,
+        row_splits: RowSplits = None,
         distributed: Distributed | None = None,
     ) -> None:
-        given = locals()
-        lr = lr_of_caller(lr, type(self).__name__)
-        given |= {"lr": self.usual_lr if lr is None else lr, "auto_lr": lr is None}
+        given = locals() | {
+            "lr": self.usual_lr if lr is None else lr,
+            "auto_lr": lr is None,
+            "trained": None,
+        }
         super().__init__(params, model, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -153,13 +162,10 @@ class ThorMuon(CurvatureOptimizer):
                 is, and so does the optimizer's; without one, see ``lr`` of the class.
 
         Raises:
-            ValueError: an option is out of range or one of another optimizer, or a parameter is
-                not in the model.
+            ValueError: an option is out of range, or a parameter is not in the model.
             TypeError: it is no dict.
         """
-        group = group_of(param_group)
-        if "lr" in group and group["lr"] is None:
-            del group["lr"]
+        group = {k: v for k, v in param_group.items() if k != "lr" or v is not None}
         group.setdefault("auto_lr", self.defaults["auto_lr"] and "lr" not in group)
         super().add_param_group(group)
 
@@ -180,26 +186,20 @@ class ThorMuon(CurvatureOptimizer):
             for entry in entries
         )
 
-    def _look(self, binding: Binding) -> learned.Look | None:
-        """Tell from the weights which learning rates they take, where none is given."""
-
-        def note(rates: str) -> None:
-            text = f"{type(self).__name__}: {rates}. Give lr=... for a rate that counts as it is"
-            self._curvature.warnings.note("trained", text)
-
-        groups = [group for group in binding.groups if group["auto_lr"]]
-        states = [binding.states.get(p) for group in groups for p in group["params"]]
-        undecided = any(state is not None and "lr_factor" not in state for state in states)
-        return learned.Look(binding, note) if undecided else None
+    def _complete(self, binding: Binding) -> Binding:
+        """Make the state that is missing, and decide on learning rates that are not given."""
+        binding = super()._complete(binding)
+        rates = trained.decide(binding, self._curvature.processes)
+        binding.note_state()
+        if rates:
+            text = f"{rates}. Give lr=... for a rate that counts as it is"
+            self._curvature.warnings.note(text)
+        return binding
 
     def __repr__(self) -> str:
-        binding = self._binding()
-        rates = learned.described(binding, learned.decided(binding))
-        automatic = any(group["auto_lr"] for group in self.param_groups)
-        plan = binding.plan
-        lines = hints(plan.layers.values(), plan.declared, plan.row_splits)
-        lines += [f"lr=None: {rates}"] if automatic else []
-        return "\n".join([super().__repr__(), *lines])
+        if not any(group["auto_lr"] for group in self.param_groups):
+            return super().__repr__()
+        return f"{super().__repr__()}\nlr=None: {trained.described(self._binding())}"
 
     def _make_parameter_state(
         self, binding: Binding, parameter: Tensor, state: dict[str, Any], group: Group

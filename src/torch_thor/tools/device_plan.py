@@ -23,17 +23,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from torch_thor import __version__
-from torch_thor.curvature.blocks import has_values
 from torch_thor.errors import explaining, first_line, require
 from torch_thor.files import check_place, write_text, writing
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.registry import WITH_CURVATURE
 from torch_thor.printing import columns, printer, quantity
-from torch_thor.split.observe import loss_of
-from torch_thor.split.timing import device_name, inverse_seconds
+from torch_thor.split import device_name, inverse_seconds, loss_of
 from torch_thor.tools import traffic
 from torch_thor.tools.split_dim import CHANNELS, CLASSES, Subject, load_subject, require_at_least
-from torch_thor.torch_internals import tree_leaves
 from torch_thor.training.models import bert
 from torch_thor.training.models.library import build_model
 from torch_thor.training.optimizers import AUTO, build_optimizer
@@ -43,7 +40,7 @@ from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.recipes import is_file_name, load_recipe, recipe_names
 
 FILE, ROUNDS = "plan.json", 5
-KINDS, FORMS = tuple(WITH_CURVATURE), ("ddp", "divided", "fsdp", "hsdp")
+KINDS, FORMS = tuple(WITH_CURVATURE), ("ddp", "fsdp", "hsdp")
 PIXELS, LENGTH, VOCABULARY = 224, 128, 30522  # of ImageNet and of BERT, where no recipe says others
 OF_DATA = {"digits": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}  # classes
 # minutes by devices (Ascend 910) for about 40 epochs of ResNet-50 on ImageNet (Chen et al. 2021)
@@ -249,13 +246,10 @@ def rows_of(optimizer: CurvatureOptimizer, form: str, devices: int, shards: int)
         return []
     parts = {"fsdp": devices, "hsdp": shards}.get(form, 1)
     model = optimizer.model
-    layers = traffic.laid_out(
-        optimizer.curvature.values(), devices, shards=parts, divided=form == FORMS[1]
-    )
+    layers = traffic.laid_out(optimizer.curvature.values(), devices, shards=parts)
     step = traffic.collectives_of_training(model, devices, parts)
-    step += traffic.collectives_of_inverses(model.parameters(), layers)
     more = traffic.collectives_of_refresh(layers, devices)
-    memory = traffic.memory_of(optimizer, layers, devices, parts)
+    memory = traffic.memory_of(optimizer, layers, parts)
     work = traffic.most_work(layers, devices)
     sent, sent_more = (sum(collective.sent for collective in part) for part in (step, more))
     rounds, rounds_more = (sum(collective.rounds for collective in part) for part in (step, more))
@@ -333,12 +327,6 @@ def measure(
         f"{subject} returned a model alone, and its times are to be measured: return (model, "
         "(inputs, targets)) or (model, (inputs, targets), loss function)",
     )
-    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
-    require(
-        all(has_values(tensor) for tensor in tensors if isinstance(tensor, Tensor)),
-        f"{subject} returned tensors without numbers (on the meta device, or of FakeTensorMode), "
-        "and its times are to be measured: return others, or leave --batch out",
-    )
     precision = Precision("fp32" if recipe is None else recipe.precision, None, device)
     given = {key: value for key, value in given.items() if key != "fisher"} | {
         "lr": 1e-6,
@@ -353,8 +341,10 @@ def measure(
         ),
     ):
         optimizer = _optimizer(name, model.to(device), given)
-        for group in optimizer.param_groups:  # every refresh takes new factors
-            group["trace_thresholds"] = (0.0, 0.0)
+        optimizer.grad_scaler = precision.scaler
+        for group in optimizer.param_groups:  # every refresh of THOR takes new factors
+            if "trace_thresholds" in group:
+                group["trace_thresholds"] = (0.0, 0.0)
         for turn in range(2 * ROUNDS + 2):
             started = time.perf_counter()
             with precision.autocast():

@@ -17,7 +17,7 @@ from torch_thor import __version__
 from torch_thor.errors import UserError, explaining, first_line, require
 from torch_thor.files import check_place, whole_file, write_text, writing
 from torch_thor.printing import columns, milliseconds, printer, visible
-from torch_thor.split.choice import FACTORS, SplitChoice, choose_split_dim
+from torch_thor.split import FACTORS, SplitChoice, choose_split_dim
 from torch_thor.training.models.library import build_library_model, build_model
 from torch_thor.training.models.small import CLASSIFIERS
 from torch_thor.training.parallel import device_of

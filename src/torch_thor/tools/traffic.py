@@ -7,7 +7,6 @@ of the weights: 1 for DDP, all of them for FSDP2, a part for HSDP. Weights are g
 block, as `torch-thor train` divides a network.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import factor_dtype
-from torch_thor.curvature.communication import Processes
-from torch_thor.curvature.factor import Factor
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import Factor, LayerCurvature
 from torch_thor.curvature.layout import why_not_by_rows
 from torch_thor.curvature.view import RowShards, shard_bounds
 from torch_thor.distributed.agreement import HEADER, NUMBERS
@@ -30,7 +27,6 @@ from torch_thor.distributed.assignment import (
     packed_sizes,
     pads,
 )
-from torch_thor.distributed.partitioned import buckets_of, owners_of
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.state_dict import MOMENTS
 from torch_thor.training.parallel import blocks
@@ -62,7 +58,7 @@ class Collective:
 
 
 def laid_out(
-    layers: Iterable[LayerCurvature], processes: int, *, shards: int = 1, divided: bool = False
+    layers: Iterable[LayerCurvature], processes: int, *, shards: int = 1
 ) -> list[LayerCurvature]:
     """Return layers as the first process has them, which has the most rows; those given stay.
 
@@ -82,17 +78,7 @@ def laid_out(
             view = replace(view, shards=by_rows, divided=layer.weight)
         planned.bind(planned.laid_out(view))
         planned_layers.append(planned)
-    owners = owners_of(planned_layers, _Planned(processes)) if divided and processes > 1 else {}
-    for layer, of_factors in owners.items():
-        layer.bind(layer.laid_out(layer.weight_view, of_factors))
     return planned_layers
-
-
-class _Planned(Processes):
-    """Processes of which this one is the first."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
 
 
 def _unused(*_: Any) -> Any:
@@ -169,7 +155,7 @@ def collectives_of_refresh(
         Collective(GATHER, processes, 8 * numbers, processes * 8 * numbers)  # in float64
         for numbers in (
             HEADER + NUMBERS,
-            sum(3 + len(layer.statistics.group_rows) for layer in layers),
+            sum(2 + len(layer.statistics.group_rows) for layer in layers),
             sum(2 * len(layer.factor_names) * layer.kind.groups for layer in layers),
             sum(len(layer.stored) for layer in layers),
         )
@@ -188,32 +174,6 @@ def _of_owners(
     if not pads(packed):
         return Collective("all_reduce", len(packed), itemsize * sum(packed), itemsize * sum(packed))
     return Collective(name, len(packed), *((every, piece) if name == SCATTER else (piece, every)))
-
-
-def collectives_of_inverses(
-    parameters: Iterable[Tensor], layers: Iterable[LayerCurvature]
-) -> list[Collective]:
-    """Return what collects the inverses in every step.
-
-    It is for a curvature that is divided, with all layers in one group.
-    """
-    needs: defaultdict[int, list[Factor]] = defaultdict(list)
-    blocks: dict[Factor, list[Blocks]] = {}
-    for layer in layers:
-        for factor in layer.stored:
-            if factor.layout.is_partitioned:
-                needs[id(layer.weight)].append(factor)
-                blocks[factor] = _blocks(layer, factor)
-    collectives = []
-    for _, factors in buckets_of((id(p), needs[id(p)]) for p in parameters if id(p) in needs):
-        of_bucket = [(run, run.owners or ()) for factor in factors for run in blocks[factor]]
-        for dtype in dict.fromkeys(run.dtype for run, _ in of_bucket):
-            collectives.append(
-                _of_owners(
-                    GATHER, [pair for pair in of_bucket if pair[0].dtype == dtype], dtype.itemsize
-                )
-            )
-    return collectives
 
 
 def collectives_of_training(model: nn.Module, processes: int, shards: int = 1) -> list[Collective]:
@@ -257,7 +217,7 @@ class Memory:
 
 
 def memory_of(
-    optimizer: CurvatureOptimizer, layers: Iterable[LayerCurvature], processes: int, shards: int = 1
+    optimizer: CurvatureOptimizer, layers: Iterable[LayerCurvature], shards: int = 1
 ) -> Memory:
     """Compute what a process keeps, with the layers of `laid_out`; all may be on `meta`."""
     layers, tensors = list(layers), list(optimizer.model.parameters())
@@ -278,7 +238,7 @@ def memory_of(
             # ThorMuon gives AdamW, which has two moments, the layers that it leaves out where rows
             # are divided
             tensors += [parameter, *moments * (1 + (id(parameter) in plain))]  # with its gradient
-    curvature = kept_bytes(layers, processes)
+    curvature = kept_bytes(layers)
     rest = sum(own_bytes(tensor, shards) for tensor in tensors) + sum(
         buffer.nbytes for buffer in optimizer.model.buffers()
     )
@@ -292,30 +252,22 @@ def memory_of(
     return Memory(rest + curvature, curvature, sums)
 
 
-def kept_bytes(layers: Iterable[LayerCurvature], processes: int) -> int:
+def kept_bytes(layers: Iterable[LayerCurvature]) -> int:
     """Return the size of factors and inverses on the process that keeps most."""
-    of_all, of_ranks, seen = 0, [0] * processes, set()
+    size, seen = 0, set()
     for layer in layers:
         itemsize = factor_dtype(layer.weight.dtype).itemsize
-        of_all += itemsize * layer.kind.groups * layer.kind.has_own_rows  # the rows of each group
+        size += itemsize * layer.kind.groups * layer.kind.has_own_rows  # the rows of each group
         for factor in layer.stored:
-            layout = factor.layout
-            row = 2 * itemsize * layout.shape[1]  # of the factor and of its inverse
-            if layout.by_rows:
+            rows = factor.layout.block_sizes.rows
+            if factor.layout.by_rows:
+                if (id(layer.weight), factor.side) in seen:  # layers of one weight share it
+                    continue
+                seen.add((id(layer.weight), factor.side))
                 shards = layer.weight_view.shards
                 rows = layer.weight.shape[0] if shards is None else shards.local.stop
-                # layers of one weight share it
-                of_all += row * rows * ((id(layer.weight), factor.side) not in seen)
-                seen.add((id(layer.weight), factor.side))
-            elif layout.owners is None:
-                of_all += row * layout.block_sizes.rows
-            else:
-                for (_, size), bounds in zip(
-                    layout.block_sizes.blocks, layout.owners.bounds, strict=True
-                ):
-                    for rank in range(processes):
-                        of_ranks[rank] += row * size * (bounds[rank + 1] - bounds[rank])
-    return of_all + max(of_ranks)
+            size += 2 * itemsize * factor.layout.shape[1] * rows  # the factor and its inverse
+    return size
 
 
 def own_bytes(tensor: Tensor, shards: int) -> int:

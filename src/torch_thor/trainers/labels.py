@@ -14,25 +14,17 @@ IGNORED = -100  # the label of tokens that the losses of transformers leave out
 def follow_labels(optimizer: CurvatureOptimizer) -> Callable[[], None]:
     """Set ``loss_terms`` and ``row_mask`` on refreshes from the arguments of the model's call.
 
-    For models that are called with keyword arguments named as those of transformers. ``row_mask``
-    is their ``attention_mask`` (N, L). ``loss_terms`` is the number of ``labels`` of this process
-    that are not -100, in all forward passes since the last step. The loss of a causal language
-    model of transformers has no term for the first label of a sequence.
+    The model must take the keyword arguments of transformers. ``row_mask`` is ``attention_mask``
+    (N, L). ``loss_terms`` is the number of ``labels`` of this process that are not -100, in all
+    forward passes since the last step. The loss of a causal language model of transformers has no
+    term for the first label of a sequence.
 
     Args:
-        optimizer: THOR; or ThorMuon, for which padding matters alone.
+        optimizer: THOR; or ThorMuon, which needs the padding only.
 
     Returns:
         A function that ends it.
-
-    Raises:
-        TypeError: ``optimizer`` is neither; give what a trainer has wrapped.
     """
-    if not isinstance(optimizer, CurvatureOptimizer):
-        raise TypeError(
-            f"follow_labels({type(optimizer).__name__}): must be THOR or ThorMuon; give what was "
-            "wrapped"
-        )
     shifts = getattr(optimizer.model, "loss_type", "") in (None, "ForCausalLM")
     counted = 0
 

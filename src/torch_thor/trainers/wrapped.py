@@ -5,6 +5,9 @@ from typing import Any
 from torch_thor.capture.coverage import Coverage
 from torch_thor.optim.base import CurvatureOptimizer
 
+# attributes of wrappers
+_HOLD = ("optimizer", "_optimizer", "base_optimizer", "opt", "optimizers", "policy")
+
 
 def coverage(optimizer: Any) -> Coverage:
     """List how each parameter of a model is trained, also if a trainer has wrapped the optimizer.
@@ -24,30 +27,19 @@ def coverage(optimizer: Any) -> Coverage:
     inner = find_optimizer(optimizer)
     if inner is None:
         raise TypeError(
-            f"coverage({type(optimizer).__name__}): must be THOR or ThorMuon, or what holds one as "
-            f"its attribute optimizer; give the optimizer itself"
+            f"coverage({type(optimizer).__name__}): must be THOR or ThorMuon, or hold one as its "
+            "attribute optimizer"
         )
     return inner.coverage()
 
 
-# attributes of wrappers
-_HOLD = ("optimizer", "_optimizer", "base_optimizer", "opt", "optimizers", "policy")
-
-
-def find_optimizer(holder: Any) -> CurvatureOptimizer | None:
+def find_optimizer(holder: Any, depth: int = 4) -> CurvatureOptimizer | None:
     """Return THOR or ThorMuon from what holds it; None if there is none."""
-    todo, seen = [holder], set[int]()
-    while todo:
-        candidate = todo.pop(0)
-        if isinstance(candidate, CurvatureOptimizer):
-            return candidate
-        # a wrapper may answer every name with a new object
-        if id(candidate) not in seen and len(seen) < 50:
-            seen.add(id(candidate))
-            inner = (getattr(candidate, name, None) for name in _HOLD)
-            todo += (
-                candidate
-                if isinstance(candidate, list | tuple)
-                else [part for part in inner if part is not None]
-            )
-    return None
+    if isinstance(holder, CurvatureOptimizer):
+        return holder
+    if depth == 0:
+        return None
+    is_list = isinstance(holder, list | tuple)
+    inner = holder if is_list else [getattr(holder, name, None) for name in _HOLD]
+    found = (find_optimizer(part, depth - 1) for part in inner if part is not None)
+    return next((optimizer for optimizer in found if optimizer is not None), None)

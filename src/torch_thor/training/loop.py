@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.errors import UserError, explaining, require
-from torch_thor.optim import THOR
 from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.optim.thor import THOR
 from torch_thor.torch_internals import tree_flatten, tree_unflatten
 from torch_thor.training import recipe_schedules as schedules
 from torch_thor.training.errors import DivergedError, ElsewhereError, StoppedError, UnreadableError
@@ -204,7 +204,7 @@ def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] 
         stops: Becomes true (gets an element) when a signal asks this process to stop.
 
     Raises:
-        DivergedError: If the loss or a gradient is no longer finite.
+        DivergedError: If the loss, or a layer's statistics, are no longer finite.
     """
     run.model.train()
     with ExitStack() as closing:
@@ -349,12 +349,10 @@ def take_step(run: Run, feed: Feed) -> Point:
         loss = loss + share.detach()
     if recipe.clip_norm is not None:
         run.precision.clip(optimizer, recipe.clip_norm)
-    skips = getattr(optimizer, "skipped_steps", 0)  # THOR with nonfinite="skip" counts its own
-    with explaining(  # THOR refuses a gradient that is not finite
+    with explaining(  # a refresh refuses statistics that are not finite
         FloatingPointError, lambda error: f"step {run.step + 1}: {error}", DivergedError
     ):
         taken = _stepped(run)
-    taken = taken and getattr(optimizer, "skipped_steps", 0) == skips
     optimizer.zero_grad()
     # This waits for the device, because the step is timed and its loss recorded.
     mean, count = feed.exchange(float(loss))
@@ -372,7 +370,8 @@ def take_step(run: Run, feed: Feed) -> Point:
     return Point(
         run.step, mean, lr, None if damping is None else float(damping), run.seconds, duration,
         feed.waited, count,
-        not taken, refresh, () if thor is None else thor.last_refresh,
+        not taken, refresh,
+        thor.last_refresh if taken and thor is not None else (),  # a skipped step decides nothing
     )  # fmt: skip
 
 

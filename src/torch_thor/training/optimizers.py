@@ -10,15 +10,14 @@ from pydantic import AfterValidator, Field, PlainValidator, create_model
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import selected
-from torch_thor.distributed.options import Distributed
 from torch_thor.errors import explaining, first_line, require
-from torch_thor.intervals import as_interval
+from torch_thor.intervals import as_saved
 from torch_thor.optim import registry
-from torch_thor.optim.base import EagerStep
+from torch_thor.optim.base import CheckedOptimizer
 from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.registry import WITH_CURVATURE
 from torch_thor.optim.thor import PRESETS
-from torch_thor.split.choice import choose_split_dim
+from torch_thor.split import choose_split_dim
 from torch_thor.training.muon import MuonAdamW
 from torch_thor.training.recipe_keys import (
     Keys,
@@ -81,7 +80,6 @@ _OF_TORCH: dict[str, tuple[Any, str]] = {
         _key("exclude")[0],
         "parameters with weight decay, by name or pattern; null: all",
     ),
-    "divide_curvature": (bool, "each process keeps only the blocks that it inverts"),
 }
 _DECLARED = {
     name: _key(name)
@@ -134,7 +132,7 @@ class OptimizerKeys(Keys):
 
 
 def keys_of(name: str) -> type[OptimizerKeys]:
-    """Return the keys of an optimizer: the options of its class, and two that a recipe adds."""
+    """Return the keys of an optimizer: the options of its class, and one that a recipe adds."""
     kind, defaults = OPTIMIZERS[name], _DEFAULTS.get(name, {})
     given = {
         key: argument.default for key, argument in inspect.signature(kind).parameters.items()
@@ -142,11 +140,9 @@ def keys_of(name: str) -> type[OptimizerKeys]:
     given["decay_filter"] = None
     if "betas" in given:
         given["beta1"], given["beta2"] = given["betas"]
-    if "layers" in given:
-        given["divide_curvature"] = False
     if "update_interval" in given:
-        given["update_interval"] = as_interval(given["update_interval"])
-    keys = _DECLARED | _OF_TORCH | (_DECLARED if issubclass(kind, EagerStep) else {})
+        given["update_interval"] = as_saved(given["update_interval"])
+    keys = _DECLARED | _OF_TORCH | (_DECLARED if issubclass(kind, CheckedOptimizer) else {})
     known: Any = {
         key: (hint if given[key] is not None else hint | None, Field(given[key], description=about))
         for key, (hint, about) in keys.items()
@@ -200,8 +196,6 @@ def build_optimizer(
     params: Any = model.parameters()
     # such as a pattern that matches no layer of this network
     with explaining((TypeError, ValueError), lambda error: f"optimizer {name}: {error}"):
-        if "layers" in options:
-            options["distributed"] = Distributed(divide_curvature=options.pop("divide_curvature"))
         if decayed is not None:
             named = dict(model.named_parameters())
             chosen = selected("decay_filter", decayed, named, "parameter")

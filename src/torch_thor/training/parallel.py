@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.capture.sharding import is_fully_sharded
 from torch_thor.curvature.blocks import wide_dtype
-from torch_thor.distributed.collectives import reduce_scatter
+from torch_thor.distributed.data_parallel import reduce_scatter
 from torch_thor.errors import UserError, explaining, first_line, require
 from torch_thor.training.errors import ElsewhereError
 from torch_thor.training.recipe_model import Recipe
@@ -215,7 +215,7 @@ class _WeightedReduceScatter:
     ) -> dist.Work | None:  # fmt: skip
         weighted = input_tensor.mul_(self.weight.value)
         work: dist.Work | None = reduce_scatter(
-            output_tensor, weighted, group, op=op, async_op=async_op
+            output_tensor, weighted, group=group, op=op, async_op=async_op
         )
         return work
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from torch_thor.errors import require
 from torch_thor.files import check_place, whole_folder, writing
+from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.printing import is_first_rank, lasting_output, printer
 from torch_thor.training import (
     initial_weights as weights,
@@ -89,6 +90,8 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
     if recipe.compile:
         net = torch.compile(net)  # type: ignore[assignment]
     precision = Precision(recipe.precision, recipe.loss_scale, ranks.device)
+    if isinstance(optimizer, CurvatureOptimizer):
+        optimizer.grad_scaler = precision.scaler
     return Run(recipe, name, task, model, net, optimizer, precision, ranks, weight, average)
 
 

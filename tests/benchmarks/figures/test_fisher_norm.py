@@ -54,6 +54,7 @@ def test_norm_and_distance_are_those_of_the_kronecker_product():
         images, labels = torch.randn(6, 2, 6, 6, dtype=torch.float64), torch.randint(5, (6,))
         # before the step: the factors are those of these weights
         dense = dense_blocks(net, images, labels)
+        optimizer.zero_grad()  # its backward pass is none of this step
         functional.cross_entropy(net(images), labels).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from torch_thor.capture.hooks import CompositeHook
 from torch_thor.curvature.kinds import Kind
@@ -50,24 +50,9 @@ class Composite(Registration):
     def layers_of(self, module: nn.Module) -> list[InnerLayer]:
         """Return the layers of a module; an error for registered ones that do not fit it."""
         layers = list(self.layers(module))
-        seen: set[tuple[Any, ...]] = set()
         for layer in layers if self.checked else ():
             who = f"layer {layer.name!r}, registered for {type(module).__name__},"
-            view = layer.weight
-            if not isinstance(getattr(view.module, view.attribute, None), Tensor):
-                raise ValueError(
-                    f"{who} has the weight {view.attribute!r}, and the module has no parameter of "
-                    f"that name; correct the name"
-                )
-            keys = {("name", layer.name), (id(view.module), view.attribute, layer.prefix)}
-            if keys & seen:
-                raise ValueError(
-                    f"{who} has the name of another layer of the module, or the prefix "
-                    f"{layer.prefix!r} of another layer of the same parameter; give each layer a "
-                    f"name, and each layer of a parameter a prefix, of its own"
-                )
-            seen |= keys
-            check_fits(layer.kind, view.outline(), [bias.outline() for bias in layer.biases], who)
+            check_fits(layer.kind, layer.weight.outline(), who)
         return layers
 
 
@@ -96,17 +81,10 @@ def register_composite(
             not call. No child of such a module is then preconditioned by itself.
 
     Raises:
-        TypeError: ``module_type`` is not a class of modules, or ``layers`` or ``hook`` cannot be
-            called.
+        TypeError: ``module_type`` is not a class of modules.
         ValueError: the class is already registered, here or with ``torch_thor.register_kind``. An
             optimizer raises it when it is made, where a layer does not fit its weight.
     """
     for registry in (COMPOSITES, KINDS):
         registry.check_new(module_type, "register_composite")
-    for argument, value in (("layers", layers), ("hook", hook)):
-        if not callable(value):
-            raise TypeError(
-                f"register_composite: {argument}={value!r} must be callable with a module of class "
-                f"{module_type.__name__}; pass a function or a class"
-            )
     COMPOSITES.classes[module_type] = Composite(layers, hook, with_children, checked=True)

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.declarations import InnerLayer
 from torch_thor.capture.hooks import CompositeHook, FunctionCalls, Report
-from torch_thor.curvature.blocks import has_values
 from torch_thor.curvature.kinds.experts import ExpertsKind
 from torch_thor.curvature.view import ParameterView
 from torch_thor.torch_internals import functorch, storage_of
@@ -156,8 +155,7 @@ def _report_product(
         if which is not None or x.dim() != 2:
             return
         # a host–device synchronisation, once per call on a refresh step
-        ends = offsets.tolist() if has_values(offsets) else [0] * operand.kind.groups
-        which = [end - start for start, end in pairwise([0, *ends])]
+        which = [end - start for start, end in pairwise([0, *offsets.tolist()])]
     # several matrices, broadcast over leading dimensions
     elif not isinstance(which, int) and y.dim() != 3:
         return

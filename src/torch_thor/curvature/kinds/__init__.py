@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from torch_thor.curvature.kinds.base import Kind
-from torch_thor.curvature.kinds.embedding import EmbeddingKind, is_scaled, why_not_counted
+from torch_thor.curvature.kinds.embedding import EmbeddingKind, is_scaled
 from torch_thor.curvature.kinds.matrix import (
     ConvKind,
     LinearKind,
@@ -22,6 +22,7 @@ from torch_thor.curvature.kinds.registry import (
     KindRegistration,
     class_name_of,
     class_of,
+    is_norm,
     kind_of,
     owner_of_forward,
     parameter_names_of,
@@ -39,6 +40,7 @@ __all__ = [
     "ProjectionKind",
     "class_name_of",
     "class_of",
+    "is_norm",
     "kind_of",
     "owner_of_forward",
     "parameter_names_of",
@@ -52,7 +54,7 @@ _STANDARDISED = runs_forward_of(
 )
 
 KINDS.classes[nn.Linear] = KindRegistration(LinearKind)
-KINDS.classes[nn.Embedding] = KindRegistration(EmbeddingKind, why_not=why_not_counted)
+KINDS.classes[nn.Embedding] = KindRegistration(EmbeddingKind)
 for _convolution in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     KINDS.classes[_convolution] = KindRegistration(ConvKind, fixed=("forward", "_conv_forward"))
 for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
@@ -62,5 +64,5 @@ KINDS.tests += [
     (runs_forward_of(timm=("Conv2dSame",)), KindRegistration(partial(ConvKind, same=True))),
     (runs_forward_of(timm=("Linear",), torch_geometric=("Linear",)), KindRegistration(LinearKind)),
     (runs_forward_of(transformers=("Conv1D",)), KindRegistration(TransposedLinearKind)),
-    (is_scaled, KindRegistration(partial(EmbeddingKind, scaled=True), why_not=why_not_counted)),
+    (is_scaled, KindRegistration(partial(EmbeddingKind, scaled=True))),
 ]

@@ -45,13 +45,6 @@ class Kind(Protocol):
 
     If so, T is part of the factors.
     """
-    batch_first: bool
-    """Whether the input's leading dimension is certainly the batch, as for a convolution.
-
-    False for layers that also run on other layouts, such as a linear layer on ``(L, N, features)``.
-    Where layers see different numbers of samples, those that are certain decide. A registered kind
-    may leave the attribute out, which means False.
-    """
 
     @property
     def geometry(self) -> Geometry:
@@ -83,11 +76,11 @@ class Kind(Protocol):
             output: the shape of its output.
             keep: ``bool``, of shape ``row_shape``, False for rows to leave out; None to take all
                 rows. A kind whose rows are patches takes all.
-            most: a number of evenly spread rows that is enough (see ``spacing`` in matrix.py); None
-                for all.
+            most: a number of rows that may stand for all, with a weight such that the sum is that
+                of all (``standing_for_all`` in matrix.py); None to take all.
 
         Returns:
-            The number of rows that were added; one number per group if ``has_own_rows``.
+            The number of rows of the call; one number per group if ``has_own_rows``.
         """
         ...
 

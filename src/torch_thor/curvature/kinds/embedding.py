@@ -5,15 +5,14 @@ multiply the vectors by a number, ``embed_scale``. The gradient of a vector is t
 times the gradient of the output.
 """
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import Blocks, has_values
+from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.kinds.matrix import MatrixWeight
-from torch_thor.torch_internals import unset_fake_temporarily
+from torch_thor.curvature.kinds.registry import owner_of_forward
 
 
 class EmbeddingKind(MatrixWeight):
@@ -64,50 +63,8 @@ class EmbeddingKind(MatrixWeight):
         return rows if keep is None else rows[keep.reshape(-1)]
 
 
-def why_not_counted(module: nn.Embedding) -> str | None:
-    """Return the reason why the factors of an embedding would not be those of its gradient."""
-    if module.scale_grad_by_freq:
-        return (
-            "scale_grad_by_freq divides its gradient by the token counts, which the factors do not "
-            "contain"
-        )
-    return None
-
-
 def is_scaled(module: nn.Module) -> bool:
-    """Return whether a module is an embedding that multiplies by ``embed_scale`` and no more."""
-    scale: Any = getattr(module, "embed_scale", None)
-    is_number = isinstance(scale, float | int) or (isinstance(scale, Tensor) and scale.numel() == 1)
-    alone = [name for name, _ in module.named_parameters(recurse=False)] == ["weight"]
-    # with max_norm a lookup changes the weight
-    if (
-        not (isinstance(module, nn.Embedding) and is_number and alone)
-        or module.max_norm is not None
-    ):
-        return False
-    with torch.no_grad(), unset_fake_temporarily():
-        return _scales(module if has_values(module.weight) else _with_values(module))
-
-
-def _with_values(module: Any) -> Any:
-    """Return a copy, with numbers and one vector, of an embedding without numbers."""
-    small = copy.copy(module)
-    small._parameters = {"weight": nn.Parameter(torch.ones(1, module.embedding_dim, device="cpu"))}
-    small._buffers = {name: torch.full((), 2.0, device="cpu") for name in module._buffers}
-    small.padding_idx = None
-    return small
-
-
-def _scales(module: Any) -> bool:
-    """Return whether the vectors that an embedding looks up are ``embed_scale`` times its rows."""
-    if type(module.weight.data) is not Tensor:  # a weight in shards has no values to compare
-        return False
-    tokens = torch.arange(min(len(module.weight), 8), device=module.weight.device)[None]
-    vectors, scale = module.weight[tokens], module.embed_scale
-    expected = vectors * (scale.to(vectors.dtype) if isinstance(scale, Tensor) else scale)
-    try:
-        output = type(module).forward(module, tokens)
-    # its forward needs other arguments
-    except (TypeError, ValueError, IndexError, RuntimeError):
-        return False
-    return isinstance(output, Tensor) and torch.equal(output, expected)
+    """Return whether a module is an embedding, as of transformers, that has an ``embed_scale``."""
+    parameters = [name for name, _ in module.named_parameters(recurse=False)]
+    is_named_so = owner_of_forward(module).__name__.endswith("ScaledWordEmbedding")
+    return is_named_so and parameters == ["weight"] and hasattr(module, "embed_scale")

@@ -7,14 +7,14 @@ often as the kernel has taps.
 """
 
 import math
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_thor.curvature.blocks import Blocks, widened
+from torch_thor.curvature.blocks import Blocks, to_device, widened
 from torch_thor.curvature.geometry import Geometry
 
 # Patches are written once and read once; where a piece stays in the last-level cache, reading it
@@ -22,10 +22,6 @@ from torch_thor.curvature.geometry import Geometry
 # of one image). A GPU is faster with few large pieces.
 _PIECE_BYTES = {"cpu": 8 * 2**20}
 _PIECE_BYTES_DEVICE = 256 * 2**20
-
-# The golden ratio: positions are shifted by it from image to image, so that they are spread evenly
-# over all positions.
-_GOLDEN = (618_034, 1_000_000)
 
 
 class MatrixWeight:
@@ -41,7 +37,6 @@ class MatrixWeight:
     transposed = False
     solves_biases = True
     has_own_rows = False
-    batch_first = False
     taps = 0  # of a transposed convolution, whose weight is (in, out, taps)
 
     @cached_property
@@ -90,8 +85,9 @@ class LinearKind(MatrixWeight):
         """Add the rows of the input."""
         rows = x.reshape(-1, self.inputs)
         rows = rows if keep is None else rows[keep.reshape(-1)]
-        rows = rows[:: spacing(len(rows), most, math.prod(x.shape[1:-1]))]
-        a.add_second_moment_(rows.to(a.rows.dtype).mT[None])
+        chosen = standing_for_all(len(rows), most, x.device)
+        few = rows if chosen is None else rows[chosen]
+        a.add_second_moment_(few.to(a.rows.dtype).mT[None], len(rows) / max(1, len(few)))
         return len(rows)
 
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
@@ -126,8 +122,6 @@ class ProjectionKind(LinearKind):
         label: the name of the kind in ``optimizer.coverage()``.
     """
 
-    batch_first = True
-
     def __init__(self, weight: Tensor, label: str) -> None:
         self.outputs, self.inputs = weight.shape
         self.label = label
@@ -157,8 +151,6 @@ class ConvKind(MatrixWeight):
 
     With ``same`` it pads with zeros as TensorFlow does.
     """
-
-    batch_first = True
 
     def __init__(self, module: Any, *, same: bool = False) -> None:
         self.label = f"{'ConvTranspose' if module.transposed else 'Conv'}{len(module.kernel_size)}d"
@@ -191,15 +183,14 @@ class ConvKind(MatrixWeight):
     def add_inputs_(
         self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
-        """Add the patches, a few images at a time; with ``most``, evenly spread ones at once."""
+        """Add the patches, a few images at a time; with ``most``, so many of them at once."""
         x = x[None] if x.dim() < len(self.kernel) + 2 else x
         sizes = output[-len(self.kernel) :]
         pixels = math.prod(sizes)
-        # several images differ in position
-        step = spacing(len(x) * pixels, most, pixels if len(x) == 1 else 1)
-        if step > 1:
-            a.add_second_moment_(self._samples(self._few(x, sizes, step).to(a.rows.dtype)))
-            return len(range(0, len(x) * pixels, step))
+        if most is not None and len(x) * pixels > most:
+            few = self._few(x, sizes, most).to(a.rows.dtype)
+            a.add_second_moment_(self._samples(few), len(x) * pixels / most)
+            return len(x) * pixels
         budget = _PIECE_BYTES.get(x.device.type, _PIECE_BYTES_DEVICE)
         image_bytes = self.groups * self.inputs * pixels * a.rows.dtype.itemsize
         for piece in x.split(max(1, budget // max(1, image_bytes))):
@@ -250,24 +241,20 @@ class ConvKind(MatrixWeight):
         windows = x.as_strided(shape, (channel, *of_taps, image, *of_places), x.storage_offset())
         return windows.flip(tuple(range(1, 1 + len(self.kernel)))) if self.taps else windows
 
-    def _few(self, x: Tensor, sizes: torch.Size, step: int) -> Tensor:
-        """Return one in ``step`` patches ``(C_in, taps, rows)``, without forming the others."""
-        key = (x.shape, sizes, step, x.device)
+    def _few(self, x: Tensor, sizes: torch.Size, most: int) -> Tensor:
+        """Return ``most`` of the patches, ``(C_in, taps, most)``, without forming the others."""
+        key = (x.shape, sizes, most, x.device)
         if self._latest[:1] != (key,):
             size = math.prod(sizes)
-            rows = evenly_spread(len(x), size, step, x.device)
+            rows: Any = standing_for_all(len(x) * size, most, x.device)
             # patches of an image of pixel numbers tell which pixels patches consist of; padding is
             # pixel -1
             numbers = widened(torch.arange(1, x[0, 0].numel() + 1, device=x.device))
             numbers = self._windows(numbers.view(1, 1, *x.shape[2:]), sizes).reshape(-1, size)
             pixel = numbers.long().to(x.device)[:, rows % size].T - 1
             outside = (pixel < 0)[..., None]
-            self._latest = (
-                key,
-                (rows // size)[:, None],
-                pixel.clamp_(min=0),
-                outside if bool(outside.any()) else None,
-            )
+            mask = outside if bool(outside.any()) else None
+            self._latest = key, (rows // size)[:, None], pixel.clamp_(min=0), mask
         _, image, pixel, outside = self._latest
         pixels = x.flatten(2).movedim(1, -1)
         if pixels.is_contiguous():  # channels_last: the channels of a pixel are copied together
@@ -280,17 +267,18 @@ class ConvKind(MatrixWeight):
         return patches.permute(2, 1, 0)
 
 
-def evenly_spread(images: int, pixels: int, step: int, device: torch.device) -> Tensor:
-    """Return one in ``step`` patches of a batch, from all images and all positions in them."""
-    rows = torch.arange(0, images * pixels, step, device=device)
-    image = rows // pixels
-    shift = image * (pixels * _GOLDEN[0]) // _GOLDEN[1]
-    return image * pixels + (rows + shift) % pixels
+@lru_cache(maxsize=256)
+def standing_for_all(rows: int, most: int | None, device: torch.device) -> Tensor | None:
+    """Return the indices of ``most`` of some rows, evenly drawn; None where all are taken.
 
-
-def spacing(rows: int, most: int | None, period: int = 1) -> int:
-    """Return the distance between the rows to take, where some rows are enough for a factor."""
-    step = 1 if most is None else max(1, rows // max(most, 1))
-    while math.gcd(step, period) > 1:
-        step -= 1
-    return step
+    Each lies in a span of its own, at a place that is drawn anew for each span, so the indices have
+    no period in common with that of the rows (positions in a sequence, columns of an image). They
+    depend on the two numbers alone.
+    """
+    if most is None or rows <= most:
+        return None
+    generator = torch.Generator("cpu").manual_seed(0)
+    # a span is 2¹⁶ long, in integers, which are exact
+    places = torch.randint(1 << 16, (most,), generator=generator, device="cpu")
+    indices = ((torch.arange(most, device="cpu") << 16) + places) * rows // (most << 16)
+    return to_device(indices.tolist(), device, torch.int64)

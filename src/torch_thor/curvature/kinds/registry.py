@@ -34,8 +34,6 @@ class Registration:
 
     # the methods that it depends on, which a subclass may not override
     fixed: tuple[str, ...] = ("forward",)
-    # the reason why it does not hold for one of the modules
-    why_not: Callable[[Any], str | None] = lambda _: None
     checked: bool = False  # whether what it makes is checked; what this package registers is not
 
 
@@ -63,17 +61,17 @@ class Registry(Generic[R]):
         self.tests: list[tuple[Callable[[nn.Module], object], R]] = []
 
     def find(self, module: nn.Module) -> tuple[R | None, str | None]:
-        """Return what is registered for a module, and the reason why it does not hold."""
+        """Return what is registered for a module, and why that does not hold for a subclass."""
         cls = type(module)
         parent = next((base for base in cls.__mro__ if base in self.classes), None)
         registered = None if parent is None else self.classes[parent]
         if registered is not None and all(
             getattr(cls, name) is getattr(parent, name) for name in registered.fixed
         ):
-            return registered, registered.why_not(module)
+            return registered, None
         for passes, registration in self.tests:
             if passes(module):
-                return registration, registration.why_not(module)
+                return registration, None
         name = self.class_name(module)
         overridden = "" if parent is None else f"{name} overrides the forward of {parent.__name__}"
         return registered, overridden or f"no curvature for {name}"
@@ -137,18 +135,11 @@ def register_kind(
         bias: the name of the parameter that is added to the output; modules may lack it.
 
     Raises:
-        TypeError: ``module_type`` is not a class of modules, or ``kind`` is not a class of kinds
-            and does not return one.
+        TypeError: ``module_type`` is not a class of modules.
         ValueError: the class is already registered. An optimizer raises it when it is made, where a
             kind does not fit a module.
     """
     KINDS.check_new(module_type, "register_kind")
-    if not callable(kind):
-        raise TypeError(
-            f"register_kind: kind={kind!r} must be a class of kinds, or return one; {_REMEDY}"
-        )
-    if isinstance(kind, type):
-        _check_complete(kind, f"register_kind: {kind.__name__}", TypeError, _METHODS)
     KINDS.classes[module_type] = KindRegistration(kind, weight, bias, checked=True)
 
 
@@ -159,10 +150,7 @@ def kind_of(module: nn.Module) -> Kind | None:
         return None
     kind = registration.kind(module)
     if registration.checked:
-        bias = getattr(module, registration.bias, None)
-        biases = [bias] if isinstance(bias, Tensor) else []
-        weight = getattr(module, registration.weight)
-        check_fits(kind, weight, biases, _described(registration, module))
+        check_fits(kind, getattr(module, registration.weight), _described(registration, module))
     return kind
 
 
@@ -190,6 +178,17 @@ def parameter_names_of(module: nn.Module) -> tuple[str, str]:
     return weight, registration.bias
 
 
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a normalisation layer, as LlamaRMSNorm and T5LayerNorm are."""
+    by_name = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
+    parameters = list(module.parameters(recurse=False))
+    are_vectors = bool(parameters) and all(p.dim() == 1 for p in parameters)
+    return isinstance(module, _NORMS) or (by_name and are_vectors)
+
+
 def owner_of_forward(module: nn.Module) -> type[nn.Module]:
     """Return the class that defines the forward of a module."""
     return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
@@ -215,9 +214,13 @@ def class_of(module: nn.Module) -> type:
     return cls.__bases__[-1] if is_derived else cls
 
 
-def check_fits(kind: Kind, weight: Tensor, biases: Sequence[Tensor], who: str) -> None:
+def check_fits(kind: Kind, weight: Tensor, who: str) -> None:
     """Take the geometry of a registered kind; raise an error if it is not that of its weight."""
-    _check_complete(kind, who, ValueError, _METHODS + _ATTRIBUTES)
+    missing = [name for name in _METHODS + _ATTRIBUTES if not hasattr(kind, name)]
+    if missing:
+        raise ValueError(
+            f"{who} has no {', '.join(missing)}, which every kind of layer has; {_REMEDY}"
+        )
     groups, outputs, inputs = sizes = kind.groups, kind.outputs, kind.inputs
     rule = f"groups={groups}, outputs={outputs}, inputs={inputs}"
     if (
@@ -237,22 +240,9 @@ def check_fits(kind: Kind, weight: Tensor, biases: Sequence[Tensor], who: str) -
             f"to_matrix of {who} makes {tuple(matrix.shape)} of the weight: with {rule} and "
             f"transposed={kind.transposed} it must be {order} = {wanted}; correct the kind"
         )
-    for bias in biases if kind.solves_biases else ():
-        if bias.numel() != groups * outputs:
-            raise ValueError(
-                f"{who} says {rule} and solves_biases=True of a bias of shape {tuple(bias.shape)}: "
-                f"a bias has a number for each of the {groups * outputs} outputs; set "
-                "solves_biases=False if it has not"
-            )
     is_view = (matrix is tensor or matrix._is_view()) and matrix.is_contiguous()
     converter, taps = None if is_view else kind, getattr(kind, "taps", 0)
     vars(kind)["geometry"] = Geometry(*sizes, kind.transposed, taps, converter)
-
-
-def _check_complete(owner: Any, who: str, error: type[Exception], names: Sequence[str]) -> None:
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        raise error(f"{who} has no {', '.join(missing)}, which every kind of layer has; {_REMEDY}")
 
 
 def _described(registration: KindRegistration, module: nn.Module) -> str:

@@ -1,6 +1,4 @@
-"""The crossing by hand, the losses of whole models against dense ones, and a model that comes back
-as it was.
-"""
+"""The choice of the split dimension: crossings, spectral losses and times, and whole models."""
 
 import copy
 
@@ -10,15 +8,26 @@ from torch import nn
 from torch.nn import functional as F
 
 import every_kind
-import torch_thor.split.choice as choice_module
 from comparing import refreshed
 from tiny import as_list, assert_same, cross_entropy
-from torch_thor import THOR, SplitChoice, choose_split_dim
-from torch_thor.curvature import Layer, LayerCurvature, ParameterView
+from torch_thor import THOR, SplitChoice, choose_split_dim, split
+from torch_thor.curvature import Blocks, BlockSizes, Layer, LayerCurvature, ParameterView
 from torch_thor.curvature.kinds import kind_of
 from torch_thor.curvature.layer import Statistics
-from torch_thor.split.choice import candidates, find_crossing, nearest
+from torch_thor.split import (
+    candidates,
+    device_name,
+    find_crossing,
+    inverse_seconds,
+    invert,
+    largest_eigenvalues,
+    nearest,
+    orthogonal_seconds,
+    processor_name,
+    spectral_losses,
+)
 
+CPU = torch.device("cpu")
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
 
 
@@ -49,12 +58,8 @@ def test_candidates():
         (9000, 1, (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)),
     ):
         module = nn.Linear(inputs, outputs, device="meta")
-        assert (
-            candidates(
-                [LayerCurvature(Layer("", kind_of(module), ParameterView(module, "weight"), []))]
-            )
-            == expected
-        )
+        layer = Layer("", kind_of(module), ParameterView(module, "weight"), [])
+        assert candidates([LayerCurvature(layer)]) == expected
 
 
 class Net(nn.Module):
@@ -103,7 +108,7 @@ def asked(monkeypatch):
         seen.append((sorted(sizes), split_dims, options))
         return tuple(map(float, split_dims))
 
-    monkeypatch.setattr(choice_module, "inverse_seconds", seconds)
+    monkeypatch.setattr(split, "inverse_seconds", seconds)
     return seen
 
 
@@ -114,11 +119,9 @@ def test_losses_shares_and_choice_of_a_model(monkeypatch, asked):
         curvature = refreshed(
             copy.deepcopy(model), images, cross_entropy(labels), split_dim=None
         ).curvature
-    really, times = choice_module.inverse_seconds, (0.1, 0.2, 0.4, 0.5)
+    really, times = split.inverse_seconds, (0.1, 0.2, 0.4, 0.5)
     monkeypatch.setattr(
-        choice_module,
-        "inverse_seconds",
-        lambda *args, **options: really(*args, **options) and times,
+        split, "inverse_seconds", lambda *args, **options: really(*args, **options) and times
     )
     found = choose_split_dim(model, (images, labels))
     assert isinstance(found, SplitChoice)
@@ -157,7 +160,7 @@ def test_for_thor_muon_a_alone_counts_and_the_orthogonalisation_is_timed(monkeyp
         timed.append((shapes, split_dims, options))
         return (100.0,) * len(split_dims)
 
-    monkeypatch.setattr(choice_module, "orthogonal_seconds", orthogonal)
+    monkeypatch.setattr(split, "orthogonal_seconds", orthogonal)
     found = choose_split_dim(model, (images, labels), optimizer="thor-muon")
     # the losses of A are those of THOR, whose A has the same rows
     assert found.losses == {name: {"A": own["A"]} for name, own in both.losses.items()}
@@ -206,8 +209,8 @@ def test_at_most_one_layers_factors_are_alive(monkeypatch):
     model, alive, most = nn.Sequential(*[nn.Linear(9, 9) for _ in range(4)]), set(), []
     really_gather, really_take = Statistics.gather, Statistics.take
 
-    def gather(statistics, kind, x, g):
-        really_gather(statistics, kind, x, g)
+    def gather(statistics, *rows):
+        really_gather(statistics, *rows)
         alive.add(id(statistics))
         most.append(len(alive))
 
@@ -235,7 +238,7 @@ def losses_with(model, batch, **options):
 
 
 @pytest.mark.usefixtures("asked")
-def test_batches_and_losses_of_ones_own():
+def test_batches_and_losses_of_the_user():
     x, worded = torch.randn(5, 6), Worded()
     by_name = losses_with(worded, {"x": x / 2, "scale": 2.0}, loss_fn=lambda output: output["loss"])
     linear = nn.Sequential(worded.fc)
@@ -291,32 +294,22 @@ def test_which_layers_and_calls_count(asked):
     )
 
 
-def test_what_cannot_be_measured_is_one_clear_error():
-    nothing, norm = torch.ones(2, 3), nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    for model, batch, loss_fn, said in (
-        (nn.ReLU(), nothing, None, "ReLU has no parameters.*give a model"),
-        (nn.BatchNorm1d(3), nothing, None, "BatchNorm1d has no layer .*give a model"),
-        (
-            nn.Linear(3, 2),
-            torch.full((2, 3), torch.inf),
-            torch.sum,
-            "factor A of layer '' holds NaN or inf",
-        ),
-        (
-            nn.Conv2d(3, 2, 1),
-            torch.ones(2, 3, 4, 4),
-            None,
-            "without targets the model must return class scores",
-        ),
-        (
-            norm,
-            nothing,
-            lambda y: torch.ones(1, requires_grad=True),
-            "no gradient in any layer.*sample_batch= and",
-        ),
-    ):
-        with pytest.raises(ValueError, match=said):
-            choose_split_dim(model, batch, loss_fn=loss_fn)
+X = torch.ones(2, 3)
+NORM = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss_fn", "said"),
+    [
+        (nn.BatchNorm1d(3), X, None, "BatchNorm1d has no layer .*give a model"),
+        (nn.Linear(3, 2), X * torch.inf, torch.sum, "factor A of layer '' holds NaN or inf"),
+        (nn.Conv2d(3, 2, 1), torch.ones(2, 3, 4, 4), None, "the model must return class scores"),
+        (NORM, X, lambda y: torch.ones(1, requires_grad=True), "no gradient in any layer"),
+    ],
+)
+def test_what_cannot_be_measured(model, batch, loss_fn, said):
+    with pytest.raises(ValueError, match=said):
+        choose_split_dim(model, batch, loss_fn=loss_fn)
 
 
 def test_measured_for_real():
@@ -326,3 +319,142 @@ def test_measured_for_real():
     assert all(each > 0 for each in found.seconds)
     assert "thread" in found.device
     assert found.as_dict()["split_dim"] == found.split_dim
+
+
+# ---- spectral losses -----------------------------------------------------------------------------
+
+
+def wishart(n, rows):
+    x = torch.randn(n, rows, dtype=torch.float64)
+    return x @ x.T / rows
+
+
+def with_spectrum(values):
+    orthogonal = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64))[0]
+    return orthogonal @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ orthogonal.T
+
+
+MATRICES = {
+    "flat spectrum": lambda: wishart(300, 3000),
+    "low rank": lambda: wishart(200, 7),
+    "rank one": lambda: torch.ones(150, 150, dtype=torch.float64),
+    "zero": lambda: torch.zeros(40, 40, dtype=torch.float64),
+    "a double top": lambda: with_spectrum([5.0, 5.0, *(0.01 * i for i in range(90))]),
+    "a close second": lambda: with_spectrum([1.0, 0.9995, *(0.99 - 0.01 * i for i in range(90))]),
+    "a lonely top": lambda: with_spectrum([1e6, *([1.0] * 99)]),
+    "one entry": lambda: torch.diag(torch.eye(30, dtype=torch.float64)[17]),
+    "tiny": lambda: 1e-15 * wishart(50, 20),
+}
+
+
+def test_equals_the_dense_eigenvalue_and_draws_no_random_number_of_the_callers():
+    for name, make in MATRICES.items():
+        matrix = make()
+        expected, before = torch.linalg.eigvalsh(matrix)[-1:], torch.get_rng_state()
+        for dtype in (torch.float64, torch.float32):
+            found = largest_eigenvalues(matrix[None].to(dtype)).double()
+            torch.testing.assert_close(
+                found, expected, rtol=1e-3, atol=0 if name != "zero" else 1e-30, msg=name
+            )
+        assert torch.equal(torch.get_rng_state(), before)
+    matrix = wishart(30, 60)[None]
+    found = largest_eigenvalues(matrix, tolerance=0.0)
+    torch.testing.assert_close(found, torch.linalg.eigvalsh(matrix)[:, -1], rtol=1e-12, atol=0)
+
+
+def factor(samples):
+    groups, size, rows = samples.shape
+    matrix = Blocks(BlockSizes.of(size, None, groups), samples.new_zeros(groups * size, size))
+    matrix.add_second_moment_(samples / rows**0.5)
+    return matrix
+
+
+def test_losses_equal_dense_spectral_norms():
+    split_dims = (1, 4, 16, 32, 37, 64)
+    index = torch.arange(37)
+    for groups in (1, 3):
+        # unequal groups: the norm of the whole is that of the largest one
+        scales = torch.arange(1, groups + 1)[:, None, None]
+        matrix = factor(torch.randn(groups, 37, 50, dtype=torch.float64) * scales + 0.3)
+        dense = torch.stack(matrix.dense())
+        whole = torch.linalg.matrix_norm(dense, ord=2).amax()
+        cut = [dense * (index[:, None] // s == index // s) for s in split_dims]
+        expected = [1 - float(torch.linalg.matrix_norm(one, ord=2).amax() / whole) for one in cut]
+        found = spectral_losses(matrix, split_dims)
+        assert found == pytest.approx(expected, abs=2e-3)
+        assert found[-2:] == (0.0, 0.0)
+
+
+def test_losses_by_hand():
+    samples = torch.zeros(1, 10, 4)
+    samples[:, 8:] = 1.0  # all of it in rows 8 and 9: blocks of 4 end with a block of those two
+    assert spectral_losses(factor(samples), (4, 3)) == pytest.approx((0.0, 0.5), abs=1e-6)
+    assert spectral_losses(factor(torch.zeros(1, 8, 3)), (1, 4, 8)) == (0.0, 0.0, 0.0)
+    # the eigenvalues of a diagonal lie close, so that the whole is found a little too small, and
+    # each block exactly
+    matrix = factor(torch.diag(torch.linspace(0.9, 1.0, 2000, dtype=torch.float64).sqrt())[None])
+    assert largest_eigenvalues(matrix.parts[0]) < matrix.rows.diagonal().amax()
+    assert spectral_losses(matrix, (1, 16)) == (0.0, 0.0)
+
+
+# ---- times; no test asks the clock itself --------------------------------------------------------
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Replace clock and inversion: each call takes what the script says for its block size, and is
+    recorded.
+    """
+
+    def install(script):
+        clock, calls = [0.0], []
+
+        def invert(blocks):
+            left = script[blocks.shape[-1]]
+            clock[0] += left.pop(0) if len(left) > 1 else left[0]
+            calls.append(tuple(blocks.shape))
+
+        monkeypatch.setattr(split.time, "perf_counter", lambda: clock[0])
+        monkeypatch.setattr(split, "invert", invert)
+        return calls
+
+    return install
+
+
+def measure(sizes, split_dims):
+    return inverse_seconds(sizes, split_dims, dtype=torch.float32, device=CPU)
+
+
+def test_all_blocks_of_one_size_are_inverted_at_once(scripted):
+    calls = scripted({1: [5.0], 2: [7.0], 4: [11.0], 6: [13.0], 10: [17.0]})
+    assert measure([(1, 10), (3, 6), (1, 4)], (1, 4, 10)) == (5.0, 7.0 + 11.0, 11.0 + 13.0 + 17.0)
+    assert calls[0] == (10 + 18 + 4, 1, 1)
+    assert sorted(calls[1:3]) == [(4, 2, 2), (6, 4, 4)]
+    assert sorted(calls[3:6]) == [(1, 4, 4), (1, 10, 10), (3, 6, 6)]
+
+
+def test_the_median_without_the_first_round(scripted):
+    scripted({4: [100.0, 3.0, 1.0, 50.0, 4.0, 2.0]})
+    assert measure([(1, 8)], (4,)) == (3.0,)
+
+
+def test_matrices_are_orthogonalised_laid_wide_in_blocks_of_each_candidate(monkeypatch):
+    calls, clock = [], [0.0]
+
+    def unit_polars(matrices, rows):
+        clock[0] += rows
+        calls.append(([tuple(matrix.shape) for matrix in matrices], rows))
+
+    monkeypatch.setattr(split.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(split, "unit_polars", unit_polars)
+    found = orthogonal_seconds([(1, 10, 4), (2, 3, 5)], (1, 4), dtype=torch.float32, device=CPU)
+    assert found == (1.0, 4.0)
+    assert calls[:2] == [([(1, 4, 10), (2, 3, 5)], 1), ([(1, 4, 10), (2, 3, 5)], 4)]
+
+
+def test_what_is_timed_is_the_inverse_on_a_named_device():
+    for size in (1, 5, 64):
+        blocks = torch.eye(size, dtype=torch.float64).add(1 / size).repeat(3, 1, 1)
+        expected = torch.eye(size, dtype=torch.float64).expand(3, size, size)
+        torch.testing.assert_close(invert(blocks) @ blocks, expected)
+    assert device_name(CPU) == f"{processor_name()}, 1 thread"

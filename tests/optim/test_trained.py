@@ -19,8 +19,16 @@ from torch.nn.utils import parametrizations
 
 from tiny import assert_same, weights
 from torch_thor import ThorMuon, param_groups
-from torch_thor.optim import learned
-from torch_thor.optim.learned import LEARNED, NEW, REST, UNTOLD, dependence, rectangles
+from torch_thor.optim import trained as trained_weights
+from torch_thor.optim.trained import (
+    LEARNED,
+    NEW,
+    REST,
+    UNTOLD,
+    dependence,
+    dependence_of,
+    rectangles,
+)
 
 
 class Net(nn.Module):
@@ -119,7 +127,7 @@ def test_independent_entries_are_a_standard_normal_variable(draw, shape):
     assert len(values) > 350
     assert abs(values.mean()) < 5 / math.sqrt(400)
     assert 0.7 < values.std() < 1.2
-    assert values.max() < 1.6 * learned.DEPENDENT
+    assert values.max() < 1.6 * trained_weights.DEPENDENT
 
 
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
@@ -129,12 +137,20 @@ def test_the_size_of_a_matrix_does_not_count(size):
     assert torch.isclose(dependence(matrix * size), dependence(matrix), rtol=1e-4)
 
 
+def test_equal_rows_and_columns_count_once():
+    torch.manual_seed(0)
+    matrix = torch.randn(9, 12).double()
+    for repeated in (matrix.repeat(2, 1), matrix.repeat(1, 3), torch.cat([matrix, -matrix])):
+        assert torch.isclose(dependence(repeated), dependence(matrix))
+
+
 def test_what_training_leaves_and_what_does_not_tell():
     torch.manual_seed(0)
-    assert dependence(torch.randn(12, 1) @ torch.randn(1, 9)) > learned.DEPENDENT
-    assert dependence(nn.init.orthogonal_(torch.empty(24, 24))) < -learned.DEPENDENT
-    for nothing in (torch.zeros(4, 5), torch.eye(6), torch.randn(1, 7), torch.randn(7, 1)):
-        assert dependence(nothing).isnan()
+    assert dependence(torch.randn(12, 1) @ torch.randn(1, 9)) > trained_weights.DEPENDENT
+    assert dependence(nn.init.orthogonal_(torch.empty(24, 24))) < -trained_weights.DEPENDENT
+    of_one_sign = torch.zeros(4, 5), torch.eye(6), torch.rand(9, 9)
+    for nothing in (*of_one_sign, torch.randn(1, 7), torch.randn(7, 1)):
+        assert dependence(nothing.double()).isnan()
 
 
 @pytest.mark.parametrize(
@@ -145,10 +161,11 @@ def test_networks_of_torchvision_are_untrained(name):
 
     torch.manual_seed(0)
     model = torchvision.models.get_model(name)
-    values = [float(v) for v in learned._dependences(model.parameters()).values() if not v.isnan()]
+    found = [dependence_of(p) for p in model.parameters() if p.dim() > 1]
+    values = [float(v) for v in found if not v.isnan()]
     assert len(values) > 10
-    assert max(values) < learned.DEPENDENT
-    assert min(values) > -learned.DEPENDENT
+    assert max(values) < trained_weights.DEPENDENT
+    assert min(values) > -trained_weights.DEPENDENT
 
 
 # ---- an untrained network ------------------------------------------------------------------------
@@ -188,7 +205,7 @@ def test_initializers_are_no_training(init):
 
 def test_one_strange_matrix_is_no_training():
     model = net(trained=False)
-    nn.init.uniform_(model.body[1].weight, 0, 1)
+    nn.init.normal_(model.body[1].weight, mean=1.0)
     optimizer = ThorMuon(model)
     train(model, optimizer, data(1))
     assert set(factors(optimizer, model).values()) == {NEW}
@@ -365,9 +382,78 @@ def test_other_parameters_are_no_obstacle():
 def test_experts_tell_as_their_matrices_do():
     torch.manual_seed(0)
     experts = torch.randn(4, 16, 12) / 4
-    assert abs(learned._dependences([nn.Parameter(experts)]).popitem()[1]) < 5
+    assert abs(dependence_of(nn.Parameter(experts))) < 5
     one = torch.einsum("ei,ej->eij", torch.randn(4, 16), torch.randn(4, 12))
-    assert learned._dependences([nn.Parameter(experts + one)]).popitem()[1] > 5
+    assert dependence_of(nn.Parameter(experts + one)) > 5
+
+
+class Masked(nn.Module):
+    """An attention with its causal mask in a buffer, as older models have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.ones(64, 64, dtype=torch.uint8).tril())
+
+    def forward(self, x):
+        return self.projection(x)
+
+
+class Integers(nn.Module):
+    """A frozen layer whose weight is kept as integers in a buffer, as GPTQ and AWQ do."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("integers", torch.randint(-127, 128, (size, size), dtype=torch.int8))
+
+    def forward(self, x):
+        return F.linear(x, self.integers / 127)
+
+
+def frozen(layer):
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("build", "is_trained"),
+    [
+        (lambda: [nn.Linear(8, 8), Masked()], False),
+        (lambda: [nn.Linear(8, 8), Integers(8)], False),  # as many numbers
+        (lambda: [nn.Linear(8, 8), Integers(8), Integers(8)], True),
+        (lambda: [nn.Linear(8, 8), frozen(nn.Linear(8, 8)), frozen(nn.Linear(8, 8))], True),
+        (lambda: [nn.Linear(8, 8), nn.Linear(8, 8), frozen(nn.Linear(8, 8))], False),
+    ],
+)
+def test_frozen_and_quantised_weights_are_counted_and_not_read(build, is_trained):
+    torch.manual_seed(0)
+    model = nn.Sequential(*build())
+    optimizer = ThorMuon(model)
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    assert {group["trained"] for group in optimizer.param_groups} == {is_trained}
+    other = ThorMuon(model)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.param_groups[0]["trained"] is is_trained
+
+
+def test_frozen_word_vectors_do_not_count():
+    torch.manual_seed(0)
+    model = nn.Sequential(frozen(nn.Embedding(100, 8)), nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = ThorMuon(model)
+    model(torch.arange(6)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["trained"] is False
+
+
+def test_parameters_that_are_added_take_the_answer_of_the_optimizer():
+    model = net()
+    optimizer = ThorMuon(model)
+    train(model, optimizer, data(1))
+    model.more = nn.Linear(24, 24)
+    optimizer.add_param_group({"params": [*model.more.parameters()]})
+    train(model, optimizer, data(1))
+    assert optimizer.param_groups[1]["trained"] is True
+    assert optimizer.state[model.more.bias]["lr_factor"] == REST
 
 
 # ---- what is said --------------------------------------------------------------------------------
@@ -384,8 +470,8 @@ def test_print_says_which_rates_were_taken_and_why():
     assert str(optimizer).endswith(
         f"lr=None: the network is trained already, so lr is multiplied by {LEARNED:g} for 3 "
         "matrices whose entries are dependent, as training leaves them, "
-        f"{UNTOLD:g} for 1 matrices that do not tell (of zeros, or with one row or column), "
-        "1 for 1 matrices whose entries are independent, as initializers leave them, "
+        f"{UNTOLD:g} for 1 matrices that do not tell (of zeros, of one sign, or with equal rows or "
+        "columns), 1 for 1 matrices whose entries are independent, as initializers leave them, "
         f"{REST:g} for 8 other parameters"
     )
     fresh = net(trained=False)
@@ -408,24 +494,3 @@ def test_a_trained_network_is_said_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(fresh, optimizer, data(2))
-
-
-@pytest.mark.parametrize(
-    ("trained", "lr", "said"),
-    [
-        (True, 2e-5, "lr=2e-05 is below 0.001, the least for networks that are trained already"),
-        (True, 0.002, None),
-        (False, 0.002, "lr=0.002 is below 0.008, the least for new networks"),
-        (False, 0.01, None),
-    ],
-)
-def test_a_small_rate_that_is_given_is_judged_by_the_weights(trained, lr, said):
-    model, start = net(trained=trained), 0.01 if trained else 0.08
-    optimizer = ThorMuon(model, lr=lr)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(model, optimizer, data(12))
-    found = [str(one.message) for one in caught]
-    assert len(found) == (said is not None)
-    assert all(said in one and f"start with learning_rate={start}" in one for one in found)
-    assert set(factors(optimizer, model).values()) == {None}
