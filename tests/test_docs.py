@@ -222,7 +222,7 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
             "command-line.md",
             ("| `thor-muon` |", "| `digits` |", "### torch-thor train", "| `weight_decay` |"),
         ),
-        ("options.md", ("| `split_dim` | `128` | `128` |  |  |", "| `row_mask` | attribute,")),
+        ("options.md", ("| `split_dim` | `128` | `128` |  |  |", "| `row_splits` | `None` |  |")),
     ],
 )
 def test_the_generated_pages_are_filled_in(hook, name, cells):

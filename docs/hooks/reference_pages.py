@@ -70,8 +70,6 @@ def options() -> Iterator[str]:
     for name, option in OPTIONS.items():
         arguments = [inspect.signature(kind).parameters.get(name) for kind in kinds]
         shown = ["" if one is None else f"`{one.default}`" for one in arguments]
-        if option.scope == "attribute":
-            shown = [f"attribute, `{option.default}`"] * 2 + [""] * 2
         if any(shown):
             cells = [f"`{name}`", *shown, _text(option.rule), _text(option.meaning)]
             yield f"| {' | '.join(cells)} |"
