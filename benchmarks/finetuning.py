@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks.finetuning_problems import PROBLEMS, UNSEEN
 from benchmarks.finetuning_ways import WAYS, same
-from benchmarks.runner.drawing import save
+from benchmarks.runner.drawing import legend_below, save
 from benchmarks.runner.machine import DEVICE
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
@@ -32,7 +32,6 @@ from benchmarks.suite_optimizers import as_one_matrix
 from benchmarks.suite_problems import Batch, Problem
 from torch_thor import THOR, ThorMuon
 from torch_thor.optim import trained as trained_weights
-from torch_thor.training.curves import legend_below
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

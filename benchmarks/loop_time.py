@@ -20,8 +20,8 @@ from torch.nn import functional
 from benchmarks.runner.machine import provenance
 from benchmarks.runner.timing import median_ratio
 from torch_thor.training.folder import RunFolder
+from torch_thor.training.log import observers_of
 from torch_thor.training.loop import Observer, Run, train
-from torch_thor.training.observers import observers_of
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
@@ -69,9 +69,7 @@ def main() -> None:
         run, other = (build(recipe, name, task, Ranks()) for _ in range(2))
         turns = Turns(other)
         with tempfile.TemporaryDirectory() as place, (Path(place) / "said").open("w") as said:
-            own = observers_of(
-                run, RunFolder(Path(place)), Console(file=said), profile=False, offset=0
-            )
+            own = observers_of(run, RunFolder(Path(place)), Console(file=said), 0)
             train(run, [*own, turns])
         trained, written = turns.trained[20:-1], turns.written_out[20:-1]  # the last evaluates
         print(

@@ -277,7 +277,7 @@ def draw(rows: Rows) -> None:
     """Draw the losses against steps and seconds."""
     from matplotlib.figure import Figure
 
-    from torch_thor.training.curves import legend_below
+    from benchmarks.runner.drawing import legend_below
 
     times = rows.get(key_of(SINGLE_PROCESS))
     if times is None:

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from benchmarks.runner.drawing import label_in_full, legend_below, marker
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import steps_to
@@ -17,7 +18,6 @@ from benchmarks.runner.stores import key_of
 from benchmarks.suite_optimizers import ONE, PEERS
 from benchmarks.suite_problems import PROBLEMS
 from torch_thor.files import whole_file
-from torch_thor.training.curves import label_in_full, legend_below, marker
 
 PICTURES = Path("docs/images")
 NAMES = {

@@ -92,7 +92,9 @@ def test_the_first_minute(run, tmp_path, monkeypatch):
     assert (code, err) == (0, "")
     shown = [line for line in out.splitlines() if line[0] not in "┏┃┡└"]
     assert shown[0].startswith("characters: char-transformer (")
-    assert ", 8 steps with each of thor-muon, adamw, muon, on cpu, threads=1" in shown[0]
+    assert (
+        ", 8 steps with each of thor-muon, adamw, muon, on cpu, processes=1, threads=1" in shown[0]
+    )
     assert shown[1].startswith("thor-muon: preconditions 9 layers with ")
     assert len([line for line in shown if "│" in line]) <= 6
     # it leads
@@ -122,13 +124,11 @@ def test_the_first_minute(run, tmp_path, monkeypatch):
         assert one["loss"] == lines(folder, name, "eval")[-1]["loss"]
         assert (one["refresh_step_seconds"] is None) == (name != "thor-muon")
         assert any((folder / name / "tensorboard").iterdir())
-    code, out, _ = run("train", "characters", "steps=2", "optimizer=adamw", "device=cpu")
-    assert code == 0
-    assert "are in runs/characters-2\n" in out
-    assert "next:" not in out
+    refused = run("train", "characters", "steps=2", "optimizer=adamw", "device=cpu")
+    assert_refused(refused, "runs/characters contains a run already: continue it with --resume")
 
 
-def test_a_target_a_profile_and_averages(run, tmp_path):
+def test_a_target_and_averages(run, tmp_path):
     words = [
         "optimizer=thor",
         "epochs=3",
@@ -137,15 +137,11 @@ def test_a_target_a_profile_and_averages(run, tmp_path):
         "stop_at=0.2",
         "ema_decay=0.5",
     ]
-    code, out, err = run("train", "digits", *words, "device=cpu", "--profile", "--out", "mine")
+    code, out, err = run("train", "digits", *words, "device=cpu", "--out", "mine")
     assert (code, err) == (0, "")
     said = [line for line in out.splitlines() if line.startswith("thor: step ")]
     assert [line.split()[2] for line in said] == ["20", "30"]
-    assert ", of the averaged weights " in said[1]
-    assert "1 of 6 with a refresh" in out  # step 21
-    assert [path.name for path in (tmp_path / "mine/thor/profile").iterdir()] == [
-        "steps-00000021-00000026.json"
-    ]
+    assert ", averaged weights: " in said[1]
     summary = json.loads((tmp_path / "mine" / "summary.json").read_text())[0]
     assert summary["ended_at_target"]
     assert summary["targets"]["0.2"]["steps"] == 30
@@ -170,27 +166,22 @@ def test_a_target_a_profile_and_averages(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["bogus"], "No such command 'bogus': `torch-thor --help` says what is there"),
-        (["train", "--bogus"], "No such option: --bogus"),
-        (["plan"], "Missing argument 'subject': `torch-thor plan --help` says what is there"),
         (["train", "digit"], "did you mean digits?"),
         (["train", "epoch=3"], "did you mean epochs?"),
         (["train", "digits", "fashion-mnist"], "more than one recipe"),
-        (["train", "optimizer=sdg"], "optimizer="),
+        (["train", "optimizer=sdg"], "optimizer[0]=sdg should be"),
         (["train", "digits", "optimizer=thor", "damping=0"], "damping"),
         (
             ["train", "fashion-mnist", "data.root=nowhere", "data.download=false"],
-            "Fashion-MNIST is not in /",
+            "nowhere is not a folder",
         ),
         (["train", "digits", "batch_size=5000"], "batch_size=5000 is larger"),
         (["train", "device=gpu7"], "device=gpu7"),
         (["train", "digits", "--resume"], "no run in runs/digits to resume"),
         (["train", "digits", "--resume", "--overwrite"], "exclude each other"),
         ([*QUICK, "data.root=$NOT_THERE_AT_ALL", "data.name=image-folder"], "NOT_THERE_AT_ALL"),
-        ([*QUICK, "--out", "file/run"], "file is a file"),
-        ([*QUICK, "--out", "file"], "not a run folder"),
-        (["eval", "nowhere"], "nowhere does not exist"),
-        (["eval", "."], "is no checkpoint: give a run folder"),
+        ([*QUICK, "--out", "file/run"], "file/run: Not a directory: check the path"),
+        (["eval", "nowhere"], "nowhere contains no checkpoint: give a run folder"),
         (
             ["prepare", "python", "--out", "x", "--seq-len", "128;512"],
             "--seq-len 128;512: must be whole numbers",
@@ -235,9 +226,9 @@ def test_the_run_in_a_folder_continues_with_its_settings(run, tmp_path):
     assert contents(tmp_path / "mine") == files
     weights = sorted((tmp_path / "mine/sgd/checkpoints").glob("step-*"))[-1] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert_refused(run("eval", weights.parent), "is damaged: model.safetensors")
+    assert_refused(run("eval", weights.parent), "model.safetensors does not match its checksum")
     code, out, err = run("eval", "mine")  # the run as a whole falls back, and says so
-    assert (code, "falling back" in err) == (0, True)
+    assert (code, "the one before it is used" in err) == (0, True)
     code, out, _ = run("train", "--resume", "--out", "mine")
     assert (code, "continues from step 16 of 22" in out) == (0, True)
     assert lines(tmp_path / "mine", "sgd") == told
@@ -248,7 +239,7 @@ def test_the_run_in_a_folder_continues_with_its_settings(run, tmp_path):
     assert yaml.safe_load((tmp_path / "mine/recipe.yaml").read_text())["seed"] == 5
 
 
-def test_a_stopped_run_names_the_command_that_continues_it(run, monkeypatch, tmp_path):
+def test_a_stopped_run_continues(run, monkeypatch):
     take = torch.optim.SGD.step
     monkeypatch.setattr(
         torch.optim.SGD, "step", lambda me: os.kill(os.getpid(), signal.SIGINT) or take(me)
@@ -256,13 +247,11 @@ def test_a_stopped_run_names_the_command_that_continues_it(run, monkeypatch, tmp
     code, _, err = run(*QUICK)
     assert code == 130
     said = (
-        r"torch-thor: stopped at step \d, checkpoint written; continue with: (torch-thor train "
-        r".*)\n"
+        r"torch-thor: stopped at step \d, checkpoint written; .* the same command with --resume\s"
     )
-    command = re.fullmatch(said, err)[1]
-    assert command == "torch-thor train digits --resume --out runs/digits"
+    assert re.fullmatch(said, err)
     monkeypatch.setattr(torch.optim.SGD, "step", take)
-    code, out, _ = run(*command.split()[1:])
+    code, out, _ = run(*QUICK, "--resume")
     assert (code, "continues from step" in out) == (0, True)
 
 

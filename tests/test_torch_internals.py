@@ -3,14 +3,12 @@ only.
 """
 
 import ast
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
 
 from torch_thor import torch_internals
 from torch_thor.torch_internals import (
@@ -134,22 +132,6 @@ def test_views_share_a_storage():
         one = torch.ones(2, device=device)
         assert storage_of(one[:1]) == storage_of(one)
         assert storage_of(one.clone()) != storage_of(one)
-
-
-def test_workers_that_were_killed_with_a_lock_are_not_waited_for():
-    handler = signal.getsignal(signal.SIGCHLD)
-    batches = iter(DataLoader(torch.arange(4), num_workers=1))
-    signal.signal(signal.SIGCHLD, handler)  # torch's would raise an error here
-    lock = batches._workers_done_event._cond
-    lock.acquire()  # as a worker that was killed there holds it for good
-    workers = list(batches._workers)
-    for worker in workers:
-        worker.kill()
-        worker.join()
-    torch_internals.let_go_of_workers(batches)
-    batches._shutdown_workers()
-    assert not any(worker.is_alive() for worker in workers)
-    lock.release()
 
 
 def test_private_names_are_in_one_module():

@@ -22,10 +22,10 @@ from benchmarks.figures import batch_sizes, bert, curves, fisher_norm, split_dim
 from benchmarks.figures.training import Options, Row
 from benchmarks.runner.golden import is_stale
 from benchmarks.runner.options import Parser, whole_numbers
-from benchmarks.runner.stores import Lines, key_of, write_whole
+from benchmarks.runner.stores import Lines, key_of
 from benchmarks.runner.study import complete
 from torch_thor.errors import UserError, require
-from torch_thor.files import check_place, writing
+from torch_thor.files import write_text
 from torch_thor.printing import printer
 from torch_thor.training.recipe_keys import nearest
 
@@ -109,7 +109,6 @@ def make_figures(
         takers = [key for key, figure in FIGURES.items() if option in figure.TAKES]
         taken = not set(takers).isdisjoint(names)
         require(taken, f"{_word(option)} means nothing to {name}: it is for {', '.join(takers)}")
-    check_place(out)
     todo = {
         each: (FIGURES[each].jobs(options, device), _store(out / f"{each}.jsonl")) for each in names
     }
@@ -160,9 +159,8 @@ def _make(figure: ModuleType, jobs: Sequence[Row], store: Lines, console: Consol
         raise UserError(short(str(error))) from error
     rows = [store.rows[key] for key in keys]
     text = f"{figure.table(rows)}\n\n{_origin(rows)}"
-    write_whole(store.path.with_suffix(".md"), text + "\n", ANOTHER)
-    with writing(store.path.with_suffix(".png"), ANOTHER):
-        figure.draw(rows, store.path.with_suffix(".png"))
+    write_text(store.path.with_suffix(".md"), text + "\n")
+    figure.draw(rows, store.path.with_suffix(".png"))
     for line in text.splitlines():
         say(line)
     say(f"Results, picture and table are {store.path.with_suffix('')}.jsonl, .png and .md")

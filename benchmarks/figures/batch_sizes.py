@@ -22,9 +22,8 @@ from benchmarks.figures.training import (
     to_target,
 )
 from benchmarks.runner import markdown
-from benchmarks.runner.drawing import draw_band, save
+from benchmarks.runner.drawing import draw_band, label_in_full, legend_below, save
 from torch_thor.errors import require
-from torch_thor.training.curves import label_in_full, legend_below
 from torch_thor.training.optimizers import settings_of
 from torch_thor.training.recipes import load_recipe
 

@@ -23,9 +23,8 @@ from benchmarks.figures.training import (
     to_target,
 )
 from benchmarks.runner import markdown
-from benchmarks.runner.drawing import draw_band, save
+from benchmarks.runner.drawing import draw_band, label_in_full, legend_below, save
 from torch_thor import THOR
-from torch_thor.training.curves import label_in_full, legend_below
 
 ABOUT = (
     "loss and accuracy against epochs and seconds: momentum, THOR, THOR_stop, THOR_NT, unbounded, "

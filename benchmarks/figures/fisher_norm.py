@@ -28,12 +28,11 @@ from benchmarks.figures.training import (
     words_of,
 )
 from benchmarks.runner import markdown
-from benchmarks.runner.drawing import draw_band, save
+from benchmarks.runner.drawing import draw_band, label_in_full, marker, save
 from torch_thor.curvature import Decision
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.errors import require
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.training.curves import label_in_full, marker
 from torch_thor.training.loop import Observer, Point, Run
 
 ABOUT = (

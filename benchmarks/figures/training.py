@@ -13,7 +13,7 @@ import yaml
 from benchmarks.runner.markdown import reached, summary
 from benchmarks.runner.numbers import running_mean
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
-from torch_thor.training.errors import DivergedError
+from torch_thor.errors import DivergedError
 from torch_thor.training.loop import Observer, Point, Record, Run, train
 from torch_thor.training.optimizers import OPTIMIZERS, settings_of
 from torch_thor.training.parallel import Ranks, device_of

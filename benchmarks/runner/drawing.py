@@ -1,17 +1,20 @@
 """Drawing functions that the pictures of all comparisons share."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_thor.files import whole_file
-from torch_thor.training.curves import legend_below, marker
 
 if TYPE_CHECKING:  # slow to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+FEW = 20  # points of a curve; fewer are marked, because a line alone does not show where they are
 
 
 def draw_band(
@@ -102,3 +105,35 @@ def save(figure: "Figure", path: Path) -> None:
     """
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=110)
+
+
+def marker(points: Sized) -> str:
+    """Return the marker of a curve, which is none if its points are many."""
+    return "." if len(points) < FEW else ""
+
+
+def label_in_full(axes: "Axes") -> None:
+    """Label ticks with numbers in full, without powers of ten and offsets."""
+    from matplotlib.ticker import LogFormatter
+
+    class InFull(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            is_shown = super().__call__(x, pos)
+            return f"{Decimal(f'{x:.6g}'):f}" if is_shown else ""
+
+    for name in ("x", "y"):
+        axis = getattr(axes, f"{name}axis")
+        if axis.get_scale() == "log":
+            axis.set_major_formatter(InFull())
+            axis.set_minor_formatter(InFull())
+        else:
+            axes.ticklabel_format(axis=name, style="plain", useOffset=False)
+
+
+def legend_below(figure: "Figure", axes: Iterable["Axes"]) -> None:
+    """Name each curve once, below the axes, where nothing is covered."""
+    named: dict[str, Any] = {}
+    for subplot in axes:
+        for line, label in zip(*subplot.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, line)
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4, frameon=False)

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_thor.files import write_text, writing
-
-REMEDY = "make room for it; the same command then goes on with what is missing"
+from torch_thor.files import write_text
 
 
 class Lines:
@@ -28,13 +26,7 @@ class Lines:
         """Add a result, or replace the existing one of the job, and write the file."""
         self.rows[key] = dict(result)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
-
-
-def write_whole(path: Path, text: str, remedy: str = REMEDY) -> None:
-    """Replace a text file by a complete new one; if that fails, a `UserError` names the remedy."""
-    with writing(path, remedy):
-        write_text(path, text)
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
 
 
 def key_of(words: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ from benchmarks.runner.machine import provenance
 from benchmarks.runner.options import Parser
 from benchmarks.runner.stores import Lines, key_of
 from torch_thor.errors import first_line, require
-from torch_thor.training.cores import allowed_cores
+from torch_thor.training.data.batches import allowed_cores
 
 RESULTS = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]

@@ -4,46 +4,22 @@ Each imports what it needs when it runs, so that --help is fast.
 """
 
 import json
-import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from typer import Argument, Option
-from typer.core import TyperCommand, TyperGroup
 
 from torch_thor import __version__
 from torch_thor.errors import require
-from torch_thor.printing import cell, columns, is_first_rank, print_message, printer
-from torch_thor.training.cores import allowed_cores
-from torch_thor.training.errors import StoppedError
+from torch_thor.printing import columns, is_first_rank, print_message, printer
 
 FIRST_RECIPE = "characters"  # of `torch-thor train` without a name
 
 
-class _WithFlags:
-    """Shows no type of the flags among the parameters in the help."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for param in params:
-            if getattr(param, "is_flag", False):
-                param.metavar = ""
-        return params
-
-
-class _Command(_WithFlags, TyperCommand):
-    """A command."""
-
-
-class _Group(_WithFlags, TyperGroup):
-    """The program, which has commands."""
-
-
 app = typer.Typer(
     name="torch-thor",
-    cls=_Group,
     help="Train networks with ThorMuon and THOR, and compare them with other optimizers.",
     no_args_is_help=True,
     add_completion=False,
@@ -63,15 +39,13 @@ Overwrite = Annotated[bool, Option("--overwrite", help="Replace the results that
 @app.callback(invoke_without_command=True)
 def _options(
     version: Annotated[bool, Option("--version", help="Print the version.")] = False,
-    list_recipes: Annotated[bool, Option("--list", hidden=True)] = False,
 ) -> None:
-    require(not list_recipes, "--list belongs to a command: `torch-thor train --list`")
     if version:
         typer.echo(f"torch-thor {__version__}")
         raise typer.Exit
 
 
-@app.command(cls=_Command)
+@app.command()
 def train(
     words: Annotated[
         list[str] | None,
@@ -89,68 +63,52 @@ def train(
     overwrite: Annotated[
         bool, Option("--overwrite", help="Delete the run, and start anew.")
     ] = False,
-    profile: Annotated[
-        bool, Option("--profile", help="Profile a few steps, one refresh among them.")
-    ] = False,
     list_recipes: Annotated[bool, Option("--list", help="List the recipes.")] = False,
 ) -> None:
     """Train a recipe, and compare its optimizers.
 
     Writes curves, metrics, the recipe and checkpoints into the run folder. Ctrl-C saves a
-    checkpoint; `--resume` continues from it, bit for bit, with the settings of the run. Without
-    `--out`, it continues the latest run.
+    checkpoint; `--resume` continues from it, bit for bit, with the settings of the run.
 
     - `torch-thor train` compares three optimizers on a small transformer, in about a minute
 
     - `torch-thor train digits optimizer=thor-muon,adamw epochs=3 --out runs/mine`
-    """  # noqa: DOC501  # it is the help
+    """
     from torch_thor.training.recipes import load_recipe, recipe_list
 
     console = Console()
     if list_recipes:
         for name, about in recipe_list():
-            console.print(
-                cell(f"{name:<30}  {about}"),
-                no_wrap=True,
-                crop=console.is_terminal,
-                overflow="ignore",
-            )
+            typer.echo(f"{name:<30}  {about}")
         return
     from torch_thor.training.folder import RunFolder
-    from torch_thor.training.origin import read_origin
     from torch_thor.training.run import run_recipe
-    from torch_thor.training.tasks.opening import task_class
 
+    require(not (resume and overwrite), "--resume and --overwrite exclude each other: choose one")
     names = [word for word in words or [] if "=" not in word]
     require(
         len(names) < 2,
         f"'{' '.join(names)}' names more than one recipe: give one, then key=value words",
     )
     name, overrides = (names or [FIRST_RECIPE])[0], [word for word in words or [] if "=" in word]
-    path = Path("runs") / Path(name).stem
-    # a run that continues may be that of any recipe, if none is named
-    origin = None if resume and not names else read_origin(name)
-    folder = (
-        RunFolder(out, origin)
-        if out
-        else RunFolder.named(path, origin, resume=resume, overwrite=overwrite)
+    folder = RunFolder(out or Path("runs") / Path(name).stem)
+    resume = resume or folder.is_restarted
+    recipe = folder.continued(overrides) if resume else load_recipe(name, overrides)
+    require(
+        not (resume and names) or load_recipe(name).name == recipe.name,
+        f"{folder.path} belongs to recipe {recipe.name}, not {name}: name that one or none, or "
+        "choose another folder with --out",
     )
-    stored = folder.stored() if resume else None
-    # keys that are changed nowhere keep the values of the run
-    recipe = load_recipe(name, overrides) if stored is None else folder.continued(stored, overrides)
-    try:
-        run_recipe(recipe, folder, console, resume=resume, overwrite=overwrite, profile=profile)
-    except StoppedError as stop:
-        command = ["torch-thor", "train", *names, "--resume", "--out", str(folder.path)]
-        raise StoppedError(stop.step, shlex.join(command)) from stop
+    run_recipe(recipe, folder, console, resume=resume, overwrite=overwrite)
     if not names and is_first_rank():
-        printer(console)(
-            "next: optimizer = torch_thor.ThorMuon(model) in your own loop; "
-            + task_class(recipe.task).own_data
+        typer.echo(
+            "next: optimizer = torch_thor.ThorMuon(model) in your own loop; your own text: "
+            "torch-thor prepare FOLDER --out corpus, then torch-thor train bert-mini "
+            "data.root=corpus"
         )
 
 
-@app.command("eval", cls=_Command)
+@app.command("eval")
 def evaluate(
     path: Annotated[
         Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or a checkpoint in it.")
@@ -197,11 +155,11 @@ def evaluate(
     Console().print(columns("", headings, cells, left=1))
 
 
-@app.command("prepare", cls=_Command)
+@app.command("prepare")
 def prepare_text(
     sources: Annotated[
         list[str],
-        Argument(metavar="SOURCE...", help="Files of text, folders, names of the hub, python."),
+        Argument(metavar="SOURCE...", help="Files of text, folders, python."),
     ],
     out: Annotated[Path, Option(help="The folder of the prepared corpus.")],
     vocab_size: Annotated[int, Option(help="Size of the vocabulary to train.")] = 30522,
@@ -220,28 +178,23 @@ def prepare_text(
         str | None,
         Option(
             "--format",
-            help="What files are (default: they tell): text, bert, html, doc, jsonl, parquet, "
-            "wikitext.",
+            help="What all files are (default: their endings tell): text, bert, jsonl, parquet.",
         ),
     ] = None,
     language: Annotated[str, Option(help="Language code, for the rules of sentence ends.")] = "en",
     workers: Annotated[
         int | None, Option(help="Number of processes (default: one per core that it may use).")
     ] = None,
-    max_faults: Annotated[
-        float, Option(help="Largest fraction of documents that may be unreadable.")
-    ] = 0.01,
 ) -> None:
     """Prepare text for masked-language-model training.
 
-    SOURCE is a file, or a folder of files: cleaned articles of Wikipedia as Parquet or JSON lines
-    with a `text`, WikiExtractor's output, BERT's format (a sentence a line, a blank line after a
-    document), text or HTML. Files may be compressed (.gz, .bz2, .xz). Where there is a network, it
-    may be a data set of the hub, as OWNER/NAME:CONFIGURATION. `python` stands for the documentation
-    that is part of Python. If the preparation is stopped, the same command continues it.
+    SOURCE is a file, a folder of files, or `python`, the language reference that is part of Python.
+    Files are plain text, BERT's format (a sentence a line, a blank line after a document), JSON
+    lines or Parquet with a `text`; text and JSON lines may be compressed (.gz, .bz2, .xz).
 
-    - `torch-thor prepare wikimedia/wikipedia:20231101.en --out corpora/wikipedia --workers 16`
+    - `torch-thor prepare wikipedia.parquet --out corpora/wikipedia --workers 16`
     """
+    from torch_thor.training.data.batches import allowed_cores
     from torch_thor.training.text.prepare import prepare
 
     prepare(
@@ -249,19 +202,16 @@ def prepare_text(
         lengths=_numbers("--seq-len", seq_len), seed=seed,
         held_out=held_out, language=language, form=form, tokenizer=tokenizer,
         workers=allowed_cores() if workers is None else workers,
-        max_faults=max_faults, console=Console(),
+        console=Console(),
     )  # fmt: skip
 
 
-@app.command("export", cls=_Command)
+@app.command("export")
 def export_network(
     path: Annotated[
         Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A checkpoint, or RUN/OPTIMIZER.")
     ],
     out: Annotated[Path, Option(help="The folder to write.")],
-    form: Annotated[
-        str, Option("--format", help="The format; transformers is the only one.")
-    ] = "transformers",
     averaged: Annotated[bool, Option("--averaged", help="Export the averaged weights.")] = False,
 ) -> None:
     """Write a trained network in the format of another library.
@@ -274,22 +224,24 @@ def export_network(
     """
     from torch_thor.training.run import export
 
-    export(path, out, form, print_message, averaged=averaged)
+    export(path, out, print_message, averaged=averaged)
 
 
-@app.command("split-dim", cls=_Command)
+@app.command("split-dim")
 def choose_split_dim(
     model: Annotated[
         str, Argument(metavar="MODEL", help="A torchvision or timm name, or FILE.py:FUNCTION.")
     ],
-    optimizer: Annotated[str, Option(help="thor-muon or thor.")] = "thor-muon",
+    optimizer: Annotated[Literal["thor-muon", "thor"], Option(help="The optimizer.")] = "thor-muon",
     device: Device = "auto",
-    batch: Annotated[int, Option(help="Number of sample images.")] = 32,
-    pixels: Annotated[int, Option(help="Height and width of the sample images.")] = 224,
+    batch: Annotated[int, Option(min=1, help="Number of sample images.")] = 32,
+    pixels: Annotated[int, Option(min=1, help="Height and width of the sample images.")] = 224,
     data: Annotated[
         Path | None, Option(help="A folder of images (default: two photographs).")
     ] = None,
-    seed: Annotated[int, Option(help="Seed of the weights and the crops.")] = 0,
+    seed: Annotated[
+        int, Option(min=0, max=2**63 - 1, help="Seed of the weights and the crops.")
+    ] = 0,
     out: Annotated[
         Path | None, Option(help="The folder to write (default: runs/split-dim-MODEL).")
     ] = None,
@@ -313,30 +265,36 @@ def choose_split_dim(
     split_dim(given.pop("model"), folder, Console(), **given)
 
 
-@app.command("plan", cls=_Command)
+@app.command("plan")
 def make_plan(
     subject: Annotated[
         str, Argument(help="A recipe, a name of torchvision, timm or BERT, or FILE.py:FUNCTION.")
     ],
     words: Words = None,
     devices: Annotated[str, Option(help="Numbers of devices, separated by commas.")] = "1,8,64,256",
-    shards: Annotated[int, Option(help="Devices that hold one copy of the weights with HSDP.")] = 8,
+    shards: Annotated[
+        int, Option(min=2, help="Devices that hold one copy of the weights with HSDP.")
+    ] = 8,
     optimizer: Annotated[
-        str | None, Option(help="thor-muon or thor (default: that of the recipe, or thor-muon).")
+        Literal["thor-muon", "thor"] | None,
+        Option(help="thor-muon or thor (default: that of the recipe, or thor-muon)."),
     ] = None,
     split_dim: Annotated[
-        int | None, Option(help="Block size of the factors (default: the recipe's).")
+        int | None, Option(min=1, help="Block size of the factors (default: the recipe's).")
     ] = None,
     batch: Annotated[
-        int | None, Option(help="Samples on a device, to measure times with (default: none).")
+        int | None,
+        Option(min=1, help="Samples on a device, to measure times with (default: none)."),
     ] = None,
     samples: Annotated[
-        int | None, Option(help="Samples of all epochs, for the time of a training.")
-    ] = None,
+        int, Option(min=1, help="Samples of all epochs, for the time of a training.")
+    ] = 1_000_000,
     bandwidth: Annotated[
-        float, Option(help="GB/s that a device sends over the slowest links.")
+        float, Option(min=1e-6, help="GB/s that a device sends over the slowest links.")
     ] = 50.0,
-    latency: Annotated[float, Option(help="Microseconds of a round of a ring in addition.")] = 14.0,
+    latency: Annotated[
+        float, Option(min=0, help="Microseconds of a round of a ring in addition.")
+    ] = 14.0,
     device: Device = "auto",
     out: Annotated[Path | None, Option(help="The folder of plan.json (default: none).")] = None,
 ) -> None:
@@ -354,7 +312,7 @@ def make_plan(
     plan(given.pop("subject"), Console(), **given)
 
 
-@app.command("keys", cls=_Command)
+@app.command("keys")
 def list_keys(
     part: Annotated[
         str | None, Argument(metavar="[PART]", help="Such as training, data or thor-muon.")

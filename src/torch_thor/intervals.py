@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch_thor.errors import explaining, require
+from torch_thor.errors import UserError, require
 
 UpdateInterval = int | Callable[[int], int] | Mapping[str, Any]
 
@@ -167,7 +167,7 @@ def as_interval(value: Any) -> Any:
             arguments of its class; or anything else.
 
     Raises:
-        ValueError: the kind is not known, or an argument is missing, unknown or out of range.
+        UserError: the kind is not known, or an argument is missing, unknown or out of range.
     """
     if not isinstance(value, Mapping):
         return value
@@ -178,10 +178,11 @@ def as_interval(value: Any) -> Any:
         f"kind must be one of {', '.join(KINDS)}, as in "
         '{"kind": "geometric", "first": 5, "last": 100, "factor": 1.5}',
     )
-    names = ", ".join(field.name for field in fields(KINDS[kind]))
-    given = ", ".join(map(str, arguments)) or "nothing"
-    with explaining(TypeError, lambda _: f"{kind} takes {names}, not {given}"):
+    try:
         return KINDS[kind](**arguments)
+    except TypeError as error:
+        names = ", ".join(field.name for field in fields(KINDS[kind]))
+        raise UserError(f"{kind} takes {names}, not {', '.join(arguments) or 'nothing'}") from error
 
 
 CALLABLE = "callable"  # stands for a function in a state dict, which holds none

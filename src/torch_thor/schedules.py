@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch_thor.errors import explaining, require
+from torch_thor.errors import require
 
 
 def resnet50_lr(
@@ -158,7 +158,7 @@ class LambdaDamping:
         initial = [float(group.get("initial_damping", group["damping"])) for group in later]
         bases = [*self.base_dampings, *initial]
         # a function of the user may raise an error: nothing is changed before all have answered
-        factors = [None if of is None else _factor(of, epoch) for of in lambdas]
+        factors = [None if of is None else float(of(epoch)) for of in lambdas]
         for group, base, factor in zip(groups, bases, factors, strict=True):
             group["initial_damping"] = base
             if factor is not None:
@@ -212,16 +212,3 @@ class LambdaDamping:
         bases = [float(base) for base in state_dict["base_dampings"]]
         self._check_number(len(bases), "the state dict was saved")
         self.last_epoch, self.base_dampings = epoch, bases
-
-
-def _factor(function: Callable[[int], float], step: int) -> float:
-    """Return what a function of the user gives for a step, as a number."""
-    value = function(step)
-    with explaining(
-        (TypeError, ValueError),
-        lambda _: (
-            f"damping_lambda returned {value!r} for step {step}: it must return the factor on the "
-            "damping, a number > 0"
-        ),
-    ):
-        return float(value)

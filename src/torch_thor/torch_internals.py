@@ -6,7 +6,6 @@ Private attributes of single modules, tensors and parameters (``_parameters``, `
 ``torch._foreach_*`` are used in their places.
 """
 
-import threading
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -45,15 +44,3 @@ uncompiled: Callable[[Any], Any] = _disable_dynamo
 def storage_of(tensor: torch.Tensor) -> int:
     """Return a number for the storage of a tensor, which tensors without numbers have too."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def let_go_of_workers(batches: Any) -> None:
-    """Let an iterator of a DataLoader not wait for its workers, which were killed.
-
-    A killed process may have held the lock of the event with which torch ends workers, and may have
-    put half of a batch into the queue from which a thread pins memory.
-    """
-    batches._workers_done_event = threading.Event()
-    if hasattr(batches, "_pin_memory_thread"):
-        batches._pin_memory_thread_done_event.set()
-        del batches._pin_memory_thread

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -12,9 +13,8 @@ from torch import nn
 from joined import made, network, routed, shares, stream, train, world_of
 from torch_thor import ThorMuon
 from torch_thor.distributed import data_parallel
-from torch_thor.tools.traffic import Collective, collectives_of_refresh
+from torch_thor.tools.traffic import GATHER, SCATTER, Collective, collectives_of_refresh
 
-GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 # what calls them: torch has newer names for two of them
 CALLS = [
     (data_parallel, "all_gather", GATHER),
@@ -24,18 +24,15 @@ CALLS = [
 ]
 
 
-class TwoDtypes(nn.Module):
-    """Factors of two dtypes: the head computes in float64."""
+class Few(nn.Module):
+    """Few large blocks, whose padding would take more than twice their size on 4 processes."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.head = nn.Linear(50, 40), nn.Linear(40, 5).double()
-        self.last = nn.Linear(5, 5)
+        self.layers = nn.Sequential(nn.Linear(50, 20), nn.Tanh(), nn.Linear(20, 5))
 
     def forward(self, batch):
-        pixels, _ = batch
-        hidden = torch.tanh(self.first(pixels.float().flatten(1)))
-        return self.last(self.head(hidden.double()).float())
+        return self.layers(batch[0].float().flatten(1))
 
 
 def sent(rank, world, way, make=network, **options):
@@ -46,7 +43,7 @@ def sent(rank, world, way, make=network, **options):
         def collective(output, *given, **options):
             passed = given[0] if given and torch.is_tensor(given[0]) else output
             size = dist.get_world_size(options.get("group"))
-            found.append(Collective(name, size, passed.nbytes, output.nbytes))
+            found.append(Collective(name, size, max(passed.nbytes, output.nbytes)))
             return really(output, *given, **options)
 
         return collective
@@ -74,7 +71,7 @@ CASES = {
     "ThorMuon": {"method": ThorMuon},
     "bfloat16": {"distributed": {"communication_dtype": torch.bfloat16}},
     "experts": {"make": routed, "split_dim": None},
-    "two dtypes": {"make": TwoDtypes, "split_dim": None},
+    "few": {"make": Few, "split_dim": None},
 }
 
 
@@ -88,22 +85,21 @@ def test_bytes_of_a_refresh(run, name):
     options = CASES[name]
     for world in (2, 4):
         for found, computed in run(world, functools.partial(sent, way="ddp", **options)):
-            assert found == computed
-            # few large blocks, whose padding would take more than twice the size
-            if name == "two dtypes" and world == 4:
-                assert [one.name for one in found].count("all_reduce") == 4
+            assert Counter(found) == Counter(computed)
+            if name == "few" and world == 4:
+                assert [one.name for one in found].count("all_reduce") == 2
     for mesh in [(2,), (4,), (2, 2), (2, 1)] if "make" not in options else ():
         for found, computed in run(world_of(mesh), functools.partial(sent, way=mesh, **options)):
-            assert found == computed
+            assert Counter(found) == Counter(computed)
             # ThorMuon has A alone, and no weight of the network has the inputs first
             assert (found[-1].name == "broadcast") is (len(mesh) == 2 and name != "ThorMuon")
 
 
-def test_what_a_ring_sends():
-    """Of four pieces each rank sends three; of one piece it receives three; an all-reduce is one
-    after the other.
-    """
-    assert Collective("broadcast", 4, 400, 400).sent == 400
-    assert Collective("reduce_scatter_tensor", 4, 400, 100).sent == 300
-    assert Collective("all_gather_into_tensor", 4, 100, 400).sent == 300
-    assert Collective("all_reduce", 4, 400, 400).sent == 600
+@pytest.mark.parametrize(
+    ("name", "sent", "rounds"),
+    [("broadcast", 400, 3), ("all_reduce", 600, 6), (GATHER, 300, 3), (SCATTER, 300, 3)],
+)
+def test_what_a_ring_of_four_sends(name, sent, rounds):
+    """Of four pieces each rank sends three; an all-reduce is one ring after another."""
+    collective = Collective(name, 4, 400)
+    assert (collective.sent, collective.rounds) == (sent, rounds)

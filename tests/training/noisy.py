@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torch_thor.errors import StoppedError
 from torch_thor.training import checkpoint
-from torch_thor.training.checkpoint_saving import Saver, consolidated
-from torch_thor.training.errors import StoppedError
+from torch_thor.training.checkpoint import Saver, consolidated
 from torch_thor.training.loop import Observer, train
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe_model import Recipe
@@ -75,7 +75,7 @@ class Tied(Quiet):
 
 
 class Noisy:
-    unit, steps_per_epoch, samples = "rows", PER_EPOCH, 60
+    unit, steps_per_epoch, data = "rows", PER_EPOCH, {"samples": 60}
     metrics = (
         Metric("loss", "loss", "loss", False),
         Metric("top1", "top-1", "top-1", True, primary=True, share=True),

@@ -30,7 +30,7 @@ class Padded:
     be spoiled.
     """
 
-    unit, steps_per_epoch, samples = "rows", 4, 24
+    unit, steps_per_epoch, data = "rows", 4, {"samples": 24}
     metrics = (
         Metric("loss", "loss", "loss", False, primary=True),
         Metric("double", "double", "double", False, derived=lambda means: 2 * means["loss"]),

@@ -19,10 +19,8 @@ sys.path.append(str(Path(__file__).parent))
 
 import noisy
 
-from torch_thor.errors import UserError
-from torch_thor.training import checkpoint_saving as saving
-from torch_thor.training import loop, run
-from torch_thor.training.errors import StoppedError
+from torch_thor.errors import StoppedError, UserError
+from torch_thor.training import checkpoint, loop, run
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.precision import Precision
 
@@ -49,9 +47,9 @@ def main(plan, out, *words):
         setattr(owner, name, called)
 
     before(Precision, "step", "step", steps=1)
-    before(saving, "digest", "writing")
+    before(checkpoint, "to_yaml", "writing")
     before(loop, "evaluate", "evaluation")
-    before(RunFolder, "claim", "claim")
+    before(RunFolder, "begin", "claim")
     begin = loop.train
 
     def train(one, *given, **options):
@@ -61,7 +59,9 @@ def main(plan, out, *words):
     run.train, run.open_task = train, lambda *_, **options: noisy.Noisy()
     recipe = noisy.recipe(name="noisy", optimizer=("thor", "sgd"))
     try:
-        run.run_recipe(recipe, RunFolder(Path(out)), Console(width=200), resume="--resume" in words)
+        folder = RunFolder(Path(out))
+        resume = "--resume" in words or folder.is_restarted
+        run.run_recipe(recipe, folder, Console(width=200), resume=resume)
     except (UserError, StoppedError) as error:
         print(f"torch-thor, start {start}: {error}", file=sys.stderr)
         sys.exit(2)

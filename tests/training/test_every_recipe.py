@@ -61,7 +61,7 @@ def test_every_recipe_of_bert_trains(tmp_path, monkeypatch):
         words = [
             "data.name=python-text", f"data.root={tmp_path}",
             f"data.text.length={SHORT[recipe.data.text.length]}",
-            "data.text.vocab_size=300", "data.workers.count=0", "epochs=1", "batch_size=4",
+            "data.text.vocab_size=300", "data.workers.count=0", "batch_size=4",
             "device=cpu",
             "accumulation=2", "eval_interval=100", f"steps={'null' if phases else 3}",
         ]  # fmt: skip

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 
 from torch_thor.errors import UserError
+from torch_thor.training.checkpoint import find_checkpoints, load_weights
 from torch_thor.training.folder import RunFolder
-from torch_thor.training.initial_weights import find_checkpoints
 from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import export, run_recipe
 from torch_thor.training.tasks.opening import open_task
@@ -47,10 +47,11 @@ def test_transformers_reads_what_was_trained(run, tmp_path, averaged):
 
     folder, recipe = run
     said, out = [], tmp_path / "out" / "bert"
-    export(folder / "thor", out, "transformers", said.append, averaged=averaged)
+    export(folder / "thor", out, said.append, averaged=averaged)
     assert said == [f"thor, step 2: written to {out}"]
     model = open_task(recipe, torch.device("cpu"), pytest.fail, train=False).model().eval()
-    find_checkpoints(folder / "thor", pytest.fail)[0].load_weights(model, averaged=averaged)
+    saved = find_checkpoints(folder / "thor", pytest.fail)[0]
+    load_weights(model, saved.weights(averaged), "the test")
     tokenizer = AutoTokenizer.from_pretrained(out)
     batch = tokenizer(
         ["The sequence of statements."],
@@ -76,13 +77,11 @@ def test_transformers_reads_what_was_trained(run, tmp_path, averaged):
 def test_what_cannot_be_exported_is_one_line(run, tmp_path):
     folder, _ = run
     (tmp_path / "there").mkdir()
-    for path, out, form, said in (
-        (folder, "out", "transformers", "holds the networks of thor, sgd: give one, such as"),
-        (folder / "thor", "out", "onnx", "--format onnx must be transformers"),
-        (tmp_path / "none", "out", "transformers", "none does not exist: give a run folder"),
-        (tmp_path, "out", "transformers", "is no checkpoint: give a run folder"),
-        (folder / "thor", "there", "transformers", "there exists: give another folder"),
+    for path, out, said in (
+        (folder, "out", "holds the networks of thor, sgd: give one, such as"),
+        (tmp_path / "none", "out", "none contains no checkpoint: give a run folder"),
+        (folder / "thor", "there", "there exists: give another folder"),
     ):
         with pytest.raises(UserError, match=said):
-            export(path, tmp_path / out, form, pytest.fail)
+            export(path, tmp_path / out, pytest.fail)
         assert [one.name for one in tmp_path.iterdir()] == ["there"]

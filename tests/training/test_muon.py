@@ -46,21 +46,6 @@ def test_schedulers_reach_both_halves():
     assert torch.equal(net.bias, twin.bias)
 
 
-def test_a_copy_goes_on():
-    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 2))
-    optimizer = MuonAdamW(net.parameters(), lr=0.1)
-    for step in range(3):
-        some_gradients(net.parameters(), step)
-        optimizer.step()
-    twin, other = copy.deepcopy((net, optimizer))
-    for step in range(3, 6):
-        for model, each in ((net, optimizer), (twin, other)):
-            some_gradients(model.parameters(), step)
-            each.step()
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_embeddings_can_be_left_to_adamw():
     net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
     net[1].weight = net[0].weight  # tied, as in language models
@@ -76,5 +61,3 @@ def test_embeddings_can_be_left_to_adamw():
         "muon",
         "adamw",
     ]
-    with pytest.raises(ValueError, match="adamw_embeddings=True needs the module"):
-        MuonAdamW(net.parameters(), adamw_embeddings=True)

@@ -1,6 +1,4 @@
-"""Several processes, with batches of different sizes, train as one does; an error of one is an
-error of all.
-"""
+"""Several processes, with batches of different sizes, train as one does."""
 
 import noisy
 import pytest
@@ -8,8 +6,7 @@ import torch
 from torch import nn
 
 from torch_thor.errors import UserError
-from torch_thor.training.errors import ElsewhereError
-from torch_thor.training.parallel import Ranks, agreed, blocks, device_of, divide
+from torch_thor.training.parallel import Ranks, blocks, device_of, divide
 
 
 def train(rank, world, folder, given, name):
@@ -45,30 +42,14 @@ def test_equals_one_process(pool, tmp_path, world, way, name):
         assert not any(other[1][0]["model.safetensors"] for other in found[1:])
 
 
-def disagree(rank, world, failing):
+def exchange(rank, world):
     ranks = Ranks(rank, world)
-    assert ranks.total([rank, 0.5]) == [6.0, 2.0]
-    assert ranks.gathered({"rank": rank}) == [{"rank": other} for other in range(4)]
-    assert ranks.broadcast(f"from {rank}") == "from 0"
-    try:
-        with agreed(ranks), agreed(ranks):
-            if rank in failing:
-                raise UserError(f"rank {rank} cannot")
-    except UserError as error:
-        return type(error), str(error)
-    return None
+    return ranks.total([rank, 0.5]), ranks.gathered({"rank": rank}), ranks.broadcast(f"by {rank}")
 
 
-@pytest.mark.parametrize("failing", [(), (2,), (3, 1)])
-def test_an_error_of_one_process_is_raised_on_all_and_told_by_one(pool, tmp_path, failing):
-    first = min(failing, default=None)
-    wanted = [
-        None
-        if first is None
-        else (UserError if rank == first else ElsewhereError, f"rank {first} cannot")
-        for rank in range(4)
-    ]
-    assert pool.run(4, tmp_path, disagree, failing) == wanted
+def test_what_processes_tell_each_other(pool, tmp_path):
+    wanted = [6.0, 2.0], [{"rank": other} for other in range(4)], "by 0"
+    assert pool.run(4, tmp_path, exchange) == [wanted] * 4
 
 
 @pytest.mark.parametrize("given", [{"shards": 3}, {}])
@@ -106,21 +87,10 @@ def test_blocks_are_the_elements_of_lists_that_share_nothing_with_the_rest():
     ]  # fmt: skip
 
 
-def test_devices(monkeypatch):
+def test_devices():
     assert device_of("cpu") == torch.device("cpu")
-    for name in ("cuda:99", "abacus", "meta", "hpu"):
+    for name in ("cuda:99", "abacus", "hpu"):
         with pytest.raises(
             UserError, match=f"device={name} cannot be used .*: try device=cpu or device=auto"
         ):
             device_of(name)
-
-    def none(*_, **__):
-        raise RuntimeError("there is none")
-
-    monkeypatch.setattr(torch, "ones", none)  # on every machine
-    monkeypatch.setenv("LOCAL_RANK", "99")
-    for launched, name in ((False, "cuda"), (True, "cuda:99")):
-        if launched:
-            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-        with pytest.raises(UserError, match=rf"device={name} cannot be used \("):
-            device_of("cuda")

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_thor.errors import UserError
+from torch_thor.errors import DivergedError, UserError
 from torch_thor.training import precision
-from torch_thor.training.errors import DivergedError
 from torch_thor.training.loop import Observer, train
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipes import load_recipe

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 import warm
-from command_line import checkpoints, command, contents, lines
+from command_line import checkpoints, command, lines
 from tiny import assert_same
 
 NOTHING = "0:never:0:"
@@ -123,20 +123,4 @@ def torchrun(place, *words):
 def test_torchrun_starts_again_and_the_run_continues(tmp_path, whole):
     ended_well, out, err = torchrun(tmp_path, f"1:step:7:SIGKILL,{NOTHING}", "run")
     assert ended_well, out + err
-    assert "torchrun has started the processes again: the run in run continues" in out
     assert_same(outcome(tmp_path / "run"), whole[2])
-    # a job that is refused does not take the run of another one when it is started again
-    for name in (".lock", ".owner"):
-        (tmp_path / "run" / name).unlink()
-    before = contents(tmp_path / "run")
-    ended_well, out, err = torchrun(tmp_path, NOTHING, "run")
-    assert not ended_well
-    # each start is refused; torchrun ends its other process, perhaps before that has said why
-    for number in (0, 1):
-        assert (
-            f"torch-thor, start {number}: run contains a run already: continue it with --resume"
-            in err
-        )
-    for name in (".lock", ".owner"):
-        (tmp_path / "run" / name).unlink()
-    assert contents(tmp_path / "run") == before

@@ -1,8 +1,6 @@
 """`torch-thor split-dim`: choose a model's split dimension on this device from real images."""
 
 import json
-import math
-import random
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,20 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
-from torch_thor import __version__
-from torch_thor.errors import UserError, explaining, first_line, require
-from torch_thor.files import check_place, whole_file, write_text, writing
-from torch_thor.printing import columns, milliseconds, printer, visible
-from torch_thor.split import FACTORS, SplitChoice, choose_split_dim
-from torch_thor.training.models.library import build_library_model, build_model
-from torch_thor.training.models.small import CLASSIFIERS
+from torch_thor.errors import require
+from torch_thor.printing import columns, milliseconds, printer
+from torch_thor.split import SplitChoice, choose_split_dim
+from torch_thor.training.models.library import build_model
 from torch_thor.training.parallel import device_of
 from torch_thor.training.recipe_model import Transform
 
-CHANNELS, CLASSES = 3, 1000  # of ImageNet; models of torchvision and timm have as many by default
+CLASSES = 1000  # of ImageNet; models of torchvision and timm have as many by default
 
 
 def split_dim(
@@ -38,20 +32,14 @@ def split_dim(
     data: Path | None = None,
     seed: int = 0,
     overwrite: bool = False,
-) -> SplitChoice:
+) -> None:
     """Choose an optimizer's split dimension for a model; print a table, write a figure and JSON."""
-    figure, numbers = folder / "split_dim.png", folder / "split_dim.json"
-    say = printer(console)
-    for file in (figure, numbers):
-        require(
-            overwrite or not file.exists(),
-            f"{file} exists already: give another --out, or --overwrite",
-        )
-    check_place(folder)
+    numbers = folder / "split_dim.json"
     require(
-        optimizer in FACTORS,
-        f"--optimizer {optimizer}: only {' and '.join(FACTORS)} split factors; give one",
+        overwrite or not numbers.exists(),
+        f"{numbers} exists already: give another --out, or --overwrite",
     )
+    folder.mkdir(parents=True, exist_ok=True)  # fails here, not after minutes of work
     choice, results = measure_split_dim(
         model,
         console,
@@ -62,21 +50,26 @@ def split_dim(
         data=data,
         seed=seed,
     )
-    console.print(table(choice))
-    say(verdict(choice))
-    # the results have been printed already
-    with writing(folder, "choose another folder with --out"):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(numbers, json.dumps(results, indent=1) + "\n")
-        draw_choice(choice, model, figure)
-    say(f"Figure and numbers are in {folder}")
-    return choice
-
-
-def require_at_least(least: int, **given: int | None) -> None:
-    """Refuse smaller values of options."""
-    for option, value in given.items():
-        require(value is None or value >= least, f"--{option} {value}: give {least} or more")
+    lines = [
+        (
+            str(size),
+            f"{choice.information[i]:.1%}",
+            f"{choice.performance[i]:.3f}",
+            milliseconds(choice.seconds[i]),
+            "<- chosen" if size == choice.split_dim else "",
+        )
+        for i, size in enumerate(choice.candidates)
+    ]
+    console.print(
+        columns(
+            f"Split dimension on {choice.device}",
+            ("block size s", "factors that lose < 1 %", "p_1 / p_s", "p_s: one refresh", ""),
+            lines,
+        )
+    )
+    numbers.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    draw_choice(choice, model, folder / "split_dim.png")
+    printer(console)(f"{verdict(choice)}. Figure and numbers are in {folder}")
 
 
 def measure_split_dim(
@@ -91,39 +84,22 @@ def measure_split_dim(
     seed: int,
 ) -> tuple[SplitChoice, dict[str, Any]]:
     """Return the choice for a model, and all measured values and settings as JSON values."""
-    require_at_least(1, batch=batch, pixels=pixels)
-    require(
-        0 <= seed < 2**63, f"--seed {seed}: must be between 0 and 2^63 - 1; give another number"
-    )
     where, subject = device_of(device), load_subject(model, seed)
-    sample, source = subject.batch, f"the batch that {model} returned"
-    of_images = sample is None
-    if of_images:
-        sample, source = sample_images(batch, pixels, data, seed, printer(console))
-    printer(console)(
-        f"{model}, {optimizer} on {where}; sample: {source}. Inverting large blocks takes long ..."
+    if subject.batch is None:
+        subject = subject._replace(batch=sample_images(batch, pixels, data, seed))
+    printer(console)(f"{model}, {optimizer} on {where}. Inverting large blocks takes long ...")
+    choice = choose_split_dim(
+        subject.model, subject.batch, where, loss_fn=subject.loss_fn, optimizer=optimizer
     )
-    with explaining(
-        (RuntimeError, ValueError, TypeError, AttributeError),
-        lambda error: (
-            f"{model} could not be measured: {first_line(error)} (try other --pixels or --batch, "
-            "or give a FILE.py:FUNCTION that returns (model, batch, loss_fn))"
-        ),
-    ):
-        choice = choose_split_dim(
-            subject.model, sample, where, loss_fn=subject.loss_fn, optimizer=optimizer
-        )
-    settings = {
+    return choice, {
         "model": model,
         "optimizer": optimizer,
-        "sample": source,
-        "batch": batch if of_images else None,
-        "pixels": pixels if of_images else None,
+        "data": data and str(data),
+        "batch": batch,
+        "pixels": pixels,
         "seed": seed,
-        "torch": torch.__version__,
-        "torch_thor": __version__,
+        **choice.as_dict(),
     }
-    return choice, {**settings, **choice.as_dict()}
 
 
 class Subject(NamedTuple):
@@ -135,124 +111,52 @@ class Subject(NamedTuple):
 
 
 def load_subject(word: str, seed: int) -> Subject:
-    """Build the model that a user names, with random weights."""
+    """Build the classifier that a user names with random weights, or call a FILE.py:FUNCTION."""
     torch.manual_seed(seed)
-    file, colon, function = word.rpartition(":")
-    if word in CLASSIFIERS:
-        return Subject(build_model(word, CHANNELS, CLASSES))
-    if not (colon and file.endswith(".py")):
-        with explaining(
-            UserError, lambda error: f"{error}; for your own model give FILE.py:FUNCTION"
-        ):
-            return Subject(build_library_model(word))
-    require(
-        Path(file).is_file(),
-        f"{file} does not exist: give FILE.py:FUNCTION, a function that returns a model",
-    )
-    with explaining(
-        Exception,
-        lambda error: f"{word} failed: {type(error).__name__}: {first_line(error)}; correct {file}",
-    ):
-        returned = runpy.run_path(file)[function]()
-    parts = returned if isinstance(returned, tuple) else (returned,)
-    require(
-        1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module),
-        f"{word} returned an object of type {type(returned).__name__}: return a model, (model, "
-        "batch) or (model, batch, loss_fn)",
-    )
-    return Subject(*parts)
+    if ".py:" not in word:
+        return Subject(build_model(word, 3, CLASSES))
+    file, function = word.rsplit(":", 1)
+    returned = runpy.run_path(file)[function]()
+    return Subject(*returned) if isinstance(returned, tuple) else Subject(returned)
 
 
-def sample_images(
-    count: int,
-    pixels: int,
-    folder: Path | None,
-    seed: int,
-    say: Callable[[str], None] = print,
-) -> tuple[Tensor, str]:
-    """Return random crops, (count, 3, pixels, pixels), and their source.
+def sample_images(count: int, pixels: int, folder: Path | None, seed: int) -> Tensor:
+    """Return random crops, (count, 3, pixels, pixels), of images in a folder or of scikit-learn.
 
     The crops are flipped and normalised as for ImageNet.
     """
+    from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader
     from torchvision.transforms import v2
 
+    torch.manual_seed(seed)
     if folder is None:
         from sklearn.datasets import load_sample_images
 
-        photographs = [
-            torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images
-        ]
-        source = "crops of the two photographs in scikit-learn (use --data for your own images)"
+        images = [image.copy() for image in load_sample_images().images]
     else:
-        photographs, source = (
-            _images_of(folder, count, seed, say),
-            f"crops of {count} images of {folder}",
-        )
-    usual = Transform()
+        files = sorted(f for f in folder.rglob("[!.]*") if f.suffix.lower() in IMG_EXTENSIONS)
+        require(files != [], f"--data {folder} contains no images: give another folder")
+        images = [default_loader(str(files[i])) for i in torch.randperm(len(files))[:count]]
     prepare = v2.Compose(
         [
-            v2.RandomResizedCrop(pixels, scale=usual.scale, antialias=True),
+            v2.ToImage(),
+            v2.RandomResizedCrop(pixels),
             v2.RandomHorizontalFlip(),
             v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(usual.mean, usual.std),
+            v2.Normalize(Transform().mean, Transform().std),
         ]
     )
-    torch.manual_seed(seed)
-    return torch.stack([prepare(photographs[i % len(photographs)]) for i in range(count)]), source
-
-
-def _images_of(folder: Path, count: int, seed: int, say: Callable[[str], None]) -> list[Tensor]:
-    from torch_thor.training.data.decoding import BrokenImageError, decode_rgb, read_image
-    from torch_thor.training.data.images import list_images
-
-    paths = list_images(folder, say) if folder.is_dir() else []
-    require(
-        len(paths) >= count,
-        f"--data {folder} contains {len(paths)} images, fewer than --batch {count}: give a smaller "
-        "--batch or more images",
-    )
-
-    def decoded(path: Path) -> Tensor:
-        with explaining(
-            BrokenImageError,
-            lambda error: (
-                f"{path} cannot be read as an image ({first_line(error)}): remove or repair it"
-            ),
-        ):
-            return decode_rgb(read_image(path))
-
-    return [decoded(path) for path in random.Random(seed).sample(paths, count)]
+    return torch.stack([prepare(images[i % len(images)]) for i in range(count)])
 
 
 def verdict(choice: SplitChoice) -> str:
     """Describe the choice and its reason in a sentence."""
     reason = (
-        "The curves do not cross, because even unsplit factors are cheap"
+        "do not cross, because even unsplit factors are cheap"
         if choice.crossing is None
-        else f"The curves cross at {choice.crossing:.0f}"
+        else f"cross at {choice.crossing:.0f}"
     )
-    return f"{reason}: split_dim={choice.split_dim}"
-
-
-def table(choice: SplitChoice) -> Table:
-    """Make a table of both curves; `split_dim.json` has the losses of each layer too."""
-    curves = zip(
-        choice.candidates, choice.information, choice.performance, choice.seconds, strict=True
-    )
-    return columns(
-        f"Split dimension on {choice.device}",
-        ("block size s", "factors that lose < 1 %", "p_1 / p_s", "p_s: one refresh", ""),
-        [
-            (
-                str(size),
-                f"{kept:.1%}",
-                f"{speed:.3f}",
-                milliseconds(seconds),
-                "<- chosen" if size == choice.split_dim else "",
-            )
-            for size, kept, speed, seconds in curves
-        ],
-    )
+    return f"The curves {reason}: split_dim={choice.split_dim}"
 
 
 def draw_choice(
@@ -269,33 +173,19 @@ def draw_choice(
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(choice.candidates, choice.performance, marker="o", label="performance: $p_1 / p_s$")
-    axes.plot(
+    axes.plot(choice.candidates, choice.performance, "o-", label="performance: $p_1 / p_s$")
+    axes.semilogx(
         choice.candidates,
         choice.information,
-        marker="s",
+        "s-",
+        base=2,
         label="information: factors that lose < 1 % of their norm",
     )
     if choice.crossing is not None:
-        axes.axvline(
-            choice.crossing,
-            color="grey",
-            linestyle="--",
-            label=f"crossing at {choice.crossing:.0f}: split_dim={choice.split_dim}",
-        )
+        axes.axvline(choice.crossing, color="grey", linestyle="--", label=verdict(choice))
     for label, crossing in (elsewhere or {}).items():
         axes.axvline(crossing, color="#d55e00", linestyle=":", label=label)
-    axes.set_xscale("log", base=2)
-    sizes = zip(choice.candidates, (*choice.candidates[1:], math.inf), strict=True)
-    # labels such as 4096 and 4608 would overlap
-    axes.set_xticks(
-        choice.candidates, ["" if after < 1.3 * size else str(size) for size, after in sizes]
-    )
-    axes.minorticks_off()
-    # matplotlib would read $ as the beginning of a formula
-    title = visible(title).replace("$", r"\$")
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set(xlabel="block size s", title=f"{title}, {choice.device}")
-    axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center")
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+    figure.savefig(path, dpi=120)

@@ -1,47 +1,55 @@
-"""Checkpoints, in one format for one process, DDP, FSDP2 and HSDP.
+"""Checkpoints: saving and loading them, keeping the best, and weights to start from.
 
-Any number of processes loads any of them.
-
-A checkpoint is a folder `step-00000123`, which is complete or absent, with
+They have one format for one process, DDP, FSDP2 and HSDP, and any number of processes loads any of
+them. A checkpoint is a folder `step-00000123`, which is complete or absent, with
 
     model.safetensors      the weights, whole and by name; of a weight with several names, the first
     averaged.safetensors   the averaged weights, if the run has any
     state.pt               the state of the optimizer by parameter name, of the loss scale and of
                            random generators
     recipe.yaml            the recipe of the run
-    manifest.json          step, optimizer, tokenizer, checksums of the data, length of
+    manifest.json          step, optimizer, what identifies the training data, length of
                            `metrics.jsonl`, and SHA-256 of each file above
 
-Nothing in it is executed. It is written under a temporary name, flushed to the disk and renamed;
-opening it verifies the checksums. Beside the newest ones that of the best evaluation is kept, to
-which the symbolic link `best` leads.
+Nothing in it is executed. The symbolic link `best` leads to the checkpoint of the best evaluation.
 """
 
-import hashlib
 import json
-import pickle
+import re
+import shutil
+import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from torch_thor.capture.patterns import matches
 from torch_thor.capture.sharding import is_sharded
-from torch_thor.errors import explaining, first_line, require
-from torch_thor.files import sha256
-from torch_thor.training.errors import DamagedCheckpointError
-from torch_thor.training.loop import Run, Score
-from torch_thor.training.parallel import agreed
-from torch_thor.training.recipe_model import Recipe
-from torch_thor.training.recipes import load_recipe
+from torch_thor.errors import StoppedError, UserError, first_line, require
+from torch_thor.files import REMAINS, sha256, whole_folder
+from torch_thor.training.loop import Observer, Run, Score
+from torch_thor.training.recipe_model import Recipe, path_of
+from torch_thor.training.recipes import load_recipe, to_yaml
 from torch_thor.training.tasks.task import Task
 
-BEST, PREFIX = "best", "step-"
+BEST, CHECKPOINTS = "best", "checkpoints"
 WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
-RECIPE, MANIFEST, CHECKSUM = "recipe.yaml", "manifest.json", "checksum"
+RECIPE, MANIFEST = "recipe.yaml", "manifest.json"
+# Only exact names are ours: a user may keep copies beside them.
+_NAME = re.compile(r"step-\d{8}")
+
+
+def name_of(step: int) -> str:
+    """Return the name of the checkpoint after a step."""
+    return f"step-{step:08d}"
+
+
+# ---- loading -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -49,52 +57,20 @@ class Checkpoint:
     """A checkpoint whose checksums matched when it was opened."""
 
     path: Path
+    recipe: Recipe
     step: int
     optimizer: str
-    tokenizer: str | None  # the SHA-256 of that of the training data, if they have one
-    data: Mapping[str, str]  # the checksums of training data and other files, where a task has any
+    data: Mapping[str, Any]  # what identifies the training data, see `Task.data`
     offset: int  # the length in bytes of the run's `metrics.jsonl` at the step
 
     @property
-    def recipe(self) -> Recipe:
-        """The recipe of the run."""
-        return load_recipe(str(self.path / RECIPE))
+    def kinds(self) -> tuple[bool, ...]:
+        """False for the weights, and True for the averaged ones if it has any."""
+        return (False, True) if (self.path / AVERAGED).exists() else (False,)
 
-    @property
-    def has_average(self) -> bool:
-        """Whether it contains averaged weights."""
-        return (self.path / AVERAGED).exists()
-
-    def load_weights(self, model: nn.Module, *, averaged: bool = False) -> None:
-        """Load the weights, or the averaged ones, into a network, which may be divided.
-
-        It does not communicate.
-        """
-        weights = by_first_name(model, model.state_dict())
-        given = load_file(self.path / (AVERAGED if averaged else WEIGHTS))
-        faults = misfits(given, weights)
-        require(not faults, f"{self.path} does not contain the weights of this network ({faults})")
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                tensor.copy_(_like(given[name], tensor))
-
-    def check_tokenizer(self, task: Task) -> None:
-        """Refuse a task whose data another tokenizer encoded: its numbers are other word pieces."""
-        checksum = getattr(task, "tokenizer_checksum", None)
-        require(
-            checksum is None or self.tokenizer in (None, checksum),
-            f"{getattr(task, 'tokenizer_file', None)} is not the tokenizer that {self.path} was "
-            f"trained with (SHA-256 {str(checksum)[:12]}, not {str(self.tokenizer)[:12]}): the "
-            "corpus was prepared again or is another one; use the corpus of the training, or "
-            "prepare one with --tokenizer and its tokenizer.json",
-        )
-
-    def other_data(self, task: Task) -> list[str]:
-        """Name the parts of a task's data that are not those of the run."""
-        checksums = getattr(task, "data_checksums", {})
-        return [
-            part for part in self.data if checksums.get(part, self.data[part]) != self.data[part]
-        ]
+    def weights(self, averaged: bool = False) -> dict[str, Tensor]:
+        """Read the weights, or the averaged ones, by name."""
+        return load_file(self.path / (AVERAGED if averaged else WEIGHTS))
 
     def restore(self, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
         """Load it into a run before its first step, bit for bit as if it had not stopped.
@@ -102,51 +78,28 @@ class Checkpoint:
         Every process calls it. With another number of processes or threads, or on another machine,
         only the batches are the same.
         """
-        with agreed(run.ranks):
-            require(
-                self.optimizer == run.name,
-                f"checkpoint {self.path} belongs to optimizer {self.optimizer}, not {run.name}: "
-                "move it to the folder of its optimizer",
-            )
-            with explaining(
-                (pickle.UnpicklingError, RuntimeError, EOFError),
-                lambda error: f"{self.path / STATE} cannot be loaded ({first_line(error)})",
-                DamagedCheckpointError,
-            ):
-                state: dict[str, Any] = torch.load(
-                    self.path / STATE, map_location="cpu", weights_only=True
-                )
-            self.check_tokenizer(run.task)
-            changed = self.other_data(run.task)
-            require(
-                not changed,
-                f"the {' and the '.join(changed)} are not those that the run of {self.path} began "
-                "with: files were added, removed, renamed or changed, or data.root is another "
-                "folder; restore them, give their folder as data.root=FOLDER, or start another run "
-                "with --out",
-            )
-            require(
-                state["samples"] == run.task.samples,
-                f"the run of {self.path} began with {state['samples']} training samples, and the "
-                f"data have {run.task.samples} now: give the data of the training",
-            )
-            self.load_weights(run.model)
-        _load_optimizer(run, state["optimizer"], self.path)
-        self.load_weights(run.model)  # once more: for a divided network torch has taken a step
+        data = json.loads(json.dumps(run.task.data))
+        changed = [key for key in self.data if data.get(key) != self.data[key]]
+        require(
+            not changed,
+            f"the data are not those that the run of {self.path} began with "
+            f"({' and '.join(changed)}): give them as data.root=FOLDER, or start another run with "
+            "--out",
+        )
+        state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
+        divided = _divided_state(run)  # before the weights, because torch takes a step for it
+        load_weights(run.model, self.weights(), str(self.path))
+        _load_optimizer(run, state["optimizer"], divided)
         run.precision.scaler.load_state_dict(state["precision"])
         if run.average is not None:
-            with agreed(run.ranks):
-                self.load_weights(run.average.module, averaged=True)
+            load_weights(run.average.module, self.weights(True), str(self.path))
             run.average.n_averaged.fill_(state["averaged_steps"])
         run.step, run.seconds = self.step, state["seconds"]
-        run.score, run.best = (
-            score and Score(**score) for score in (state["score"], state["best"])
-        )
+        run.score, run.best = (each and Score(**each) for each in (state["score"], state["best"]))
         if len(state["random"]) != run.ranks.world:
             say(
-                f"the checkpoint was saved by {len(state['random'])} processes, and this run has "
-                f"{run.ranks.world}: it continues with the same batches, but with other random "
-                "numbers in layers such as dropout"
+                f"saved by {len(state['random'])} processes: the batches of this run, of "
+                f"{run.ranks.world}, are the same, and the random numbers of dropout are not"
             )
             return
         random = state["random"][run.ranks.rank]
@@ -155,31 +108,37 @@ class Checkpoint:
             torch.cuda.set_rng_state(random["cuda"], run.ranks.device)
 
 
+def load_weights(model: nn.Module, given: Mapping[str, Tensor], source: str) -> None:
+    """Load weights by name into a network, which may be divided; `source` is for the message."""
+    weights = by_first_name(model, model.state_dict())
+    faults = misfits(given, weights)
+    require(not faults, f"{source} does not contain the weights of this network ({faults})")
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            tensor.copy_(_like(given[name], tensor))
+
+
 def by_first_name(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Name the tensors of a network by the first of the names that each has in it."""
     first: dict[int, str] = {}
-    names = {
-        name: first.setdefault(id(tensor), name)
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-    }
+    parameters = model.named_parameters(remove_duplicate=False)
+    every = (*parameters, *model.named_buffers(remove_duplicate=False))
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in every}
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def misfits(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
     """Name the given tensors that are not those of a network; empty if all are."""
-    have, need = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        for tensors in (given, expected)
-    )
     faults = [
-        f"{name}: {have.get(name, 'missing')}, the network has {need.get(name, 'none')}"
-        for name in sorted(have.keys() | need.keys())
-        if have.get(name) != need.get(name)
+        f"{name}: {_shape(given, name)}, the network has {_shape(expected, name)}"
+        for name in sorted(given.keys() | expected.keys())
+        if _shape(given, name) != _shape(expected, name)
     ]
-    return "; ".join([*faults[:3], *([f"{len(faults) - 3} more"] if len(faults) > 3 else [])])
+    return "; ".join(faults[:3]) + (f"; {len(faults) - 3} more" if len(faults) > 3 else "")
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(tensors[name].shape) if name in tensors else None
 
 
 def _like(full: Any, target: Any) -> Any:
@@ -193,83 +152,220 @@ def _like(full: Any, target: Any) -> Any:
     )
 
 
-def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
-    current: dict[str, Any] = {}
-    if any(is_sharded(parameter) for parameter in run.model.parameters()):
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+def _divided_state(run: Run) -> dict[str, Any]:
+    """Return a divided network's state of the optimizer, which knows which tensors are divided."""
+    if not any(is_sharded(parameter) for parameter in run.model.parameters()):
+        return {}
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        # only the optimizer knows which of its tensors are divided; torch makes them in a step
-        # whose lr is 0
-        known: Any = get_optimizer_state_dict(run.model, run.optimizer)
-        current = known["state"]
+    state: Any = get_optimizer_state_dict(run.model, run.optimizer)["state"]
+    return state  # type: ignore[no-any-return]
+
+
+def _load_optimizer(run: Run, saved: dict[str, Any], divided: dict[str, Any]) -> None:
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     order = [names[p] for group in run.optimizer.param_groups for p in group["params"]]
     number = {name: index for index, name in enumerate(order)}
-    with explaining(
-        (ValueError, KeyError),
-        lambda error: (
-            f"{path}: the state of {run.name} does not fit ({first_line(error)}): continue with "
-            "the recipe that it was saved with, or start another run with weights="
-        ),
-    ):
-        state = {
-            number[name]: {
-                key: _like(value, current.get(name, {}).get(key)) for key, value in values.items()
-            }
-            for name, values in saved["state"].items()
+    state = {
+        number[name]: {
+            key: _like(value, divided.get(name, {}).get(key)) for key, value in values.items()
         }
-        groups = [
-            {**group, "params": [number[name] for name in group["params"]]}
-            for group in saved["param_groups"]
-        ]
-        run.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for name, values in saved["state"].items()
+    }
+    groups = [
+        {**group, "params": [number[name] for name in group["params"]]}
+        for group in saved["param_groups"]
+    ]
+    run.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def digest(values: Any) -> str:
-    """Compute the SHA-256 of JSON values."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+# ---- finding -------------------------------------------------------------------------------------
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint; a missing, truncated or altered file is a `DamagedCheckpointError`."""
-    fault = f"{MANIFEST} is truncated or altered"
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest.pop(CHECKSUM) == digest(manifest):
-            known = manifest.pop("sha256")
-            saved = Checkpoint(path, **manifest)
-            wrong = [
-                f"{name} does not match its checksum"
-                for name in known
-                if sha256(path / name) != known[name]
-            ]
-            if path.name.startswith(PREFIX) and path.name != f"{PREFIX}{saved.step:08d}":
-                wrong.append(f"it contains step {saved.step}")
-            if not wrong:
-                return saved
-            fault = wrong[0]
-    except OSError as error:
-        fault = f"{error.strerror}: {error.filename}"
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        pass  # JSON of another form
-    raise DamagedCheckpointError(f"checkpoint {path} is damaged: {fault}")
+    """Open a checkpoint, whose files are compared with their checksums."""
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    for name, checksum in manifest.pop("sha256").items():
+        require(sha256(path / name) == checksum, f"{name} does not match its checksum")
+    return Checkpoint(path, load_recipe(str(path / RECIPE)), **manifest)
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
     """Return a folder's newest undamaged checkpoint, None without any; say which are damaged."""
-    candidates = newest_first(folder)
-    for path in candidates:
+    for path in newest_first(folder):
         try:
             return open_checkpoint(path)
-        except DamagedCheckpointError as error:
-            say(f"{error}; falling back to the previous one")
-    if candidates:
-        raise DamagedCheckpointError(
-            f"every checkpoint in {folder} is damaged: start again with --overwrite or --out"
-        )
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            if not path.exists():  # the training that goes on has removed it
+                return newest(folder, say)
+            say(f"checkpoint {path} is damaged ({first_line(error)}): the one before it is used")
+    require(
+        not newest_first(folder),
+        f"every checkpoint in {folder} is damaged: start again with --overwrite or --out",
+    )
     return None
 
 
 def newest_first(folder: Path) -> list[Path]:
     """Return the folders of checkpoints in a folder, damaged or not."""
-    return sorted(folder.glob(f"{PREFIX}*"), reverse=True)
+    own = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
+    return sorted(own, reverse=True)
+
+
+def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoint]:
+    """Open a path's checkpoint, or each optimizer's newest undamaged one in a run folder."""
+    if (path / MANIFEST).exists():
+        return [open_checkpoint(path)]
+    names = load_recipe(str(path / RECIPE)).optimizer if (path / RECIPE).exists() else ()
+    folders = [path, path / CHECKPOINTS, *(path / name / CHECKPOINTS for name in names)]
+    found = [saved for folder in folders if (saved := newest(folder, say)) is not None]
+    require(
+        bool(found),
+        f"{path} contains no checkpoint: give a run folder, a checkpoint or a folder of "
+        "checkpoints",
+    )
+    return found
+
+
+def the_checkpoint(path: Path, say: Callable[[str], None]) -> Checkpoint:
+    """Open the only checkpoint that a path stands for; a run with several optimizers is refused."""
+    found = find_checkpoints(path, say)
+    names = [saved.optimizer for saved in found]
+    require(
+        len(found) == 1,
+        f"{path} holds the networks of {', '.join(names)}: give one, such as {path / names[0]}",
+    )
+    return found[0]
+
+
+def load_initial_weights(model: nn.Module, recipe: Recipe, task: Task) -> None:
+    """Load a recipe's `weights`, but for `weights_except`, into its network of random weights."""
+    word = f"weights={recipe.weights}"
+    path = path_of("weights", str(recipe.weights))
+    if path.is_dir():
+        saved = the_checkpoint(path, lambda _: None)
+        path = saved.path / WEIGHTS
+        require(
+            saved.data.get("tokenizer") in (None, task.data.get("tokenizer"))
+            or recipe.weights_except != (),
+            f"{word} was trained with another tokenizer: prepare the corpus with its "
+            "tokenizer.json, or leave the embeddings out with weights_except",
+        )
+    checksum = recipe.weights_sha256
+    require(
+        checksum is None or sha256(path) == checksum,
+        f"{word} does not have the checksum weights_sha256={checksum}: give the file that has it",
+    )
+    try:
+        given = by_first_name(model, load_file(path))
+    except SafetensorError as error:
+        raise UserError(
+            f"{word} is not a safetensors file ({error}): write one with "
+            "safetensors.torch.save_file"
+        ) from error
+    weights = by_first_name(model, model.state_dict())
+    random = {name for name in weights if name.endswith("num_batches_tracked")}
+    for pattern in recipe.weights_except:
+        matched = {name for name in (*weights, *given) if matches(pattern, name)}
+        require(bool(matched), f"weights_except={pattern} matches no weight: correct the name")
+        given = {name: tensor for name, tensor in given.items() if name not in matched}
+        random |= matched & weights.keys()
+    load_weights(model, {name: weights[name] for name in random} | given, word)
+
+
+# ---- saving --------------------------------------------------------------------------------------
+
+
+class Saver(Observer):
+    """Saves at intervals, at the end, after the best evaluation, and before a signal's stop.
+
+    `offset` flushes `metrics.jsonl` and returns its length; the first process calls it.
+    """
+
+    def __init__(self, folder: Path, offset: Callable[[], int]) -> None:
+        self.folder, self.offset = folder, offset
+
+    def end_of_step(self, run: Run) -> None:
+        """Save if it is time, and stop after a signal, with a `StoppedError`."""
+        stops = run.stopping and (run.unevaluated or not run.done)
+        interval = run.recipe.checkpoint_interval or run.task.steps_per_epoch
+        is_best = run.recipe.keep_best and run.best is not None and run.best.step == run.step
+        if stops or run.done or is_best or run.step % interval == 0:
+            save(self.folder, run, self.offset() if run.ranks.first else 0)
+        if stops:
+            raise StoppedError(run.step)
+
+
+def save(folder: Path, run: Run, offset: int) -> None:
+    """Write a checkpoint and remove old ones; every process calls it, and the first one writes."""
+    weights, state = consolidated(run)
+    if not run.ranks.first:
+        return
+    path = folder / name_of(run.step)
+    try:
+        with whole_folder(path) as temporary:
+            torch.save(state, temporary / STATE)
+            for name, tensors in weights.items():
+                save_file(tensors, temporary / name)
+                # safetensors makes files readable for their owner only
+                (temporary / name).chmod(stat.S_IMODE((temporary / STATE).stat().st_mode))
+            (temporary / RECIPE).write_text(to_yaml(run.recipe), encoding="utf-8")
+            about = {
+                "step": run.step,
+                "optimizer": run.name,
+                "data": run.task.data,
+                "offset": offset,
+                "sha256": {file.name: sha256(file) for file in sorted(temporary.iterdir())},
+            }
+            (temporary / MANIFEST).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    except (OSError, RuntimeError, SafetensorError) as error:  # each library's for a full disk
+        raise UserError(
+            f"{path} cannot be written ({first_line(error)}): earlier checkpoints are whole; make "
+            "room, then continue with --resume"
+        ) from error
+    settle(folder, run)
+
+
+def settle(folder: Path, run: Run) -> None:
+    """Link the best checkpoint, and remove all but it and the newest ones."""
+    best = name_of(run.best.step) if run.best is not None and run.recipe.keep_best else ""
+    if best:
+        link = folder / f"{REMAINS}{BEST}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(best)
+        link.replace(folder / BEST)
+    # a damaged one of a later step will be replaced
+    written = [path for path in newest_first(folder) if path.name <= name_of(run.step)]
+    for path in written[run.recipe.keep_checkpoints :]:
+        if path.name != best:  # renamed first, so that no half of it looks like a checkpoint
+            path.rename(folder / f"{REMAINS}{path.name}")
+    for path in folder.glob(f"{REMAINS}step-*"):
+        shutil.rmtree(path)
+
+
+def consolidated(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Return the weights by file, and everything else, whole on the first process; all call it."""
+    from torch.distributed.checkpoint.state_dict import (  # takes a second
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    models = {WEIGHTS: run.model} | ({AVERAGED: run.average.module} if run.average else {})
+    weights = {}
+    for file, model in models.items():
+        tensors: dict[str, Any] = get_model_state_dict(model, options=options)
+        named = by_first_name(model, tensors)
+        weights[file] = {name: value.contiguous() for name, value in named.items()}
+    cuda = torch.cuda.get_rng_state(run.ranks.device) if run.ranks.device.type == "cuda" else None
+    state = {
+        "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=options),
+        "precision": run.precision.scaler.state_dict(),
+        "averaged_steps": 0 if run.average is None else int(run.average.n_averaged),
+        "seconds": run.seconds,
+        "score": run.score and asdict(run.score),
+        "best": run.best and asdict(run.best),
+        "random": run.ranks.gathered({"cpu": torch.get_rng_state(), "cuda": cuda}),
+    }
+    return weights, state

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from torch_thor.curvature.blocks import widened
-from torch_thor.training.errors import UnreadableError
-from torch_thor.training.parallel import Ranks, first_of, release, share_buffers
+from torch_thor.training.parallel import Ranks, release, share_buffers
 from torch_thor.training.tasks.task import Task
 
 
+@torch.no_grad()
 def evaluate(
     task: Task, model: nn.Module, ranks: Ranks, stops: Collection[int] = ()
-) -> dict[str, float] | None:
+) -> tuple[dict[str, float], int] | None:
     """Evaluate a network on the whole held-out set, in evaluation mode, then restore its mode.
 
     All processes call it.
@@ -27,49 +27,26 @@ def evaluate(
         stops: Becomes true (gets an element) when a signal asks this process to stop.
 
     Returns:
-        The metrics of the task by name, bit for bit the same for any number of processes; None if a
-        signal has stopped one of them.
-
-    Raises:
-        UnreadableError: If too many samples cannot be read, or an `ElsewhereError` if those of
-            another process; it is raised on all processes at the end.
+        The metrics of the task by name, bit for bit the same for any number of processes, and the
+        number of loss terms, such as images; None if a signal has stopped one of them.
     """
-    result = counted(task, model, ranks, stops)
-    return None if result is None else result[0]
-
-
-@torch.no_grad()
-def counted(
-    task: Task, model: nn.Module, ranks: Ranks, stops: Collection[int] = ()
-) -> tuple[dict[str, float], int] | None:
-    """Evaluate as `evaluate` does, and count the loss terms, such as the images that were read."""
     means = [metric for metric in task.metrics if metric.derived is None]
-    names = list(
-        dict.fromkeys(
-            name for metric in means for name in (metric.name, metric.over) if name is not None
-        )
-    )
+    over = [metric.over for metric in means if metric.over is not None]
+    names = list(dict.fromkeys([*(metric.name for metric in means), *over]))
     share_buffers(model, ranks)
     training, sums, loss_terms = model.training, [], 0
-    fault: UnreadableError | None = None
     model.eval()
-    try:
-        for batch, counts in task.held_out(ranks):
-            if stops:
-                break
-            number = task.terms(batch).number
-            if number:
-                measured = task.measure(model, batch)
-                if counts:
-                    sums.append(torch.stack([widened(measured[name]) for name in names]))
-                    loss_terms += number
-    except UnreadableError as error:  # after the last batch
-        fault = error
-    finally:  # a caller may go on with the training after an error of the data or the task
-        model.train(training)
-        release(model)
-    if (told := first_of(fault, ranks)) is not None:
-        raise told
+    for batch, counts in task.held_out(ranks):
+        if stops:
+            break
+        number = task.terms(batch).number
+        if number:
+            measured = task.measure(model, batch)
+            if counts:
+                sums.append(torch.stack([widened(measured[name]) for name in names]))
+                loss_terms += number
+    model.train(training)
+    release(model)
     rows = torch.stack(sums).tolist() if sums else []
     everywhere = ranks.gathered((rows, loss_terms, bool(stops)))
     if any(stopped for _, _, stopped in everywhere):

@@ -4,9 +4,10 @@ A checkpoint is saved after a step, or not at all.
 """
 
 import math
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,17 +16,19 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.errors import UserError, explaining, require
+from torch_thor.errors import DivergedError, require
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.thor import THOR
 from torch_thor.torch_internals import tree_flatten, tree_unflatten
 from torch_thor.training import recipe_schedules as schedules
-from torch_thor.training.errors import DivergedError, ElsewhereError, StoppedError, UnreadableError
 from torch_thor.training.evaluation import evaluate
-from torch_thor.training.parallel import Ranks, RankWeight, agreed, first_of, without_averaging
+from torch_thor.training.parallel import Ranks, RankWeight, without_averaging
 from torch_thor.training.precision import Precision
 from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.tasks.task import Batch, Task, Terms, primary
+
+# Ctrl-C, a scheduler's end and its warnings before that, and a terminal that is closed
+SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
 @dataclass(frozen=True)
@@ -218,42 +221,52 @@ def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] 
             point = take_step(run, feed)
             for observer in observers:
                 observer.step(run, point)
-            _finish_step(run, observers, stops, feed.fault)
+            _finish_step(run, observers, stops)
 
 
-def _finish_step(
-    run: Run, observers: Sequence[Observer], stops: Sequence[int], fault: UserError | None = None
-) -> None:
-    """Evaluate if it is time, let observers save, and only then raise what ends the training."""
-    # The fault is that of the next batch, which a training that has met its target does not need.
-    stopped: UserError | None = None
-    if run.unevaluated:
-        try:
-            score = _evaluate(run, stops)
-        except (UnreadableError, ElsewhereError) as error:
-            score, stopped = None, error
-        if score is not None:
-            for observer in observers:
-                observer.evaluation(run, score)
-    fault = stopped or (None if run.done else fault)
-    run.stopping = run.stopping or fault is not None
-    with nullcontext() if fault is None else suppress(StoppedError):
+@contextmanager
+def listening() -> Iterator[list[int]]:
+    """Note signals that ask the training to stop while the block runs; a second one ends it."""
+    received: list[int] = []
+    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+    before = {
+        number: handler
+        for number in numbers
+        # nohup ignores SIGHUP; the SIGINT that a shell's background jobs ignore is meant for us
+        if (handler := signal.getsignal(number)) != signal.SIG_IGN or number != signal.SIGHUP
+    }
+
+    def handle(number: int, _: Any) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _finish_step(run: Run, observers: Sequence[Observer], stops: Sequence[int]) -> None:
+    """Evaluate if it is time, and let observers save."""
+    if run.unevaluated and (score := _evaluate(run, stops)) is not None:
         for observer in observers:
-            observer.end_of_step(run)
-    if fault is not None:
-        raise fault
+            observer.evaluation(run, score)
+    for observer in observers:
+        observer.end_of_step(run)
 
 
 def _evaluate(run: Run, stops: Sequence[int]) -> Score | None:
     """Evaluate the network; None if a signal has stopped that."""
-    models = [run.model, *([] if run.average is None else [run.average.module])]
     measured: list[dict[str, float]] = []
-    for model in models:
-        metrics = evaluate(run.task, model, run.ranks, stops)
-        if metrics is None:
+    for model in [run.model, *([] if run.average is None else [run.average.module])]:
+        evaluation = evaluate(run.task, model, run.ranks, stops)
+        if evaluation is None:
             run.stopping = True
             return None
-        measured.append(metrics)
+        measured.append(evaluation[0])
     run.score = score = Score(run.step, run.seconds, measured[0], *measured[1:])
     metric = primary(run.task.metrics)
     if run.best is None or metric.better(score.value(metric.name), run.best.value(metric.name)):
@@ -271,9 +284,7 @@ class Feed:
     def __init__(self, run: Run, stops: Sequence[int]) -> None:
         self._run, self._stops = run, stops
         self._batches: Iterator[Batch] = run.task.batches(run.ranks, run.step)
-        self.fault: UserError | None = None  # of the next batch, on any process
-        with agreed(run.ranks):
-            self._read(run.step)
+        self._read(run.step)
         (self.everywhere,) = run.ranks.total([float(self.loss_terms)])
 
     def _read(self, step: int) -> None:
@@ -290,30 +301,16 @@ class Feed:
 
     def exchange(self, loss: float) -> tuple[float, int]:
         """Read the next step's batch; return this one's mean loss over all processes, and terms."""
-        loss_terms, everywhere, last = (
-            self.loss_terms,
-            self.everywhere,
-            self._run.step + 1 >= self._run.total_steps,
-        )
-        started, fault = time.perf_counter(), None
-        try:
-            if not last:
-                self._read(self._run.step + 1)
-        except UserError as error:  # this step is taken, and is saved before
-            fault = error
+        run, loss_terms, everywhere = self._run, self.loss_terms, self.everywhere
+        started = time.perf_counter()
+        if run.step + 1 < run.total_steps:
+            self._read(run.step + 1)
         self.waited = time.perf_counter() - started  # for data, and not for other processes
-        totals = self._run.ranks.total(
-            [
-                loss * loss_terms,
-                float(self.loss_terms),
-                float(bool(self._stops)),
-                float(fault is not None),
-            ]
+        total, self.everywhere, stops = run.ranks.total(
+            [loss * loss_terms, float(self.loss_terms), float(bool(self._stops))]
         )
-        self.everywhere, self._run.stopping = totals[1], totals[2] > 0
-        if totals[3]:
-            self.fault = first_of(fault, self._run.ranks)
-        return totals[0] / everywhere, int(everywhere)
+        run.stopping = stops > 0
+        return total / everywhere, int(everywhere)
 
 
 def take_step(run: Run, feed: Feed) -> Point:
@@ -349,10 +346,7 @@ def take_step(run: Run, feed: Feed) -> Point:
         loss = loss + share.detach()
     if recipe.clip_norm is not None:
         run.precision.clip(optimizer, recipe.clip_norm)
-    with explaining(  # a refresh refuses statistics that are not finite
-        FloatingPointError, lambda error: f"step {run.step + 1}: {error}", DivergedError
-    ):
-        taken = _stepped(run)
+    taken = _stepped(run)
     optimizer.zero_grad()
     # This waits for the device, because the step is timed and its loss recorded.
     mean, count = feed.exchange(float(loss))
@@ -376,16 +370,11 @@ def take_step(run: Run, feed: Feed) -> Point:
 
 
 def _stepped(run: Run) -> bool:
-    """Step, and return whether it was taken; a step that float32 cannot hold is a divergence."""
+    """Step, and return whether it was taken; a refresh refuses statistics that are not finite."""
     try:
         return run.precision.step(run.optimizer)
-    except RuntimeError as error:
-        if "without overflow" not in str(error):
-            raise
-        lr = float(run.optimizer.param_groups[0]["lr"])
-        raise DivergedError(
-            f"step {run.step + 1}: lr={lr:.3g} makes a step that no float32 can hold: lower lr"
-        ) from error
+    except FloatingPointError as error:
+        raise DivergedError(f"step {run.step + 1}: {error}") from error
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:

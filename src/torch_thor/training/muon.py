@@ -30,10 +30,7 @@ class MuonAdamW(torch.optim.Optimizer):
         adamw_lr: Learning rate of AdamW; `None` stands for `lr`.
         adamw_embeddings: Whether AdamW also trains the weights of `nn.Embedding`, as Muon's author
             recommends.
-        model: The module, where `params` are parameters and `adamw_embeddings` is True.
-
-    Raises:
-        ValueError: If `adamw_embeddings` is True and there is no module.
+        model: The module, which `adamw_embeddings` needs where `params` are parameters.
     """
 
     def __init__(
@@ -50,15 +47,8 @@ class MuonAdamW(torch.optim.Optimizer):
         model: nn.Module | None = None,
     ) -> None:
         model = params if isinstance(params, nn.Module) else model
-        embeddings: set[Tensor] = set()
-        if adamw_embeddings:
-            if model is None:
-                raise ValueError(
-                    "adamw_embeddings=True needs the module: pass it instead of its parameters"
-                )
-            embeddings = {
-                module.weight for module in model.modules() if isinstance(module, nn.Embedding)
-            }
+        modules = model.modules() if model is not None and adamw_embeddings else ()
+        embeddings = {module.weight for module in modules if isinstance(module, nn.Embedding)}
         given: list[Any] = list(params.parameters() if isinstance(params, nn.Module) else params)
         self._inner: dict[str, torch.optim.Optimizer] = {}
         groups: list[dict[str, Any]] = []
@@ -85,11 +75,6 @@ class MuonAdamW(torch.optim.Optimizer):
                 )
                 groups.append({**self._inner["adamw"].param_groups[0], "algorithm": "adamw"})
         super().__init__(groups, {})
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch's method returns only its own attributes, and a deep copy needs the inner optimizers
-        # too
-        return {**super().__getstate__(), "_inner": self._inner}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -2,41 +2,29 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, Field, PlainValidator, create_model
+from pydantic import Field, PlainValidator, create_model
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import selected
-from torch_thor.errors import explaining, first_line, require
+from torch_thor.errors import UserError
 from torch_thor.intervals import as_saved
 from torch_thor.optim import registry
-from torch_thor.optim.base import CheckedOptimizer
 from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.registry import WITH_CURVATURE
 from torch_thor.optim.thor import PRESETS
 from torch_thor.split import choose_split_dim
 from torch_thor.training.muon import MuonAdamW
-from torch_thor.training.recipe_keys import (
-    Keys,
-    LayerParameter,
-    NotNegative,
-    Number,
-    Positive,
-    Rules,
-)
+from torch_thor.training.recipe_keys import Keys, LayerParameter, NotNegative, Positive
 
 AUTO = "auto"
 _THRESHOLDS = {
     name: preset["trace_thresholds"] for name, preset in PRESETS.items() if len(preset) == 1
 }
-
-
 # These words stand for a value of an option.
 _WORDS = {"trace_thresholds": tuple(_THRESHOLDS), "split_dim": (AUTO,)}
-_NUMBERS = {float: Number, float | None: Number | None}
 
 
 def _key(name: str) -> tuple[Any, str]:
@@ -44,30 +32,32 @@ def _key(name: str) -> tuple[Any, str]:
     option, words = OPTIONS[name], _WORDS.get(name, ())
 
     def check(value: Any) -> Any:
-        is_word = bool(words) and isinstance(value, str)
-        is_code = callable(value) and not isinstance(value, Mapping)
-        if is_code or not (value in words if is_word else option.test(value)):
+        if not (option.test(value) or (isinstance(value, str) and value in words)):
             raise ValueError("; or one of ".join([f"must be {option.rule}", *words[:1]]))
+        if option.type is float:
+            return float(value)
         return tuple(value) if isinstance(value, list) else value
 
-    # An lr must be positive, because it is the highest of its schedule.
-    hint = Positive if name == "lr" else _NUMBERS.get(option.type, option.type)
-    hint = hint | Literal[words] if words else hint
-    is_union = get_origin(hint) in (Union, UnionType) and len({*get_args(hint)} - {NoneType}) > 1
-    # Pydantic would say for each member of a union why the value is not that.
-    return Annotated[hint, (PlainValidator if is_union else AfterValidator)(check)], option.meaning
+    hint = option.type | Literal[words] if words else option.type
+    return Annotated[hint, PlainValidator(check)], option.meaning
 
 
-# Each has a type and a short meaning, because the documentation of the classes says more.
 _AVERAGE = "weight of the old value in a running average of "
-_OF_TORCH: dict[str, tuple[Any, str]] = {
+# Each key has a type and a short meaning, because the documentation of the classes says more.
+_KEYS: dict[str, tuple[Any, str]] = {
+    **{
+        name: _key(name)
+        for name, option in OPTIONS.items()
+        if option.type is not None and option.scope in ("group", "optimizer")
+    },
+    # It must be positive, because it is the highest of its schedule.
+    "lr": (Positive, OPTIONS["lr"].meaning),
     "lr_decay": (NotNegative, "step t uses lr / (1 + t · lr_decay)"),
     "initial_accumulator_value": (NotNegative, "start of the sum of squared gradients"),
     "alpha": (LayerParameter, _AVERAGE + "squared gradients"),
     "rho": (LayerParameter, _AVERAGE + "squared gradients"),
     "beta1": (LayerParameter, _AVERAGE + "the gradient"),
     "beta2": (LayerParameter, _AVERAGE + "the squared gradient"),
-    "eps": (NotNegative, OPTIONS["eps"].meaning),
     "centered": (bool, "normalise by the variance of the gradient"),
     "amsgrad": (bool, "the AMSGrad variant"),
     "adjust_lr_fn": (
@@ -80,11 +70,6 @@ _OF_TORCH: dict[str, tuple[Any, str]] = {
         _key("exclude")[0],
         "parameters with weight decay, by name or pattern; null: all",
     ),
-}
-_DECLARED = {
-    name: _key(name)
-    for name, option in OPTIONS.items()
-    if option.type is not None and option.scope in ("group", "optimizer")
 }
 
 
@@ -110,45 +95,21 @@ _DEFAULTS: dict[str, Mapping[str, Any]] = {
 OPTIMIZERS = {**WITH_CURVATURE, **_OTHERS, **registry.OPTIMIZERS}
 
 
-class OptimizerKeys(Keys):
-    """The settings of an optimizer."""
-
-    def rules(self) -> Rules:
-        """Refuse Nesterov's momentum where the classes of torch and AGC-SGD refuse it."""
-        options = self.model_dump(include={"nesterov", "momentum", "dampening", "dampen_first"})
-        refuses = "dampening" in options and options["nesterov"]
-        return (
-            (
-                refuses and not options["momentum"],
-                f"momentum={options.get('momentum')} must be above 0 for nesterov=true: raise it, "
-                "or set nesterov=false",
-            ),
-            (
-                refuses and options["dampening"] and not options.get("dampen_first"),
-                f"dampening={options.get('dampening')} must be 0 for nesterov=true: leave it out, "
-                "or set nesterov=false",
-            ),
-        )
-
-
-def keys_of(name: str) -> type[OptimizerKeys]:
+def keys_of(name: str) -> type[Keys]:
     """Return the keys of an optimizer: the options of its class, and one that a recipe adds."""
-    kind, defaults = OPTIMIZERS[name], _DEFAULTS.get(name, {})
-    given = {
-        key: argument.default for key, argument in inspect.signature(kind).parameters.items()
-    } | dict(defaults)
-    given["decay_filter"] = None
+    arguments = inspect.signature(OPTIMIZERS[name]).parameters.items()
+    given = {key: argument.default for key, argument in arguments}
+    given |= {**_DEFAULTS.get(name, {}), "decay_filter": None}
     if "betas" in given:
         given["beta1"], given["beta2"] = given["betas"]
     if "update_interval" in given:
         given["update_interval"] = as_saved(given["update_interval"])
-    keys = _DECLARED | _OF_TORCH | (_DECLARED if issubclass(kind, CheckedOptimizer) else {})
     known: Any = {
         key: (hint if given[key] is not None else hint | None, Field(given[key], description=about))
-        for key, (hint, about) in keys.items()
+        for key, (hint, about) in _KEYS.items()
         if key in given
     }
-    return create_model(name, __base__=OptimizerKeys, **known)
+    return create_model(name, __base__=Keys, **known)
 
 
 KEYS_OF = {name: keys_of(name) for name in OPTIMIZERS}
@@ -178,32 +139,36 @@ def build_optimizer(
 
     Returns:
         The optimizer, before its first step.
+
+    Raises:
+        UserError: If the settings do not fit the model or each other.
     """
-    require(
-        name in OPTIMIZERS,
-        f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}",
-    )
     kind, options = OPTIMIZERS[name], {**settings_of(name), **given}
     if "beta1" in options:
         options["betas"] = (options.pop("beta1"), options.pop("beta2"))
     if isinstance(preset := options.get("trace_thresholds"), str):
-        options["trace_thresholds"] = _THRESHOLDS.get(preset, preset)
+        options["trace_thresholds"] = _THRESHOLDS[preset]
     if options.get("split_dim") == AUTO:
         options["split_dim"] = settings_of(name)["split_dim"] if sample is None else sample()
     if "model" in inspect.signature(kind).parameters:
         options["model"] = model
     decayed = options.pop("decay_filter")
-    params: Any = model.parameters()
-    # such as a pattern that matches no layer of this network
-    with explaining((TypeError, ValueError), lambda error: f"optimizer {name}: {error}"):
-        if decayed is not None:
-            named = dict(model.named_parameters())
-            chosen = selected("decay_filter", decayed, named, "parameter")
-            with_decay = [p for key, p in named.items() if key in chosen]
-            without = [p for key, p in named.items() if key not in chosen]
-            groups = {"params": with_decay}, {"params": without, "weight_decay": 0.0}
-            params = [group for group in groups if group["params"]]
-        return kind(params, **options)
+    try:
+        return kind(_groups(model, decayed), **options)
+    except (TypeError, ValueError) as error:  # such as a pattern that matches no layer
+        raise UserError(f"optimizer {name}: {error}") from error
+
+
+def _groups(model: nn.Module, decayed: Any) -> Any:
+    """Return the parameters, or two groups where a filter leaves some without weight decay."""
+    if decayed is None:
+        return model.parameters()
+    named = dict(model.named_parameters())
+    chosen = selected("decay_filter", decayed, named, "parameter")
+    with_decay = [p for key, p in named.items() if key in chosen]
+    without = [p for key, p in named.items() if key not in chosen]
+    groups = {"params": with_decay}, {"params": without, "weight_decay": 0.0}
+    return [group for group in groups if group["params"]]
 
 
 class _Itself(nn.Module):
@@ -221,8 +186,4 @@ def measured_split_dim(
     model: nn.Module, loss: Callable[[nn.Module], Tensor], name: str = "thor"
 ) -> int:
     """Choose a block size by `choose_split_dim`, with a network's loss on its first batch."""
-    with explaining(
-        (ValueError, RuntimeError),
-        lambda error: f"split_dim=auto: {first_line(error)}; give a number, such as 128",
-    ):
-        return choose_split_dim(_Itself(model), (), loss_fn=loss, optimizer=name).split_dim
+    return choose_split_dim(_Itself(model), (), loss_fn=loss, optimizer=name).split_dim

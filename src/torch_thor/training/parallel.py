@@ -18,15 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.capture.sharding import is_fully_sharded
 from torch_thor.curvature.blocks import wide_dtype
 from torch_thor.distributed.data_parallel import reduce_scatter
-from torch_thor.errors import UserError, explaining, first_line, require
-from torch_thor.training.errors import ElsewhereError
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.training.recipe_model import Recipe
 
 _CPU = torch.device("cpu")
@@ -78,15 +75,14 @@ def device_of(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and dist.is_torchelastic_launched():
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    # torch asserts when it was built without CUDA, and imports modules of other devices
-    with explaining(
-        (RuntimeError, AssertionError, ImportError),
-        lambda error: (
-            f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto"
-        ),
-    ):
+    try:
         device = torch.device(name)
-        torch.ones(1, device=device).tolist()  # of `meta` there are no values
+        torch.ones(1, device=device)
+    # torch asserts when it was built without CUDA, and imports modules of other devices
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise UserError(
+            f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto"
+        ) from error
     return device
 
 
@@ -100,15 +96,11 @@ def processes(recipe: Recipe) -> Iterator[Ranks]:
     """Join `torchrun`'s other processes, if it started this one; set the recipe's thread count."""
     device, before = device_of(recipe.device), torch.get_num_threads()
     joins = dist.is_torchelastic_launched() and not dist.is_initialized()
-    if joins:
-        store, rank, world = next(rendezvous("env://"))
-        # The store still has the addresses of the processes that `torchrun` started before these.
-        store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        backend: dict[str, Any] = {"backend": "gloo"}
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            backend = {"backend": "nccl", "device_id": device}
-        dist.init_process_group(store=store, rank=rank, world_size=world, **backend)
+    if joins and device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    elif joins:
+        dist.init_process_group("gloo")
     torch.set_num_threads(recipe.threads or before)
     try:
         yield (
@@ -122,31 +114,6 @@ def processes(recipe: Recipe) -> Iterator[Ranks]:
             # DDP wrappers in reference cycles must be freed before the group that they use.
             gc.collect()
             dist.destroy_process_group()
-
-
-def first_of(error: UserError | None, ranks: Ranks) -> UserError | None:
-    """Return the first error of any process on all of them, which must call it."""
-    # A process that has only heard of an error, in an inner block, does not report it.
-    messages = ranks.gathered(
-        None if error is None or isinstance(error, ElsewhereError) else str(error)
-    )
-    failed = [rank for rank, message in enumerate(messages) if message is not None]
-    return ElsewhereError(messages[failed[0]]) if failed and failed[0] != ranks.rank else error
-
-
-@contextmanager
-def agreed(ranks: Ranks) -> Iterator[None]:
-    """Raise the first `UserError` of any process on all of them.
-
-    All must enter the block, and communicate in such blocks only.
-    """
-    error = None
-    try:
-        yield
-    except UserError as raised:
-        error = raised
-    if (first := first_of(error, ranks)) is not None:
-        raise first
 
 
 @dataclass

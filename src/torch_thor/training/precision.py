@@ -5,7 +5,7 @@ scale prevents underflow of small gradients.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch_thor.capture.sharding import is_sharded
 from torch_thor.errors import require
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NEVER = 2**31 - 1  # growth interval in steps of a fixed scale, which never grows
 MOST_SKIPPED = 50  # consecutive skipped steps that are an error
 
 
@@ -24,24 +23,15 @@ class Precision:
     """The precision of a step: fp16 has a fixed loss scale, or torch's own, halved by overflows."""
 
     def __init__(self, name: str, loss_scale: float | None, device: torch.device) -> None:
-        self.dtype, self.device = PRECISIONS[name], device
-        # torch does not accept an int
-        self.fixed = None if loss_scale is None else float(loss_scale)
-        options: dict[str, Any] = (
-            {} if self.fixed is None else {"init_scale": self.fixed, "growth_interval": NEVER}
-        )
+        self.dtype, self.device, self.fixed = PRECISIONS[name], device, loss_scale
         self.scaler = torch.amp.GradScaler(
-            device.type, enabled=self.dtype == torch.float16, **options
+            device.type, init_scale=loss_scale or 2.0**16, enabled=self.dtype == torch.float16
         )
         self._skipped_in_a_row = 0
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass, which has no effect for fp32."""
-        return (
-            nullcontext()
-            if self.dtype == torch.float32
-            else torch.autocast(self.device.type, self.dtype)
-        )
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of the loss, multiplied by the loss scale if there is one."""
@@ -66,8 +56,8 @@ class Precision:
             f"{MOST_SKIPPED} consecutive steps overflowed float16, and the loss scale is "
             f"{self.scaler.get_scale():g}: lower lr, or use precision=bf16",
         )
-        if self.fixed is not None and not taken:
-            self.scaler.update(new_scale=self.fixed)
+        if self.fixed is not None:
+            self.scaler.update(self.fixed)
         return taken
 
 

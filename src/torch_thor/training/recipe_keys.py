@@ -1,14 +1,14 @@
 """What a recipe's mappings share: types, rules between keys, lines of errors, tables of keys."""
 
-import json
 import re
 import types
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 Whole = Annotated[int, Strict()]  # strict: true is no number, and the text "3" none either
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -17,7 +17,6 @@ Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 LayerParameter = Annotated[Number, Field(ge=0, lt=1)]
 
-_FAULTS = "faults"
 _WORDS = {
     int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null",
     dict: "mapping",
@@ -40,7 +39,7 @@ class Keys(BaseModel):
     def _check(self) -> Self:
         # pydantic keeps one error of a mapping, so all rules are checked here
         if faults := [line for broken, line in self.rules() if broken]:
-            raise PydanticCustomError(_FAULTS, "{lines}", {"lines": faults})
+            raise PydanticCustomError("faults", "{lines}", {"lines": faults})
         return self
 
 
@@ -51,56 +50,32 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
-    """Describe each fault found by pydantic in one line: full key, value, rule and meaning."""
-    lines = []
-    for fault in error.errors(include_url=False):
-        key = "".join(
-            f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]
-        ).removeprefix(".")
-        meaning = meanings.get(re.sub(r"\[\d+\]", "[]", key)) or meanings.get(
-            re.sub(r"\[\d+\]$", "", key)
-        )
-        about = "" if meaning is None else f" ({meaning})"
-        shown = _yaml(fault["input"])[:80]
-        text = fault["input"] if isinstance(fault["input"], str) else ""
-        # The text would seem to be right: in quotes, or with a leading 0, base 8 in YAML 1.1.
-        if fault["type"] in ("int_type", "float_type") and re.match(r"[-+]?\.?\d", text):
-            shown = f"'{shown}' is text and"
-            if text.isdecimal():
-                about += f": write {int(text)}, without quotes and without 0 in front"
-        if fault["type"] == _FAULTS:
-            lines += [f"{key}.{line}".removeprefix(".") for line in fault["ctx"]["lines"]]
-        elif fault["type"] == "extra_forbidden" and "." in str(fault["loc"][-1]):
-            *outer, inner = str(fault["loc"][-1]).split(".")
-            nested = "".join(f"{part}: {{" for part in outer) + f"{inner}: {shown}"
-            lines.append(
-                f"there is no key {key}: dots are for words of the command line; write "
-                f"{nested}{'}' * len(outer)}"
-            )
-        elif fault["type"] == "extra_forbidden" and key in meanings:
-            lines.append(
-                f"{key} is a setting of some optimizers: name one in optimizer, or give "
-                f"optimizers.NAME.{key}"
-            )
-        elif fault["type"] == "extra_forbidden":
-            lines.append(
-                f"there is no key {key}{nearest(key, meanings)}: `torch-thor keys` lists them"
-            )
-        elif fault["type"] == "missing":
-            lines.append(f"{key} is missing: give it{about}")
-        elif fault["type"] == "value_error":
-            lines.append(f"{key}={shown}: {fault['ctx']['error']}{about}")
-        else:
-            rule = (
-                fault["msg"]
-                .removeprefix("Input ")
-                .replace("dictionary or instance of", "mapping of")
-            )
-            rule = rule.replace("tuple", "list").replace(
-                "boolean, unable to interpret input", "true or false"
-            )
-            lines.append(f"{key}={shown} {rule}{about}")
-    return lines
+    """Describe each fault that pydantic has found in one line: key, value, rule and meaning."""
+    return [line for fault in error.errors(include_url=False) for line in _lines(fault, meanings)]
+
+
+def _lines(fault: ErrorDetails, meanings: Mapping[str, str]) -> list[str]:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]]
+    key = "".join(parts).removeprefix(".")
+    meaning = meanings.get(re.sub(r"\[\d+\]", "", key))
+    about = f" ({meaning})" if meaning else ""
+    shown = f"{key}={in_yaml(fault['input'])[:80]}"
+    match fault["type"]:
+        case "faults":  # of `Keys._check`
+            return [f"{key}.{line}".removeprefix(".") for line in fault["ctx"]["lines"]]
+        case "extra_forbidden" if "." in str(fault["loc"][-1]):
+            return [
+                f"there is no key {key}: write levels in a file, as in schedule: {{kind: step}}"
+            ]
+        case "extra_forbidden" if meaning:
+            return [f"{key} is a setting of optimizers: give it as optimizers.NAME.{key}"]
+        case "extra_forbidden":
+            return [f"there is no key {key}{nearest(key, meanings)}: `torch-thor keys` lists them"]
+        case "missing":
+            return [f"{key} is missing: give it{about}"]
+        case "value_error":
+            return [f"{shown}: {fault['ctx']['error']}{about}"]
+    return [f"{shown} {fault['msg'].removeprefix('Input ')}{about}"]
 
 
 def rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
@@ -109,7 +84,7 @@ def rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
         (
             name,
             _type(field.annotation),
-            "to be given" if field.is_required() else _yaml(field.default),
+            "to be given" if field.is_required() else in_yaml(field.default),
             str(field.description),
         )
         for name, field in model.model_fields.items()
@@ -117,45 +92,23 @@ def rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
 
 
 def meanings_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    """Return each key's meaning in a mapping by full name, such as `phases[].steps` for items."""
+    """Return the meaning of each key in a mapping, by its full name."""
     meanings = {}
     for name, field in model.model_fields.items():
         meanings[f"{prefix}{name}"] = str(field.description)
-        many = "[]" if get_origin(field.annotation) is tuple else ""
         for inner in _models(field.annotation):
-            meanings.update(meanings_of(inner, f"{prefix}{name}{many}."))
+            meanings |= meanings_of(inner, f"{prefix}{name}.")
     return meanings
 
 
-def as_written(value: Any, texts: Any, hint: Any) -> Any:
-    """Return a mapping's values with numbers as they were written where a key takes text alone.
-
-    Such a key is a path or a name: 2024_01_01 and 1.10 are others than 20240101 and 1.1.
-
-    Args:
-        value: The mapping, or a value of it.
-        texts: The same, with the text of each scalar.
-        hint: Its type.
-    """
-    if isinstance(value, dict) and isinstance(texts, dict):
-        fields = {
-            name: field.annotation
-            for model in _models(hint)
-            for name, field in model.model_fields.items()
-        }
-        pairs = zip(value.items(), texts.values(), strict=False)  # 1 and 1.0 are one key
-        return {key: as_written(item, text, fields.get(key)) for (key, item), text in pairs}
-    if isinstance(value, list) and isinstance(texts, list):
-        return [as_written(item, text, hint) for item, text in zip(value, texts, strict=True)]
-    kinds = _leaves(hint)
-    takes_text = str in kinds and int not in kinds and float not in kinds
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return texts if is_number and takes_text else value
-
-
-def _leaves(hint: Any) -> list[Any]:
-    inner = get_args(hint)
-    return [leaf for part in inner for leaf in _leaves(part)] if inner else [hint]
+def in_yaml(value: Any) -> str:
+    """Write a value in one line of YAML."""
+    if isinstance(value, BaseModel):
+        return "its own"
+    text = yaml.safe_dump(
+        value, default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False
+    )
+    return " ".join(text.removesuffix("...\n").split())
 
 
 def _models(hint: Any) -> list[type[BaseModel]]:
@@ -176,13 +129,3 @@ def _type(hint: Any) -> str:
     if origin is tuple:
         return f"list ({_type(inner[0])})"
     return _WORDS.get(origin or hint, "mapping")
-
-
-def _yaml(value: Any) -> str:
-    """Write a value in one line, which YAML reads unless its text has brackets or the like."""
-
-    def other(item: Any) -> str:
-        return "its own" if isinstance(item, BaseModel) else str(item)
-
-    text = json.dumps(value, default=other, skipkeys=True, ensure_ascii=False)
-    return text if value == "" else text.replace('"', "")

@@ -1,14 +1,13 @@
 """The keys of a recipe with their types, defaults, rules and meanings."""
 
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from torch_thor.errors import UserError, explaining, require
-from torch_thor.training.optimizers import OPTIMIZERS, Settings
+from torch_thor.errors import require
+from torch_thor.training.optimizers import AUTO, OPTIMIZERS, Settings
 from torch_thor.training.recipe_keys import (
     Count,
     Keys,
@@ -36,43 +35,22 @@ FREE_ON_RESUME = (
     "log_interval",
 )  # fmt: skip
 
+Share = Annotated[Number, Field(ge=0, le=1)]
 Factor = Annotated[Number, Field(gt=0, le=1)]
 Tokens = Annotated[Whole, Field(ge=16)]
 Pair = tuple[Positive, Positive]
 
 
 def path_of(key: str, text: str) -> Path:
-    """Return the path that a recipe names, with `~`, `$NAME` and `$$` in it replaced."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        require(
-            name is None or name in os.environ,
-            f"{key}={text}: {match[0]} is not set: set this environment variable, or write $$ for "
-            "a $ in a name",
-        )
-        return "$" if name is None else os.environ[name]
-
-    path = Path(re.sub(r"\$(?:\$|(\w+)|\{(\w+)\})", value, text))
-    with explaining(
-        RuntimeError,
-        lambda _: (
-            f"{key}={text}: {path.parts[0]} is no user's folder: write ./{path} for a folder of "
-            "this name"
-        ),
-    ):
-        return path.expanduser()
+    """Return the path that a recipe names, with `~` and `$NAME` in it replaced."""
+    path = os.path.expandvars(text)
+    require("$" not in path, f"{key}={text}: set the environment variable that it names")
+    return Path(path).expanduser()
 
 
 def absolute(key: str, text: str) -> str:
     """Return the text of a path that names the same place in any working folder."""
-    if text.startswith("~"):
-        return text
-    try:
-        path = path_of(key, text)
-    except UserError:  # a variable is not set: told where the path is used
-        return text
-    return text if path.is_absolute() else str(Path(str(Path.cwd()).replace("$", "$$")) / text)
+    return text if path_of(key, text).is_absolute() else str(Path(text).absolute())
 
 
 class Transform(Keys):
@@ -86,17 +64,15 @@ class Transform(Keys):
     ratio: Pair = Field(
         (3 / 4, 4 / 3), description="width / height of a random crop: smallest, largest"
     )
-    flip: Annotated[Number, Field(ge=0, le=1)] = Field(
-        0.5, description="probability of a horizontal flip"
-    )
+    flip: Share = Field(0.5, description="probability of a horizontal flip")
     padding: Annotated[Whole, Field(ge=0)] | None = Field(
         None, description="pixels around a random crop of fixed size; null crops at random sizes"
     )
-    mean: tuple[Number, Number, Number] = Field(
-        (0.485, 0.456, 0.406), description="mean of each channel, in [0, 1]"
+    mean: tuple[Share, Share, Share] = Field(
+        (0.485, 0.456, 0.406), description="mean of each channel, of pixels in [0, 1]"
     )
-    std: tuple[Positive, Positive, Positive] = Field(
-        (0.229, 0.224, 0.225), description="deviation of each channel"
+    std: tuple[Factor, Factor, Factor] = Field(
+        (0.229, 0.224, 0.225), description="deviation of each channel, of pixels in [0, 1]"
     )
 
     def rules(self) -> Rules:
@@ -156,7 +132,7 @@ class Data(Keys):
         "digits", "fashion-mnist", "cifar10", "cifar100", "image-folder", "python-text", "corpus"
     ] = Field("digits", description="the data set; a corpus is written by `torch-thor prepare`")
     root: str | None = Field(
-        None, description=f"its folder, in which $NAME is replaced ($$: a $); null: {CACHE}"
+        None, description=f"its folder, in which ~ and $NAME are replaced; null: {CACHE}"
     )
     download: bool = Field(True, description="download missing files, of sets that can be")
     transform: Transform | None = Field(
@@ -169,9 +145,18 @@ class Data(Keys):
     text: Text = Field(Text(), description="examples of a masked language model")
 
     def rules(self) -> Rules:
-        """Refuse crops of what is not cropped."""
-        broken = self.transform is not None and self.name in (*IN_MEMORY, *TEXTS)
-        return [(broken, f"transform is set, but {self.name} is used without crops: leave it out")]
+        """Refuse crops of what is not cropped, and a folder of what has none."""
+        return (
+            (
+                self.transform is not None and self.name in (*IN_MEMORY, *TEXTS),
+                f"transform is set, but {self.name} is used without crops: leave it out",
+            ),
+            (
+                self.root is not None and self.name == "digits",
+                f"root={self.root}: digits is part of scikit-learn and has no folder: leave root "
+                "out, or name another data set in data.name",
+            ),
+        )
 
     @property
     def crops(self) -> Transform:
@@ -185,7 +170,7 @@ class Data(Keys):
 
     def folder(self) -> Path:
         """Return the folder of the files."""
-        return path_of("data.root", CACHE if self.root is None else self.root)
+        return path_of("data.root", self.root or CACHE)
 
 
 class Schedule(Keys):
@@ -205,9 +190,7 @@ class Schedule(Keys):
     warmup_steps: Annotated[Whole, Field(ge=0)] | None = Field(
         None, description="the same in steps"
     )
-    final: Annotated[Number, Field(ge=0, le=1)] = Field(
-        0.0, description="factor at the horizon of linear, cosine, polynomial"
-    )
+    final: Share = Field(0.0, description="factor at the horizon of linear, cosine, polynomial")
     rate: Factor = Field(
         1.0, description="factor per epoch (exponential) or per ten epochs (thor-damping)"
     )
@@ -231,37 +214,34 @@ class Schedule(Keys):
     def rules(self) -> Rules:
         """Refuse what is said twice, and milestones that are missing or do not increase."""
         return (
-            (
-                self.warmup_steps is not None and self.warmup_epochs > 0,
-                f"warmup_epochs={self.warmup_epochs} and warmup_steps={self.warmup_steps} say the "
-                "same: give one",
+            *(
+                (
+                    bool(getattr(self, one)) and getattr(self, other) is not None,
+                    f"{one}={getattr(self, one)} and {other}={getattr(self, other)} say the same: "
+                    "give one",
+                )
+                for one, other in (
+                    ("warmup_epochs", "warmup_steps"),
+                    ("final", "end"),
+                    ("horizon_epochs", "horizon_steps"),
+                )
             ),
             (
-                self.end is not None and self.final > 0,
-                f"end={self.end} and final={self.final} both set the last value: give one",
-            ),
-            (
-                self.horizon_epochs is not None and self.horizon_steps is not None,
-                f"horizon_epochs={self.horizon_epochs} and horizon_steps={self.horizon_steps} say "
-                "the same: give one",
-            ),
-            (
-                list(self.milestones) != sorted(set(self.milestones)),
-                f"milestones={list(self.milestones)} must increase: they are epochs, such as [30, "
-                "60, 80]",
-            ),
-            (
-                self.kind == "step" and not self.milestones,
-                "kind=step needs milestones: give the epochs after which to multiply, such as [30, "
-                "60, 80]",
+                list(self.milestones) != sorted(set(self.milestones))
+                or (self.kind == "step" and not self.milestones),
+                f"milestones={list(self.milestones)} must be the epochs after which kind=step "
+                "multiplies, and increase, such as [30, 60, 80]",
             ),
         )
 
     @property
     def ends_with_training(self) -> bool:
         """Whether its values depend on the length of the training."""
-        bounded = self.kind in ("linear", "cosine", "polynomial", "thor-lr")
-        return bounded and self.horizon_epochs is None and self.horizon_steps is None
+        return (
+            self.kind in ("linear", "cosine", "polynomial", "thor-lr")
+            and self.horizon_epochs is None
+            and self.horizon_steps is None
+        )
 
 
 class Phase(Keys):
@@ -332,33 +312,22 @@ class Training(Keys):
 
     def rules(self) -> Rules:
         """Compare the lengths and sizes."""
-        lengths = [phase.steps for phase in self.phases]
-        parts = {
-            f"phases[{number}].": (
-                phase.accumulation or self.accumulation,
-                phase.batch_size or self.batch_size,
-            )
-            for number, phase in enumerate(self.phases)
-        }
-        parts[""] = self.accumulation, self.batch_size
+        phased = sum(phase.steps for phase in self.phases)
+        sizes = [
+            (phase.accumulation or self.accumulation, phase.batch_size or self.batch_size)
+            for phase in self.phases
+        ] or [(self.accumulation, self.batch_size)]
         return (
             (
-                len(lengths) > 0 and self.epochs != 1,
-                f"epochs={self.epochs}: with phases a training ends after {sum(lengths)} steps; "
-                "leave epochs out",
-            ),
-            (
-                len(lengths) > 0 and self.steps not in (None, sum(lengths)),
-                f"steps={self.steps} is not the sum of the phases' steps "
-                f"({' + '.join(map(str, lengths))} = {sum(lengths)}): leave steps out",
+                phased > 0 and self.steps not in (None, phased),
+                f"steps={self.steps} is not the sum of the phases' steps, {phased}: leave it out",
             ),
             *(
                 (
-                    number > size,
-                    f"{where}accumulation={number} is more than batch_size={size}: it is parts of "
-                    "a batch",
+                    parts > size,
+                    f"accumulation={parts} is more than batch_size={size}: it is parts of a batch",
                 )
-                for where, (number, size) in parts.items()
+                for parts, size in sizes
             ),
             (
                 self.shards is not None and self.parallel != "hsdp",
@@ -388,10 +357,8 @@ class Training(Keys):
 
     def accumulation_at(self, step: int) -> int:
         """Return the number of parts in which the batch of a step (0 for the first) is computed."""
-        phase, _ = self.phase_at(step)
-        return (
-            self.accumulation if phase is None or phase.accumulation is None else phase.accumulation
-        )
+        phase = self.phase_at(step)[0]
+        return (phase and phase.accumulation) or self.accumulation
 
 
 class Recipe(Training):
@@ -423,8 +390,9 @@ class Recipe(Training):
     classes: Annotated[Whole, Field(ge=1, le=10_000_000)] | None = Field(
         None, description="outputs of a classifier; null: the classes of the data"
     )
-    optimizer: tuple[str, ...] = Field(
-        ("thor-muon",), description="optimizers to train with, one after the other"
+    optimizer: tuple[Literal[tuple(OPTIMIZERS)], ...] = Field(  # type: ignore[valid-type]
+        ("thor-muon",),
+        description="optimizers to train with, one after the other",
     )
     optimizers: dict[str, dict[str, Any]] = Field(
         {}, description="settings of those in use, where given"
@@ -444,33 +412,24 @@ class Recipe(Training):
         None, description="CPU threads; null: torch's choice"
     )
 
-    @field_validator("optimizer")
-    @classmethod
-    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        known = names != () and set(names) <= set(OPTIMIZERS)
-        require(known, f"must name one or more of {', '.join(OPTIMIZERS)}")
-        require(len(set(names)) == len(names), "names an optimizer twice: name each once")
-        return names
-
     @field_validator("optimizers", mode="before")
     @classmethod
     def _of_those_in_use(cls, given: Any, info: ValidationInfo) -> Any:
         checked, used = Settings.model_validate(given), info.data.get("optimizer", ())
-        chosen = {name: getattr(checked, name) for name in used if name in given}
         return {
-            name: {key: getattr(settings, key) for key in given[name]}
-            for name, settings in chosen.items()
+            name: {key: getattr(getattr(checked, name), key) for key in given[name]}
+            for name in used
+            if name in given
         }
 
     def rules(self) -> Rules:
-        """Refuse weights settings without weights, and what cannot be divided among processes."""
-        measured = [
-            name
-            for name in self.optimizer
-            if self.optimizers.get(name, {}).get("split_dim") == "auto"
-        ]
+        """Refuse settings of weights without weights, and what cannot be divided."""
         return (
             *super().rules(),
+            (
+                len(set(self.optimizer)) != max(1, len(self.optimizer)),
+                f"optimizer={list(self.optimizer)} must name one or more optimizers, each once",
+            ),
             (
                 self.weights is None
                 and (self.weights_sha256 is not None or self.weights_except != ()),
@@ -482,12 +441,9 @@ class Recipe(Training):
                 f"parallel={self.parallel}: muon orthogonalises whole matrices; use parallel=ddp "
                 "or thor-muon",
             ),
-            *(
-                (
-                    self.parallel != "ddp",
-                    f"parallel={self.parallel}: split_dim=auto measures whole factors; give {name} "
-                    "a number",
-                )
-                for name in measured
+            (
+                self.parallel != "ddp"
+                and any(given.get("split_dim") == AUTO for given in self.optimizers.values()),
+                f"parallel={self.parallel}: split_dim=auto measures whole factors; give a number",
             ),
         )

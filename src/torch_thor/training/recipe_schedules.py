@@ -28,67 +28,76 @@ Warm-up multiplies any of them by (`step` + 1) / w in the first w steps.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torch_thor.errors import require
 from torch_thor.schedules import resnet50_damping, resnet50_lr
-from torch_thor.training.recipe_model import Phase, Recipe, Schedule
+from torch_thor.training.recipe_model import Recipe, Schedule
 
 FALLS = ("linear", "cosine", "polynomial")  # from 1 to `final`; like thor-lr, they end at a horizon
-
-
-class _Span(NamedTuple):
-    """A schedule in force: the option it sets, its key in the recipe, and the steps it counts."""
-
-    option: str
-    key: str
-    schedule: Schedule
-    first: int
-    epoch: int
-    total: int
-    scale: float = 1.0
-
-
-def _spans(
-    recipe: Recipe, steps_per_epoch: int, phase: Phase | None, first: int, number: int = 0
-) -> tuple[_Span, _Span]:
-    total = recipe.total_steps(steps_per_epoch)
-    scale = 1.0 if phase is None else phase.lr_factor
-    lr = _Span("lr", "schedule", recipe.schedule, 0, steps_per_epoch, total, scale)
-    if phase is not None and phase.schedule is not None:
-        lr = _Span(
-            "lr",
-            f"phases[{number}].schedule",
-            phase.schedule,
-            first,
-            phase.steps,
-            phase.steps,
-            scale,
-        )
-    return lr, _Span(
-        "damping", "damping_schedule", recipe.damping_schedule, 0, steps_per_epoch, total
-    )
 
 
 def apply(
     optimizer: torch.optim.Optimizer, recipe: Recipe, step: int, steps_per_epoch: int
 ) -> None:
     """Set all parameter groups' learning rate and damping for the next step, after `step` steps."""
-    for span in _spans(recipe, steps_per_epoch, *recipe.phase_at(step)):
-        for group in optimizer.param_groups:
-            if span.option in group:
-                initial, final = _start(group, span)
-                group[span.option] = initial * factor(
-                    span.schedule, step - span.first, span.epoch, span.total, final
-                )
+    phase, first = recipe.phase_at(step)
+    place = step, steps_per_epoch, recipe.total_steps(steps_per_epoch)
+    lr, place_of_lr, scale = recipe.schedule, place, 1.0
+    if phase is not None:
+        scale = phase.lr_factor
+        if phase.schedule is not None:
+            lr, place_of_lr = phase.schedule, (step - first, phase.steps, phase.steps)
+    for group in optimizer.param_groups:
+        _set(group, "lr", lr, place_of_lr, scale)
+        _set(group, "damping", recipe.damping_schedule, place)
 
 
-def _start(group: dict[str, Any], span: _Span) -> tuple[float, float | None]:
-    """Return a group's starting value, and the end factor if the schedule names the last value."""
-    initial = group.setdefault(f"initial_{span.option}", group[span.option]) * span.scale
-    return initial, None if span.schedule.end is None else span.schedule.end / initial
+def _set(
+    group: dict[str, Any],
+    option: str,
+    schedule: Schedule,
+    place: tuple[int, int, int],
+    scale: float = 1.0,
+) -> None:
+    if option in group:
+        initial = group.setdefault(f"initial_{option}", group[option]) * scale
+        final = None if schedule.end is None else schedule.end / initial
+        group[option] = initial * factor(schedule, *place, final)
+
+
+def check(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> None:
+    """Refuse a warm-up or a horizon that does not fit the length of the training."""
+    total, schedules = recipe.total_steps(steps_per_epoch), {"schedule": recipe.schedule}
+    if any("damping" in group for group in optimizer.param_groups):
+        schedules["damping_schedule"] = recipe.damping_schedule
+    for key, schedule in schedules.items():
+        given = "warmup_epochs" if schedule.warmup_steps is None else "warmup_steps"
+        require(
+            _warmup(schedule, steps_per_epoch) <= total,
+            f"{key}.{given}={getattr(schedule, given)} is longer than the training ({total} "
+            "steps): shorten it, or train longer",
+        )
+        given = "horizon_steps" if schedule.horizon_epochs is None else "horizon_epochs"
+        require(
+            schedule.kind not in (*FALLS, "thor-lr")
+            or _horizon(schedule, steps_per_epoch, total) >= total,
+            f"{key}.{given}={getattr(schedule, given)} is shorter than the training ({total} "
+            f"steps), and {schedule.kind} is 0 or undefined after it: raise it, or train shorter",
+        )
+
+
+def _warmup(schedule: Schedule, steps_per_epoch: int) -> int:
+    in_epochs = round(schedule.warmup_epochs * steps_per_epoch)
+    return in_epochs if schedule.warmup_steps is None else schedule.warmup_steps
+
+
+def _horizon(schedule: Schedule, steps_per_epoch: int, total_steps: int) -> float:
+    if schedule.horizon_epochs is not None:
+        return schedule.horizon_epochs * steps_per_epoch
+    return schedule.horizon_steps or total_steps
 
 
 def factor(
@@ -102,13 +111,11 @@ def factor(
 
     It ends at `final`, or by default at that of the schedule.
     """
-    warmup = (
-        round(schedule.warmup_epochs * steps_per_epoch)
-        if schedule.warmup_steps is None
-        else schedule.warmup_steps
-    )
-    horizon, past = _horizon(schedule, steps_per_epoch, total_steps), max(0, step - warmup)
+    warmup = _warmup(schedule, steps_per_epoch)
+    horizon = _horizon(schedule, steps_per_epoch, total_steps)
+    past = max(0, step - warmup)
     progress = past / max(1, horizon - warmup)
+    value = 1.0
     match schedule.kind:
         case "linear":
             value = 1.0 - progress
@@ -119,69 +126,15 @@ def factor(
         case "exponential":
             value = schedule.rate ** (past / steps_per_epoch)
         case "step":
-            value = schedule.gamma ** sum(
-                milestone <= step / steps_per_epoch for milestone in schedule.milestones
-            )
+            passed = [epoch for epoch in schedule.milestones if epoch <= step / steps_per_epoch]
+            value = schedule.gamma ** len(passed)
         case "thor-lr":
             value = resnet50_lr(step, steps_per_epoch, lr=1.0, decay=schedule.decay,
             epochs=horizon / steps_per_epoch,
                                 decay_epochs=schedule.decay_epochs)  # fmt: skip
         case "thor-damping":
             value = resnet50_damping(step, steps_per_epoch, damping=1.0, rate=schedule.rate)
-        case _:
-            value = 1.0
     if schedule.kind in FALLS:
         low = schedule.final if final is None else final
         value = low + (1.0 - low) * value
     return value * (step + 1) / warmup if step < warmup else value
-
-
-def _horizon(schedule: Schedule, steps_per_epoch: int, total_steps: int) -> float:
-    if schedule.horizon_steps is not None:
-        return schedule.horizon_steps
-    return (
-        total_steps
-        if schedule.horizon_epochs is None
-        else schedule.horizon_epochs * steps_per_epoch
-    )
-
-
-def check(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> None:
-    """Refuse schedules that would misfit the training's length, rise, or reach a damping of 0."""
-    for number, phase in enumerate(recipe.phases or (None,)):
-        for span in _spans(recipe, steps_per_epoch, phase, 0, number):
-            _check(optimizer, span)
-
-
-def _check(optimizer: torch.optim.Optimizer, span: _Span) -> None:
-    option, key, schedule, total = span.option, span.key, span.schedule, span.total
-    warmup = (
-        f"warmup_epochs={schedule.warmup_epochs}"
-        if schedule.warmup_steps is None
-        else f"warmup_steps={schedule.warmup_steps}"
-    )
-    by = "horizon_epochs" if schedule.horizon_steps is None else "horizon_steps"
-    training = f"the training ({total / span.epoch:g} epochs, {total} steps)"
-    require(
-        schedule.warmup_epochs <= total / span.epoch and (schedule.warmup_steps or 0) <= total,
-        f"{key}.{warmup} is longer than {training}: shorten it, or raise epochs",
-    )
-    require(
-        schedule.kind not in (*FALLS, "thor-lr") or _horizon(schedule, span.epoch, total) >= total,
-        f"{key}.{by}={getattr(schedule, by)} is shorter than {training}, and {option} would be 0 "
-        "or undefined after it: raise it, or lower epochs",
-    )
-    for group in optimizer.param_groups:
-        if option in group:
-            initial, final = _start(group, span)
-            require(
-                final is None or schedule.kind not in FALLS or final <= 1,
-                f"{key}.end={schedule.end} is above the initial {option}={initial:g}, and "
-                f"{schedule.kind} can only decrease: lower it",
-            )
-            require(
-                option == "lr" or factor(schedule, total - 1, span.epoch, total, final) > 0,
-                f"{key}: {schedule.kind} sets {option} to 0 in the last step, but it must stay "
-                f"above 0: give {key}.horizon_epochs or {key}.horizon_steps above the length of "
-                "the training",
-            )

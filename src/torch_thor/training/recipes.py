@@ -1,18 +1,20 @@
-"""Reading and writing recipes, the package's and users' files, with `key=value` words on top."""
+"""Reading and writing recipes, the package's and users' files, with `key=value` words on top.
 
+Recipes are YAML as PyYAML reads it, version 1.1; numbers such as 1e-3 are read as well.
+"""
+
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from operator import getitem
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from torch_thor.errors import UserError, require
 from torch_thor.training.optimizers import KEYS_OF, Settings
-from torch_thor.training.recipe_keys import as_written, lines_of, meanings_of, nearest, rows
+from torch_thor.training.recipe_keys import lines_of, meanings_of, nearest, rows
 from torch_thor.training.recipe_model import (
     Data,
     Phase,
@@ -24,9 +26,7 @@ from torch_thor.training.recipe_model import (
     Workers,
 )
 from torch_thor.training.tasks.opening import check_task
-from torch_thor.training.yaml12 import comment_of, read_texts, read_yaml, write_yaml
 
-_ABSENT = object()  # stands for the value of a key that is not there
 # the tables of `torch-thor keys PART`; without a part, the keys that are of no other
 PARTS: dict[str, type[BaseModel]] = {
     "training": Training, "data": Data, "data.transform": Transform, "data.workers": Workers,
@@ -34,32 +34,49 @@ PARTS: dict[str, type[BaseModel]] = {
     "phases": Phase, "schedule": Schedule,
     **{f"optimizers.{name}": keys for name, keys in KEYS_OF.items()},
 }  # fmt: skip
+# in the installed package, or at the top of a source tree
+_FOLDER = next(
+    folder
+    for folder in (Path(__file__).parents[1] / "recipes", Path(__file__).parents[3] / "recipes")
+    if folder.is_dir()
+)
+# A recipe begins with the keys that a person would write first.
+_FIRST = ("name", "about", "reaches", "task", "data", "model", "optimizer", "optimizers")
+
+# Of these keys, the first ones are in steps and go before the second ones, in epochs.
+_SAME = (("steps", "epochs"), ("phases", "epochs"), ("eval_interval", "eval_epochs"))
+_SETTINGS = meanings_of(Settings, "optimizers.")
+_MEANINGS = {
+    **{key.rpartition(".")[2]: meaning for key, meaning in _SETTINGS.items()},
+    **_SETTINGS,
+    **meanings_of(Recipe),
+}
 
 
-def recipe_folder() -> Traversable:
-    """Find the folder of the recipes: in the installed package, or at the top of a source tree."""
-    installed, source = files("torch_thor") / "recipes", Path(__file__).parents[3] / "recipes"
-    require(
-        installed.is_dir() or source.is_dir(),
-        f"no recipes in {installed} or {source}: install torch-thor again",
+class _Loader(yaml.SafeLoader):
+    """Reads numbers with an exponent."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that would be read as a number with an exponent."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
     )
-    return installed if installed.is_dir() else source
 
 
 def recipe_names() -> list[str]:
     """List the names of the package's recipes, sorted."""
-    return sorted(
-        [item.name[:-5] for item in recipe_folder().iterdir() if item.name.endswith(".yaml")]
-    )
+    return sorted(file.stem for file in _FOLDER.glob("*.yaml"))
 
 
 def recipe_list() -> list[tuple[str, str]]:
     """List name and description of the package's recipes, without checking them."""
-    folder = recipe_folder()
-    return [
-        (name, read_yaml((folder / f"{name}.yaml").read_text("utf-8"), name)["about"])
-        for name in recipe_names()
-    ]
+    return [(name, read_keys(name)["about"]) for name in recipe_names()]
 
 
 def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
@@ -86,73 +103,20 @@ def is_file_name(name: str) -> bool:
 
 
 def read_keys(name: str) -> dict[str, Any]:
-    """Read the keys of a recipe as for `load_recipe`, as they are written."""
-    path = Path(name)
-    if is_file_name(name):
-        try:
-            return _keys(path.read_text("utf-8"), path.stem)
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be read ({error.strerror}): name a YAML file or a recipe: "
-                f"{', '.join(recipe_names())}"
-            ) from error
-        except UnicodeDecodeError as error:
-            line = error.object.count(b"\n", 0, error.start) + 1
-            raise UserError(
-                f"{path} is not UTF-8 (line {line}, byte {error.start}): save it as UTF-8 text"
-            ) from error
+    """Read the keys of a recipe as for `load_recipe`, without checking them."""
     names = recipe_names()
     require(
-        name in names or not path.is_file(),
-        f"{path} is not read as a recipe: the name of its file must end in .yaml or .yml: rename "
-        "it",
+        name in names or (is_file_name(name) and Path(name).is_file()),
+        f"there is no recipe {name}{nearest(name, names)}: name a file that ends in .yaml, or one "
+        f"of {', '.join(names)}",
     )
-    require(
-        name in names,
-        f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}",
-    )
-    return _keys((recipe_folder() / f"{name}.yaml").read_text("utf-8"), name)
+    file = _FOLDER / f"{name}.yaml" if name in names else Path(name)
+    return _keys(file.read_bytes(), file.stem)
 
 
 def parse(text: str, name: str, words: Sequence[str] = ()) -> Recipe:
     """Make a recipe of YAML, and of words as for `load_recipe`; `name` is its default name."""
-    return _recipe(_keys(text, name), words)
-
-
-def _keys(text: str, name: str) -> dict[str, Any]:
-    content = read_yaml(text, f"recipe {name}")
-    require(
-        isinstance(content, dict),
-        f"recipe {name} has no keys: write it as `key: value` lines",
-    )
-    return {"name": name, **as_written(content, read_texts(text), Recipe)}
-
-
-def edited(
-    recipe: Recipe, then: Mapping[str, Any] | None, now: Mapping[str, Any], words: Sequence[str]
-) -> Recipe:
-    """Return a recipe with what changed between two readings of its keys, and with words on top.
-
-    Without an earlier reading, all keys of the recipe are compared with the later one.
-    """
-    tree = _tree(recipe)
-    if then is None:
-        # The run has added the checksum itself.
-        then = {key: value for key, value in tree.items() if key != "weights_sha256"}
-    return _recipe(_edited(tree, then, now), words)
-
-
-def _edited(tree: Any, then: Any, now: Any) -> Any:
-    if then == now:
-        return tree
-    if not (isinstance(then, Mapping) and isinstance(now, Mapping)):
-        return now
-    tree = tree if isinstance(tree, Mapping) else {}  # it has the defaults
-    merged = {
-        key: _edited(*(mapping.get(key, _ABSENT) for mapping in (tree, then, now)))
-        for key in {**tree, **then, **now}
-    }
-    return {key: value for key, value in merged.items() if value is not _ABSENT}
+    return _recipe(_keys(text.encode(), name), words)
 
 
 def override(recipe: Recipe, words: Sequence[str]) -> Recipe:
@@ -160,29 +124,31 @@ def override(recipe: Recipe, words: Sequence[str]) -> Recipe:
 
     Optimizers that it did not use have their defaults.
     """
-    return _recipe(_tree(recipe), words)
+    return _recipe(recipe.model_dump(mode="json", exclude_defaults=True), words)
 
 
 def to_yaml(recipe: Recipe) -> str:
     """Write the non-default values, as text that `parse` makes an equal recipe of."""
-    return write_yaml(_tree(recipe))
+    values = recipe.model_dump(mode="json", exclude_defaults=True)
+    return yaml.dump(
+        {key: values[key] for key in (*_FIRST, *values) if key in values},
+        Dumper=_Dumper,
+        sort_keys=False,
+        default_flow_style=None,
+        width=120,
+        allow_unicode=True,
+    )
 
 
 def differences(old: Recipe, new: Recipe, but: Sequence[str] = ()) -> list[str]:
     """Return `key: old -> new` where recipes differ, but for some keys (see `FREE_ON_RESUME`)."""
+    before, after = (dict(_flat(recipe.model_dump())) for recipe in (old, new))
     free = tuple(key for key in but if key.endswith("."))
     return [
-        line
-        for key, line in changes(old.model_dump(), new.model_dump()).items()
-        if not (key in but or key.startswith(free))
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key) and not (key in but or key.startswith(free))
     ]
-
-
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """Return `key: old -> new` by full key, where mappings differ."""
-    before, after = (dict(_flat(tree)) for tree in (old, new))
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    return {key: f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys}
 
 
 def keys(part: str | None = None) -> list[tuple[str, str, str, str]]:
@@ -193,50 +159,64 @@ def keys(part: str | None = None) -> list[tuple[str, str, str, str]]:
     """
     if part is None:
         return [row for row in rows(Recipe) if row[0] not in Training.model_fields]
-    known = {name.rpartition(".")[2]: name for name in PARTS} | {name: name for name in PARTS}
+    known = PARTS | {name.rpartition(".")[2]: model for name, model in PARTS.items()}
     require(
         part in known,
         f"there is no part {part}{nearest(part, known)}: the parts are {', '.join(PARTS)}",
     )
-    return rows(PARTS[known[part]])
+    return rows(known[part])
+
+
+def _keys(text: bytes, name: str) -> dict[str, Any]:
+    content = _read(text, f"recipe {name}")
+    require(isinstance(content, dict), f"recipe {name} has no keys: write it as `key: value` lines")
+    return {"name": name, **content}
+
+
+def _read(text: bytes, what: str) -> Any:
+    try:
+        return yaml.load(BytesIO(text), Loader=_Loader)  # of a file, errors quote no lines
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date such as 2024-13-01
+        raise UserError(f"{what} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _read_word(word: str) -> tuple[str, Any]:
+    require("=" in word[1:], f"'{word}' is not key=value: write it as in lr=0.1")
+    key, text = word.split("=", 1)
+    value = _read(text.encode(), f"{word}: the value")
+    return key, value.split(",") if key == "optimizer" and isinstance(value, str) else value
 
 
 def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
-    # The optimizers come first, because they decide who takes the other settings.
-    for word in sorted(words, key=lambda word: not word.startswith("optimizer=")):
-        key, equals, text = word.partition("=")
-        require(key != "" and equals != "", f"'{word}' is not key=value: write it as in lr=0.1")
-        value = read_yaml(text, f"{word}: the value")
-        comment = comment_of(text)
-        require(
-            comment == "",
-            f"{word}: YAML takes {comment} for a comment: leave it out, or quote the value, as in "
-            f"\"{key}='{text}'\"",
-        )
-        if key == "optimizer" and isinstance(value, str):
-            value = value.split(",")
+    given = dict(map(_read_word, words))
+    # A word in steps replaces what the file says in epochs.
+    replaced = {in_epochs for in_steps, in_epochs in _SAME if given.get(in_steps)}
+    tree = {key: value for key, value in tree.items() if key not in replaced}
+    chosen = ({"optimizer": Recipe().optimizer} | tree | given)["optimizer"]
+    used = [name for name in KEYS_OF if isinstance(chosen, list | tuple) and name in chosen]
+    for key, value in given.items():
         path = key.split(".")
-        chosen = tree.get("optimizer", Recipe.model_fields["optimizer"].default)
-        takers = [
-            name
-            for name, keys in KEYS_OF.items()
-            if isinstance(chosen, list | tuple) and name in chosen and path[0] in keys.model_fields
-        ]
-        places = [["optimizers", name, *path] for name in takers]
-        if path[0] in Recipe.model_fields:
-            written = as_written(_put({}, path, value), _put({}, path, read_texts(text)), Recipe)
-            value = reduce(getitem, path, written)
-        for place in [path] if path[0] in Recipe.model_fields or not takers else places:
+        takers = [name for name in used if path[0] in KEYS_OF[name].model_fields]
+        is_own = path[0] in Recipe.model_fields or not takers
+        for place in [path] if is_own else [["optimizers", name, *path] for name in takers]:
             tree = _put(tree, place, value)
+    faults = [
+        f"{key}: this run does not use {name}: leave the setting out, or add {name} to optimizer"
+        for key in given
+        for name in KEYS_OF
+        if name not in used and key.startswith(f"optimizers.{name}.")
+    ] + [
+        f"{in_epochs}={tree[in_epochs]} has no effect beside {in_steps}: leave it out, or set "
+        f"{in_steps}={'[]' if in_steps == 'phases' else 'null'}"
+        for in_steps, in_epochs in _SAME
+        # a recipe that a program has written out names its defaults too
+        if tree.get(in_steps) and (in_epochs in given or tree.get(in_epochs, 1) != 1)
+    ]
     try:
         recipe = Recipe.model_validate(tree)
+        faults += check_task(recipe)
     except ValidationError as error:
-        settings = meanings_of(Settings, "optimizers.")
-        short = {key.rpartition(".")[2]: meaning for key, meaning in settings.items()}
-        raise UserError(
-            "\n".join(lines_of(error, short | settings | meanings_of(Recipe)))
-        ) from None
-    faults = check_task(recipe)
+        faults += lines_of(error, _MEANINGS)
     require(not faults, "\n".join(faults))
     return recipe
 
@@ -246,14 +226,7 @@ def _put(tree: Any, path: Sequence[str], value: Any) -> dict[str, Any]:
     return {**tree, path[0]: value if len(path) == 1 else _put(tree.get(path[0]), path[1:], value)}
 
 
-def _tree(recipe: Recipe) -> dict[str, Any]:
-    tree = recipe.model_dump(mode="json", exclude_defaults=True)
-    # A recipe begins with the keys that a person would write first.
-    first = ("name", "about", "reaches", "task", "data", "model", "optimizer", "optimizers")
-    return {key: tree[key] for key in (*first, *tree) if key in tree}
-
-
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

@@ -5,7 +5,7 @@ Then what is trained is used.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,30 +14,30 @@ import torch
 from rich.console import Console
 
 from torch_thor.errors import require
-from torch_thor.files import check_place, whole_folder, writing
+from torch_thor.files import whole_folder
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.printing import is_first_rank, lasting_output, printer
-from torch_thor.training import (
-    initial_weights as weights,
+from torch_thor.printing import is_first_rank, printer
+from torch_thor.training import recipe_schedules as schedules
+from torch_thor.training.checkpoint import (
+    Saver,
+    find_checkpoints,
+    load_initial_weights,
+    load_weights,
+    newest,
+    the_checkpoint,
 )
-from torch_thor.training import (
-    recipe_schedules as schedules,
-)
-from torch_thor.training.checkpoint import Checkpoint, newest, newest_first
-from torch_thor.training.checkpoint_saving import Saver, listening, settle
-from torch_thor.training.evaluation import counted
+from torch_thor.training.evaluation import evaluate
 from torch_thor.training.folder import RunFolder
-from torch_thor.training.loop import Run, split, train
+from torch_thor.training.log import observers_of
+from torch_thor.training.loop import Run, listening, split, train
 from torch_thor.training.models.bert import CONFIGURATION
-from torch_thor.training.observers import observers_of
 from torch_thor.training.optimizers import build_optimizer, measured_split_dim
-from torch_thor.training.origin import stored_origin
-from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, divide, processes
+from torch_thor.training.parallel import Ranks, RankWeight, connect, divide, processes
 from torch_thor.training.precision import Precision, averaged
-from torch_thor.training.recipe_model import Recipe, absolute, path_of
+from torch_thor.training.recipe_model import IN_MEMORY, Recipe, absolute
 from torch_thor.training.recipes import override
-from torch_thor.training.summary import read, report
-from torch_thor.training.tasks.opening import open_task, task_class
+from torch_thor.training.summary import report
+from torch_thor.training.tasks.opening import open_task
 from torch_thor.training.tasks.task import Metric, Task
 
 # An evaluation may change these keys, because the others shaped the weights.
@@ -59,9 +59,8 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
     """
     torch.manual_seed(recipe.seed)
     model = task.model()
-    with agreed(ranks):
-        if recipe.weights is not None and not resumed:
-            weights.load(model, recipe, task)
+    if recipe.weights is not None and not resumed:
+        load_initial_weights(model, recipe, task)
     divided = recipe.parallel != "ddp" and ranks.world > 1
     # A network that is divided may be too large for a single device.
     model = model if divided else model.to(ranks.device)
@@ -70,7 +69,7 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
         divide([model] if average is None else [model, average.module], recipe, ranks)
 
     def split_dim() -> int:
-        with agreed(ranks), torch.random.fork_rng([]):
+        with torch.random.fork_rng([]):
             batch = split(next(task.batches(ranks, 0)), recipe.accumulation_at(0))[0]
             number = (
                 measured_split_dim(model, lambda net: task.loss(net, batch).mean, name)
@@ -115,7 +114,6 @@ def run_recipe(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    profile: bool = False,
 ) -> None:
     """Train with each optimizer of a recipe, one after the other, and write the run folder.
 
@@ -125,62 +123,26 @@ def run_recipe(
         console: Where progress and the final table are printed.
         resume: Whether to continue the run in the folder.
         overwrite: Whether to delete the run in the folder.
-        profile: Whether to profile a few steps of each optimizer.
     """
-    with lasting_output(), processes(recipe) as ranks, ExitStack() as stack:
+    if not (resume or overwrite):
+        folder.check_free()
+    recipe = placed(recipe)
+    with processes(recipe) as ranks, ExitStack() as stack:
         say = printer(console) if ranks.first else lambda _: None
-        with agreed(ranks):
-            if ranks.first:
-                stack.enter_context(folder.locked())
-                recipe = placed(weights.checksum(recipe, say))
-                resume = folder.admit(recipe, resume, overwrite, say)
-        # All processes train what the first one was asked to.
-        recipe, resume = ranks.broadcast((recipe, resume))
-        with agreed(ranks):
-            task = open_task(recipe, ranks.device, say)
-            if resume and ranks.first:
-                _check_checkpoints(folder, task)
+        task = open_task(recipe, ranks.device, say)
         # the first run is built before the folder is changed: a recipe that cannot start must leave
         # it as it was
-        pending = {
-            recipe.optimizer[0]: _begin(
-                recipe, recipe.optimizer[0], task, ranks, folder, resume, say
-            )
-        }
-        with agreed(ranks):
-            if ranks.first:
-                folder.claim(recipe, resume, overwrite)
-        path = ranks.broadcast(folder.path)  # a new run's, if another took the name meanwhile
-        folder = folder if ranks.first else RunFolder(path)
-        with listening() as stops, folder.present() if ranks.first else nullcontext():
-            for name in recipe.optimizer:
-                # no other reference is kept, so that a finished run is freed before the next one is
-                # built
-                begun = pending.pop(name, None) or _begin(
-                    recipe, name, task, ranks, folder, resume, say
-                )
-                _train(*begun, folder, console, profile, stops)
-                del begun
-            if ranks.first:
-                report(folder, recipe, task, console)
-
-
-def _check_checkpoints(folder: RunFolder, task: Task) -> None:
-    """Refuse a run that has lost checkpoints: it would begin anew, and lose its metrics too."""
-    begun = folder.begun()
-    assert begun is not None  # else nothing continues
-    for name in begun.optimizer:
-        metrics, checkpoints = folder.metrics(name), folder.checkpoints(name)
-        if newest_first(checkpoints) or not metrics.is_file():
-            continue
-        # a run may have been killed while it wrote the first one
-        first = begun.checkpoint_interval or task.steps_per_epoch
-        last = max((line["step"] for line in read(metrics)), default=0)
-        require(
-            last <= first and not folder.summary.exists(),
-            f"{checkpoints} has no checkpoint, but {metrics} has {last} steps: put the checkpoints "
-            "back, or start again with --overwrite or --out",
-        )
+        begun = _begin(recipe, recipe.optimizer[0], task, ranks, folder, resume, say)
+        if ranks.first:
+            stack.enter_context(folder.begin(recipe, resume=resume, overwrite=overwrite))
+        stops = stack.enter_context(listening())
+        _train(*begun, folder, console, stops)
+        for name in recipe.optimizer[1:]:
+            del begun  # a finished run is freed before the next one is built
+            begun = _begin(recipe, name, task, ranks, folder, resume, say)
+            _train(*begun, folder, console, stops)
+        if ranks.first:
+            report(folder, recipe, task, console)
 
 
 def _begin(
@@ -193,11 +155,9 @@ def _begin(
     say: Callable[[str], None],
 ) -> tuple[Run, int]:
     """Build or continue a run; return it, and the length of its metrics file."""
-    with agreed(ranks):
-        saved = newest(folder.checkpoints(name), say) if resume and ranks.first else None
+    saved = newest(folder.checkpoints(name), say) if resume and ranks.first else None
     saved = ranks.broadcast(saved)
-    with agreed(ranks):
-        run = build(recipe, name, task, ranks, resumed=saved is not None)
+    run = build(recipe, name, task, ranks, resumed=saved is not None)
     if saved is None:
         return run, 0
     saved.restore(run, say)
@@ -206,22 +166,11 @@ def _begin(
 
 
 def _train(
-    run: Run, offset: int, folder: RunFolder, console: Console, profile: bool, stops: Sequence[int]
+    run: Run, offset: int, folder: RunFolder, console: Console, stops: Sequence[int]
 ) -> None:
-    observers: list[Any] = []  # the first is that of the metrics
-    with agreed(run.ranks):
-        if run.ranks.first:
-            observers = observers_of(run, folder, console, profile, offset)
-            with suppress(OSError):  # of which the next checkpoint tells
-                # A process may have been killed after its last checkpoint.
-                settle(folder.checkpoints(run.name), run)
-
-    def offset_now() -> int:
-        folder.check_present()  # a checkpoint would make a new folder, without what was in it
-        return int(observers[0].offset())
-
-    saver = Saver(folder.checkpoints(run.name), offset_now)
-    # The profiler is the last, so that the work of other observers is not in its table.
+    # the first is that of the metrics
+    observers: list[Any] = observers_of(run, folder, console, offset) if run.ranks.first else []
+    saver = Saver(folder.checkpoints(run.name), lambda: int(observers[0].offset()))
     train(run, [*observers[:1], saver, *observers[1:]], stops=stops)
 
 
@@ -259,26 +208,24 @@ def evaluate_saved(
     Returns:
         A score for each optimizer, and one for its averaged weights if it has any.
     """
-    checkpoints = weights.find_checkpoints(path, say if is_first_rank() else lambda _: None)
-    recipes = [_with_words(saved, words) for saved in checkpoints]
+    say = say if is_first_rank() else lambda _: None
+    # weights are read at once: a training that goes on removes old checkpoints
+    found = [
+        (
+            saved,
+            _with_words(saved.recipe, words),
+            {kind: saved.weights(kind) for kind in saved.kinds},
+        )
+        for saved in find_checkpoints(path, say)
+    ]
     scores = []
-    with processes(recipes[0]) as ranks:
-        say = say if ranks.first else lambda _: None
-        for saved, recipe in zip(checkpoints, recipes, strict=True):
-            with agreed(ranks):
-                task = open_task(recipe, ranks.device, say, train=False)
-                saved.check_tokenizer(task)
-                model = task.model().to(ranks.device)
-                same_set = recipe.data.name == saved.recipe.data.name
-                if same_set and "evaluation data" in saved.other_data(task):
-                    say(
-                        f"{saved.path}: the evaluation data are not those of the training: files "
-                        "were added, removed or renamed, or data.root is another folder"
-                    )
-            for averages in (False, True) if saved.has_average else (False,):
-                with agreed(ranks):
-                    saved.load_weights(model, averaged=averages)
-                measured = counted(task, model, ranks)
+    with processes(found[0][1]) as ranks:
+        for saved, recipe, weights in found:
+            task = open_task(recipe, ranks.device, say, train=False, data=saved.data)
+            model = task.model().to(ranks.device)
+            for averaged, tensors in weights.items():
+                load_weights(model, tensors, str(saved.path))
+                measured = evaluate(task, model, ranks)
                 assert measured is not None  # no signal is listened to
                 means, number = measured
                 values = {
@@ -286,80 +233,52 @@ def evaluate_saved(
                 }
                 scores.append(
                     SavedScore(
-                        saved.optimizer, averages, saved.step, saved.path, task.metrics, values,
+                        saved.optimizer, averaged, saved.step, saved.path, task.metrics, values,
                         number, task.unit,
                     )
                 )  # fmt: skip
     return scores
 
 
-def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
-    """The recipe to evaluate a checkpoint with."""
+def _with_words(trained: Recipe, words: Sequence[str]) -> Recipe:
+    """Return the recipe to evaluate a checkpoint with."""
     # The file of a network may have been moved, so its weights only have to fit.
-    moved = ("model",) if saved.recipe.model.endswith(CONFIGURATION) else ()
+    moved = ("model",) if trained.model.endswith(CONFIGURATION) else ()
     for key in (word.partition("=")[0] for word in words):
         require(
             key.split(".")[0] in (*CHANGEABLE, *moved),
             f"{key} cannot be changed for an evaluation, only {', '.join(CHANGEABLE)} and the keys "
             f"inside data can: leave {key} out",
         )
-    trained = saved.recipe
-    if not any(word.startswith(("data.root=", "data=")) for word in words):
-        _check_place(saved)
     recipe = override(trained, words)
-    if any(word.startswith("data.transform") for word in words):
+    if {recipe.data.name, trained.data.name} & IN_MEMORY.keys() or recipe.data.transform:
         return recipe
-    return task_class(trained.task).recipe_of_evaluation(recipe, trained)
+    # other images are cropped and normalised as in the training
+    data = recipe.data.model_copy(update={"transform": trained.data.crops})
+    return recipe.model_copy(update={"data": data})
 
 
-def _check_place(saved: Checkpoint) -> None:
-    """Refuse to guess what the relative `data.root` of a recipe's file means in another folder."""
-    begun = next(filter(None, map(stored_origin, saved.path.absolute().parents)), None)
-    data = {} if begun is None else begun.keys.get("data")
-    written, root = data.get("root") if isinstance(data, dict) else None, saved.recipe.data.root
-    if begun is None or root is None or not isinstance(written, str):
-        return
-    here, trained = (path_of("data.root", absolute("data.root", text)) for text in (written, root))
-    replaced = not trained.match(written)  # by a word of the training
-    require(
-        replaced or here.resolve() == trained.resolve(),
-        f"data.root={written} in {begun.name} is {here} in this folder, and was {trained} in the "
-        f"training: add data.root={root}, or the folder that you mean",
-    )
-
-
-def export(
-    path: Path, out: Path, form: str, say: Callable[[str], None], *, averaged: bool = False
-) -> None:
+def export(path: Path, out: Path, say: Callable[[str], None], *, averaged: bool = False) -> None:
     """Write a trained network and its tokenizer as transformers' `from_pretrained` reads them.
 
     Args:
         path: A checkpoint, or a folder with the checkpoints of one optimizer.
         out: The folder to write. It must not exist yet.
-        form: The name of the format: transformers.
         say: Prints a line: for each damaged checkpoint that is skipped, and at the end.
         averaged: Whether to export the averaged weights.
     """
-    require(form == "transformers", f"--format {form} must be transformers")
-    saved = weights.the_checkpoint(path, str(path), say)
-    recipe = saved.recipe
+    saved = the_checkpoint(path, say)
     require(
-        task_class(recipe.task).is_exported,
-        f"{path} is of task={recipe.task}, which transformers has no form for: networks of "
+        saved.recipe.task == "masked-lm",
+        f"{path} is of task={saved.recipe.task}, which transformers has no form for: networks of "
         "masked-lm are exported",
     )
-    require(
-        not averaged or saved.has_average, f"{path} has no averaged weights: leave --averaged out"
-    )
+    require(averaged in saved.kinds, f"{path} has no averaged weights: leave --averaged out")
     require(not out.exists(), f"--out {out} exists: give another folder")
-    check_place(out)
-    task: Any = open_task(recipe, torch.device("cpu"), say, train=False)
-    saved.check_tokenizer(task)
-    model = task.model()
-    saved.load_weights(model, averaged=averaged)
-    with writing(out, "make room for it, then give the same command again"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(out) as folder:
-            model.save_pretrained(folder)
-            task.tokenizer().save_pretrained(folder)
+    task: Any = open_task(saved.recipe, torch.device("cpu"), say, train=False, data=saved.data)
+    model: Any = task.model()
+    load_weights(model, saved.weights(averaged), str(path))
+    with whole_folder(out) as folder:
+        model.save_pretrained(folder)
+        task.tokenizer().save_pretrained(folder)
     say(f"{saved.optimizer}, step {saved.step}: written to {out}")

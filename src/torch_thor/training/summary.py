@@ -2,7 +2,7 @@
 
 import json
 import math
-from array import array
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,16 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from torch_thor.errors import explaining
-from torch_thor.files import write_text, writing
+from torch_thor.files import write_text
 from torch_thor.printing import columns, milliseconds, printer
-from torch_thor.training.curves import draw_curves
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.tasks.task import Metric, Task, primary
 
-TARGETS = 3  # rows of the table; with the three others it has six
-CURVE = 2000  # points of a drawn curve, at least, if there were as many steps
 SMOOTHING = 0.9  # decay of the running average of the training loss
 
 
@@ -30,50 +26,34 @@ def report(folder: RunFolder, recipe: Recipe, task: Task, console: Console) -> N
     results = [
         Result(name, folder.metrics(name), primary(task.metrics)) for name in recipe.optimizer
     ]
-    with writing(folder.curves):
-        draw_curves(results, folder.curves)
-    with writing(folder.summary):
-        write_text(
-            folder.summary,
-            json.dumps([as_json(result, recipe, task.unit) for result in results], indent=2) + "\n",
-        )
+    told = [as_json(result, recipe, task.unit) for result in results]
+    write_text(folder.summary, json.dumps(told, indent=2) + "\n")
     console.print(table(results, recipe))
     if sentence := compared(results):
         printer(console)(sentence)
+    draw_curves(results, folder.curves)
     printer(console)(f"Curves, metrics, recipe and checkpoints are in {folder.path}")
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a `metrics.jsonl`, without an incomplete last one left by a killed run."""
-    unreadable = explaining(
-        (OSError, ValueError),
-        lambda error: (
-            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): start again "
-            "with --overwrite or --out"
-        ),
-    )
-    with unreadable, path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    with path.open(encoding="utf-8") as file:
+        yield from (json.loads(line) for line in file if line.endswith("\n"))
 
 
 class Result:
-    """What one optimizer has reached.
-
-    Of each step in its `metrics.jsonl`, whatever its length, one number is held.
-    """
+    """What one optimizer has reached, as its `metrics.jsonl` says."""
 
     def __init__(self, name: str, path: Path, metric: Metric) -> None:
-        self.name, self.metric = name, metric
+        self.name = name
+        self.metric = metric
         self.evaluations: list[dict[str, Any]] = []
         self.curve: list[tuple[int, float, float]] = []  # step, seconds, smoothed loss
-        # Decisions of the trace rule are counted for each layer.
+        # How often the trace rule decided what, by layer
         self.decisions: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self.ordinary, self.refresh = array("d"), array("d")  # durations
-        self.waited = self.seconds = 0.0
-        self.loss_terms = self.skipped = 0
-        loss, stride = math.nan, 1
+        self.ordinary: list[float] = []  # durations of steps without a refresh
+        self.refresh: list[float] = []
+        self.sums: dict[str, float] = dict.fromkeys(("duration", "waited", "terms", "skipped"), 0)
         for line in read(path):
             if line["kind"] == "eval":
                 self.evaluations.append(line)
@@ -81,25 +61,12 @@ class Result:
                 self.decisions[line["layer"]][line["decision"]] += 1
             else:
                 (self.refresh if line["refresh"] else self.ordinary).append(line["duration"])
-                self.waited, self.seconds = (
-                    self.waited + line["waited"],
-                    self.seconds + line["duration"],
-                )
-                self.loss_terms, self.skipped = (
-                    self.loss_terms + line["terms"],
-                    self.skipped + line["skipped"],
-                )
-                if line["loss"] is not None:  # that of a skipped step may not be finite
-                    loss = (
-                        line["loss"]
-                        if math.isnan(loss)
-                        else SMOOTHING * loss + (1 - SMOOTHING) * line["loss"]
-                    )
-                if line["step"] % stride == 0:
-                    self.curve.append((line["step"], line["seconds"], loss))
-                if len(self.curve) == 2 * CURVE:
-                    del self.curve[::2]
-                    stride *= 2
+                for key in self.sums:
+                    self.sums[key] += line[key]
+                if (loss := line["loss"]) is not None:  # a skipped step's may not be finite
+                    before = self.curve[-1][2] if self.curve else loss
+                    smoothed = SMOOTHING * before + (1 - SMOOTHING) * loss
+                    self.curve.append((line["step"], line["seconds"], smoothed))
 
     @property
     def final(self) -> dict[str, Any]:
@@ -114,9 +81,9 @@ class Result:
 
     def best(self) -> dict[str, Any]:
         """The first evaluation with the best value."""
-        best = self.final
-        for line in reversed(self.evaluations):
-            best = best if self.metric.better(self.value(best), self.value(line)) else line
+        best = self.evaluations[0]
+        for line in self.evaluations:
+            best = line if self.metric.better(self.value(line), self.value(best)) else best
         return best
 
     def reaching(self, target: float) -> dict[str, Any] | None:
@@ -134,15 +101,15 @@ def targets_of(recipe: Recipe) -> list[float]:
 
 def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
     """Return the results of an optimizer as JSON values."""
-    final, best = result.final, result.best()
+    best, sums = result.best(), result.sums
     value = result.value(best)
-    reached = {str(target): result.reaching(target) for target in targets_of(recipe)}
+    reached = {target: result.reaching(target) for target in targets_of(recipe)}
     return {
         "optimizer": result.name,
-        "steps": final["step"],
+        "steps": result.final["step"],
         **{
             key: value
-            for key, value in final.items()
+            for key, value in result.final.items()
             if key not in ("kind", "step", "primary", "higher_is_better")
         },
         "best": {
@@ -150,14 +117,14 @@ def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
             result.metric.name: None if math.isnan(value) else value,
         },
         "stop_at": recipe.stop_at,
-        "ended_at_target": recipe.stop_at is not None and reached[str(recipe.stop_at)] is final,
+        "ended_at_target": recipe.stop_at is not None and reached[recipe.stop_at] is result.final,
         "targets": {
-            key: line and {"steps": line["step"], "seconds": line["seconds"]}
-            for key, line in reached.items()
+            str(target): line and {"steps": line["step"], "seconds": line["seconds"]}
+            for target, line in reached.items()
         },
-        f"{unit}_per_second": result.loss_terms / result.seconds,
-        "waiting_for_data": result.waited / result.seconds,
-        "skipped_steps": result.skipped,
+        f"{unit}_per_second": sums["terms"] / sums["duration"],
+        "waiting_for_data": sums["waited"] / sums["duration"],
+        "skipped_steps": sums["skipped"],
         "ordinary_step_seconds": median(result.ordinary) if result.ordinary else None,
         "refresh_step_seconds": median(result.refresh) if result.refresh else None,
         "decisions": result.decisions,
@@ -165,42 +132,33 @@ def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
 
 
 def table(results: Sequence[Result], recipe: Recipe) -> Table:
-    """Make the final table of at most six rows, a column per optimizer; `summary.json` has more."""
-    metric, targets = results[0].metric, targets_of(recipe)
+    """Make the final table, with a column for each optimizer."""
+    metric = results[0].metric
+    rows = []
+    for target in sorted(targets_of(recipe), reverse=not metric.higher_is_better):
+        # a target such as 75.97 % is not rounded
+        text = f"{100 * target:.6g}%" if metric.share else f"{target:.6g}"
+        rows.append(
+            [
+                f"steps to {metric.word} {text}",
+                *(_when(result.reaching(target)) for result in results),
+            ]
+        )
     averaged = " of averaged weights" if recipe.ema_decay is not None else ""
-    shown = targets[-TARGETS:] if metric.higher_is_better else targets[TARGETS - 1 :: -1]
-    return columns(
-        "Result",
-        ["", *(result.name for result in results)],
+    rows += [
         [
-            *(
-                [
-                    # A target such as 75.97 % is not rounded.
-                    f"steps to {metric.word} "
-                    + (f"{100 * target:.6g}%" if metric.share else f"{target:.6g}"),
-                    *(_when(result.reaching(target)) for result in results),
-                ]
-                for target in shown
-            ),
-            [
-                f"final {metric.word}{averaged}",
-                *(metric.text(result.value(result.final)) for result in results),
-            ],
-            ["steps in total", *(_when(result.final) for result in results)],
-            [
-                "median step / refresh step",
-                *(
-                    " / ".join(
-                        milliseconds(median(kind))
-                        for kind in (result.ordinary, result.refresh)
-                        if kind
-                    )
-                    for result in results
-                ),
-            ],
+            f"final {metric.word}{averaged}",
+            *(metric.text(result.value(result.final)) for result in results),
         ],
-        left=1,
-    )
+        ["steps in total", *(_when(result.final) for result in results)],
+        ["median step / refresh step", *map(_durations, results)],
+    ]
+    return columns("Result", ["", *(result.name for result in results)], rows, left=1)
+
+
+def _durations(result: Result) -> str:
+    kinds = (result.ordinary, result.refresh)
+    return " / ".join(milliseconds(median(kind)) for kind in kinds if kind)
 
 
 def _when(line: dict[str, Any] | None) -> str:
@@ -210,8 +168,52 @@ def _when(line: dict[str, Any] | None) -> str:
 def compared(results: Sequence[Result]) -> str:
     """Say the step and time when each optimizer reached what AdamW, or the last one, ends with."""
     reference = next((result for result in results if result.name == "adamw"), results[-1])
-    goal, metric = reference.value(reference.final), reference.metric
+    goal = reference.value(reference.final)
     if len(results) < 2 or math.isnan(goal):
         return ""
     took = ", ".join(f"{result.name} {_when(result.reaching(goal))}" for result in results)
-    return f"Steps to what {reference.name} ends with ({metric.word} {metric.text(goal)}): {took}"
+    return (
+        f"Steps to what {reference.name} ends with "
+        f"({reference.metric.word} {reference.metric.text(goal)}): {took}"
+    )
+
+
+def draw_curves(results: Sequence[Result], path: Path) -> None:
+    """Draw training loss and primary metric of all optimizers against steps and seconds."""
+    # matplotlib cannot be imported if a notebook or an old profile names a backend it does not have
+    os.environ["MPLBACKEND"] = "agg"
+    from matplotlib import style  # slow to import
+    from matplotlib.figure import Figure  # without pyplot, which may open windows
+
+    own = {
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "axes.formatter.min_exponent": 5,  # ticks such as 0.5, not 5 x 10^-1
+    }
+    with style.context(["default", own]):  # the user's matplotlibrc may ask for LaTeX
+        figure = Figure(figsize=(11, 7), layout="constrained")
+        panels = figure.subplots(2, 2, sharex="col", sharey="row")
+        for column, (key, unit) in enumerate(
+            {"step": "steps", "seconds": "seconds of training"}.items()
+        ):
+            losses, metrics = panels[:, column]
+            losses.set(yscale="log", ylabel="training loss, smoothed")
+            metrics.set(xlabel=unit, ylabel=f"held-out {results[0].metric.title}")
+            for result in results:
+                losses.plot(
+                    [point[column] for point in result.curve],
+                    [point[2] for point in result.curve],
+                    label=result.name,
+                )
+                metrics.plot(
+                    [line[key] for line in result.evaluations],
+                    [result.value(line) for line in result.evaluations],
+                    marker=".",
+                )
+        figure.legend(
+            *panels[0, 0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=4,
+            frameon=False,
+        )
+        figure.savefig(path, dpi=120)

@@ -132,7 +132,6 @@ def test_without_a_name_they_are_listed(figures):
             ("batch-sizes", "--data", "growing.yaml"),
             "cannot be scaled with the batch: give the recipe a number",
         ),
-        (("curves", "--out", "taken"), "is a file: choose another folder with --out"),
         (
             ("curves", "--out", "broken"),
             ": delete it to measure anew, or choose another folder with --out",
@@ -144,11 +143,10 @@ def test_bad_words_are_one_line(figures, tmp_path, words, said):
     interval = "{kind: geometric, first: 2, last: 5, factor: 1.5}"
     recipe = f"{{data: {{name: digits}}, optimizers: {{thor: {{update_interval: {interval}}}}}}}"
     (tmp_path / "growing.yaml").write_text(recipe)
-    (tmp_path / "taken").write_text("mine")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "curves.jsonl").write_text("no results\n")
     refused(figures(*words), said)
-    assert {path.name for path in tmp_path.iterdir()} == {"growing.yaml", "taken", "broken"}
+    assert {path.name for path in tmp_path.iterdir()} == {"growing.yaml", "broken"}
 
 
 def test_one_process_measures(figures, monkeypatch):

@@ -1,8 +1,5 @@
-"""Batches are the same for any number of workers and processes and from any start; what goes wrong
-is one line.
-"""
+"""Batches are the same for any number of workers and processes and from any start."""
 
-import errno
 import itertools
 import multiprocessing
 import os
@@ -18,14 +15,13 @@ from torch.utils.data import Dataset
 from tiny import assert_same
 from torch_thor.errors import UserError
 from torch_thor.training.data.batches import (
+    allowed_cores,
     batches_per_epoch,
     epoch_order,
     held_out_keys,
     loaded,
-    smallest_part,
     training_keys,
 )
-from torch_thor.training.errors import UnreadableError
 from torch_thor.training.parallel import Ranks
 
 CPU = torch.device("cpu")
@@ -33,6 +29,14 @@ CPU = torch.device("cpu")
 
 def first(keys, count):
     return list(itertools.islice(keys, count))
+
+
+def test_cores_are_those_of_the_process_not_of_the_machine(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert allowed_cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert allowed_cores() == 64
 
 
 def test_processes_share_each_batch_in_the_order_of_the_epoch_from_any_start():
@@ -73,74 +77,46 @@ def test_an_evaluation_counts_each_sample_once_in_the_batches_of_one_process():
         ranks = [list(held_out_keys(count, size, Ranks(rank, world))) for rank in range(world)]
         # a forward pass that communicates would wait forever
         assert len({len(batches) for batches in ranks}) == 1
-        assert (
-            sorted(indices for batches in ranks for indices, counts in batches if counts) == alone
-        )
-        assert all(
-            indices in alone for batches in ranks for indices, counts in batches if not counts
-        )
+        dealt = [batch for batches in ranks for batch in batches]
+        assert sorted(indices for indices, counts in dealt if counts) == alone
+        assert all(indices in alone for indices, counts in dealt if not counts)
 
 
 def test_batches_that_cannot_be():
-    with pytest.raises(
-        UserError, match=r"batch_size=4 cannot be shared evenly by 3 processes: .* a multiple of 3"
-    ):
-        training_keys(11, 4, 0, Ranks(0, 3), 0)
-    with pytest.raises(
-        UserError, match=r"batch_size=12 is larger than the training set \(11 samples\)"
-    ):
-        training_keys(11, 12, 0, Ranks(0, 3), 0)
+    with pytest.raises(UserError, match=r"batch_size=4 cannot be shared evenly by 3 processes"):
+        batches_per_epoch(11, 4, 3)
+    with pytest.raises(UserError, match=r"batch_size=12 is larger than .* \(11 samples\)"):
+        batches_per_epoch(11, 12, 3)
     # the reference's epoch on ImageNet leaves the rest out
     assert batches_per_epoch(1_281_167, 256) * 256 == 1_281_024
 
 
 class Noise(Dataset):
-    """Random numbers by key; odd keys of the second ten are broken, and something `happens` at
-    index 5.
-    """
-
-    def __init__(self, happens=None):
-        self.happens = happens
+    """Random numbers by key; odd keys of the second ten are broken."""
 
     def __len__(self):
         return 20
 
     def __getitem__(self, key):
         epoch, index = key
-        if index == 5 and self.happens is not None:
-            return self.happens()
         torch.default_generator.manual_seed(1000 * epoch + index)
-        return (
-            f"noise/{index} cannot be read (odd)"
-            if index > 9 and index % 2
-            else (torch.rand(3), index)
-        )
+        if index > 9 and index % 2:
+            return f"noise/{index} cannot be read (odd)"
+        return torch.rand(3), index
 
 
-def read(*given, **options):
-    return (batch for batch, _ in flagged(*given, **options))
+class Lost(Noise):
+    """A disk that is gone."""
+
+    def __getitem__(self, key):
+        return f"lost/{key[1]}"
 
 
-def flagged(
-    happens=None,
-    workers=0,
-    batches=None,
-    say=lambda _: None,
-    max_broken=0.5,
-    dataset=None,
-    **options,
-):
-    batches = batches or [[(0, index), (1, index + 1)] for index in range(0, 10, 2)]
+def read(keys, workers=0, *, dataset=None, max_broken=0.5, say=lambda _: None):
     return loaded(
-        dataset or Noise(happens),
-        batches,
-        workers=workers,
-        prefetch=2,
-        device=CPU,
-        max_broken=max_broken,
+        dataset or Noise(), keys, workers=workers, prefetch=2, device=CPU, max_broken=max_broken,
         say=say,
-        **options,
-    )
+    )  # fmt: skip
 
 
 def test_workers_change_no_batch_and_no_random_number_of_the_training():
@@ -151,9 +127,7 @@ def test_workers_change_no_batch_and_no_random_number_of_the_training():
     ]
     said = []
     before = torch.get_rng_state()
-    alone, *others = [
-        list(read(workers=workers, batches=keys, say=said.append)) for workers in (0, 1, 3)
-    ]
+    alone, *others = [list(read(keys, workers, say=said.append)) for workers in (0, 1, 2)]
     assert torch.equal(torch.get_rng_state(), before)
     assert len(alone) == 12
     for batches in others:
@@ -162,162 +136,76 @@ def test_workers_change_no_batch_and_no_random_number_of_the_training():
         torch.rand(3, generator=torch.Generator().manual_seed(2000 + index))
         for index in (10, 12, 14)
     ]
-    assert_same(alone[10], [torch.stack(numbers), torch.tensor([10, 12, 14])])
+    batch, readable = alone[10]
+    assert_same(batch, [torch.stack(numbers), torch.tensor([10, 12, 14])])
+    assert readable
     assert said == 3 * [
         f"noise/{index} cannot be read (odd) and is left out" for index in (11, 13, 15, 17, 19)
     ]
 
 
-def test_too_much_damage_is_one_line():
+def test_too_many_unreadable_samples_are_one_line():
     keys = [[(epoch, index) for index in range(20)] for epoch in range(2)]
     # five of twenty, and the same five again
-    assert len(list(read(batches=keys, max_broken=0.25))) == 2
-    with pytest.raises(
-        UserError,
-        match=r"5 of 20 samples cannot be read, more than data.max_broken=0.24 allows; .*/19",
+    assert len(list(read(keys, max_broken=0.25))) == 2
+    for dataset, said in (
+        (Noise(), r"5 of 20 samples cannot be read, more than data.max_broken=0.24 allows; .*/19"),
+        (Lost(), "5 of 20 samples cannot be read, .*lost/"),
     ):
-        list(read(batches=keys, max_broken=0.24))
-    # where a process must take as many batches as the others, the last of them comes before
-    said = []
-    late = flagged(batches=keys, max_broken=0.1, patient=True, say=said.append)
-    assert [own for _, own in itertools.islice(late, 2)] == [True, True]
-    with pytest.raises(UnreadableError, match=r"3 of 20 samples cannot be read, more than"):
-        next(late)
-    assert len(said) == 3
-    with pytest.raises(UserError, match=r"too few samples for a batch can be read; .*lost/"):
-        list(read(batches=[[(0, 0)]], dataset=Lost(), max_broken=1))
+        for workers in (0, 1):
+            with pytest.raises(UserError, match=said):
+                list(read(keys, workers, dataset=dataset, max_broken=0.24))
 
 
-class Lost(Noise):
-    """A disk that is gone."""
-
-    def __getitem__(self, key):
-        return f"lost/{key[1]}"
-
-
-def test_the_smallest_part_is_that_of_chunk():
-    for count, parts in itertools.product(range(1, 20), range(1, 9)):
-        sizes = [len(part) for part in torch.arange(count).chunk(parts)]
-        assert smallest_part(count, parts) == min(sizes)
-
-
-def test_a_batch_of_too_few_is_filled_the_same_way_everywhere():
-    """The keys alone say with what: neither the workers nor what was read before."""
-    keys = [[(epoch, first), (epoch, first + 2), (epoch, first + 3)] for epoch in (0, 1)
-    for first in (9, 11, 13, 15)]  # fmt: skip
-    for parts, least, sizes in ((1, 1, {1, 2}), (1, 3, {3}), (2, 2, {4}), (2, 1, {1, 2})):
-        found = list(flagged(batches=keys, parts=parts, least=least))
-        assert {len(batch[1]) for batch, _ in found} == sizes
-        for start, workers in ((3, 0), (0, 2), (5, 1)):
-            rest = read(batches=keys[start:], workers=workers, parts=parts, least=least)
-            assert_same(list(rest), [batch for batch, _ in found[start:]])
-    # nothing but broken samples
-    (first, own), (again, _), (other, _) = flagged(
-        batches=[[(0, 11), (0, 13)], [(0, 11), (0, 17)], [(1, 11), (1, 13)]]
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_without_a_readable_sample_has_another_that_its_keys_determine(workers):
+    (one, own), (again, _), (other, _) = read(
+        [[(0, 11), (0, 13)], [(0, 11), (0, 17)], [(1, 11), (1, 13)]], workers
     )
     assert not own
-    assert_same(first, again)
-    assert not torch.equal(first[0], other[0])
-    assert torch.equal(first[0][0], Noise()[0, int(first[1])][0])
-
-
-def refused(match, **options):
-    with pytest.raises(UserError, match=match) as caught:
-        list(read(**options))
-    assert "\n" not in str(caught.value)
-
-
-def raising(error):
-    def fail(*_, **__):
-        raise error
-
-    return fail
-
-
-def assert_only(others):
-    """No other child process goes on."""
-    for worker in multiprocessing.active_children():
-        if worker not in others:
-            worker.join(timeout=60)
-            assert worker.exitcode is not None
-
-
-@pytest.mark.slow
-def test_a_machine_without_resources_is_one_line(monkeypatch):
-    remedy = r"enlarge /dev/shm .* lower data.workers.count"
-    for workers in (0, 1):
-        refused(
-            rf"no memory for a batch \(MemoryError\): {remedy}",
-            happens=raising(MemoryError()),
-            workers=workers,
-        )
-        refused(
-            r"^too many open files$",
-            happens=raising(UserError("too many open files")),
-            workers=workers,
-        )
-    others = multiprocessing.active_children()
-    for end in (lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(7)):
-        refused(rf"a worker process of the data has died, .*: {remedy}", happens=end, workers=2)
-        assert_only(others)
-    full = RuntimeError(
-        "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device "
-        "(28)"
-    )
-    with monkeypatch.context() as patch:
-        for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
-            patch.setattr(torch.UntypedStorage, name, raising(full))
-        refused(rf"no memory for a batch \(.*No space left on device \(28\)\): {remedy}", workers=1)
-    monkeypatch.setattr(
-        os, "fork", raising(BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
-    )
-    refused(
-        r"data.workers.count=3: .* cannot be started \(Resource temporarily unavailable\): use "
-        r"fewer",
-        workers=3,
-    )
-
-
-def test_an_error_of_the_program_is_no_death_of_a_worker_and_ends_them():
-    others = multiprocessing.active_children()
-    for workers in (0, 1, 2):
-        with pytest.raises(RuntimeError, match="a fault of the program"):
-            list(read(happens=raising(RuntimeError("a fault of the program")), workers=workers))
-    assert_only(others)
+    assert_same(one, again)
+    assert not torch.equal(one[0], other[0])
+    assert torch.equal(one[0][0], Noise()[0, int(one[1])][0])
 
 
 def test_workers_obey_nobody_but_their_loader():
     others = multiprocessing.active_children()
-    handlers = [
-        signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
-    ]
-    batches = read(workers=1)
+    batches = read([[(0, index)] for index in range(5)], workers=1)
     next(batches)
     [worker] = [child for child in multiprocessing.active_children() if child not in others]
     # torchrun, schedulers and Ctrl-C signal every process
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(worker.pid, number)
-    assert handlers == [
-        signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
-    ]
     assert len(list(batches)) == 4
     worker.join(timeout=600)
     assert worker.exitcode == 0
 
 
 ENDING = """
-import itertools, test_batches as here
-left = here.read(workers=2, batches=itertools.repeat([(0, 0)]))
-next(left)
-raise SystemExit(3)
+import itertools, multiprocessing, os, signal, sys
+import test_batches as here
+left = here.read(itertools.repeat([(0, 0)]), workers=2)
+next(left), next(left)  # one of each worker
+print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+{end}
 """
 
 
-def test_a_program_ends_quietly_with_its_workers_alive():
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("raise SystemExit(3)", 3),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_workers_end_quietly_with_the_training(end, code):
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    # it returns when the workers have closed their ends of stdout too
     done = subprocess.run(
-        [sys.executable, "-c", ENDING], env=os.environ | {"PYTHONPATH": path}, capture_output=True,
-        text=True,
-        timeout=600, check=False,
+        [sys.executable, "-c", ENDING.format(end=end)], env=os.environ | {"PYTHONPATH": path},
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    assert (done.returncode, done.stderr) == (code, "")
+    assert len(done.stdout.split()) == 2

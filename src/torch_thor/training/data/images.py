@@ -1,70 +1,76 @@
 """Image sets that are cropped: CIFAR, and folders with a folder for each class, such as ImageNet.
 
 Classes are numbered by their sorted folder names, and files are sorted within a class, as in
-torchvision's `ImageFolder`, so that pretrained classifiers can be used. `ImageFolder` itself leaves
-out folders that cannot be read, and knows fewer formats. A file with the suffix of a format that
-Pillow decodes counts as an image without being opened, so that a million files are listed quickly;
-every other file is an image if Pillow knows its content.
+torchvision's `ImageFolder`, so that pretrained classifiers can be used. Files with the suffix of a
+format that Pillow decodes are images. Hidden files and folders are skipped.
+
+Pillow reads the header of a file, whose content determines the format. torchvision then decodes
+JPEG, in two thirds of Pillow's time, and Pillow all other formats. torchvision's PNG decoder must
+not be used: a damaged file ends the process with a segmentation fault in libpng. Greyscale,
+palette, CMYK and transparent images become RGB by Pillow's `convert("RGB")`. Orientation tags are
+ignored, as in the reference trainings on ImageNet.
 """
 
+import hashlib
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
-from unicodedata import is_normalized
-from unicodedata import normalize as normalize_text
+from typing import Any, cast
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.io import decode_jpeg
+from torchvision.io.image import ImageReadMode
 from torchvision.transforms import v2
-from torchvision.transforms.v2.functional import normalize
+from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 
-from torch_thor.errors import explaining, first_line, require
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.training.data.batches import digest
-from torch_thor.training.data.decoding import (
-    BrokenImageError,
-    decode_rgb,
-    image_suffixes,
-    is_image,
-    read_image,
-)
-from torch_thor.training.data.listing import LeftOut, files_in, refuse_a_link_to_nothing
+from torch_thor.training.data.small import downloaded
 from torch_thor.training.recipe_model import FOLDER, Data, Transform
 
 SPLITS = (("train", "val"), ("train", "test"), ("ilsvrc", "ilsvrc_eval"))  # the first that is there
+# Every worker would repeat Pillow's warnings about large images, palettes and EXIF data.
+warnings.filterwarnings("ignore", module=r"PIL\b")
+Image.init()
+# EPS is a program, which Pillow would execute with Ghostscript; of the others it knows only the
+# header.
+FORMATS = Image.OPEN.keys() - {"EPS", "MPEG", "BUFR", "GRIB", "HDF5", "WMF"}
+SUFFIXES = tuple(suffix for suffix, kind in Image.EXTENSION.items() if kind in FORMATS)
 
 
+@dataclass(eq=False)
 class Images(Dataset[Any]):
     """Cropped uint8 images, (3, size, size), and labels by key (epoch, index), or a fault's text.
 
     Args:
         source: Images (3, height, width), uint8, by index.
-        labels: (N,), int64.
-        classes: The names of the classes.
+        labels: (N,), int64: places in `classes`.
+        classes: The names of the classes of the training.
         crop: Crops an image.
         seed: The seed of the run. Random crops are functions of it and of the key.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        labels: Tensor,
-        classes: Sequence[str],
-        crop: Callable[[Tensor], Tensor],
-        seed: int,
-    ) -> None:
-        self.source, self.labels, self.classes, self.crop, self.seed = (
-            source,
-            labels,
-            classes,
-            crop,
-            seed,
-        )
+    source: Any
+    labels: Tensor
+    classes: Sequence[str]
+    crop: Callable[[Tensor], Tensor]
+    seed: int
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What identifies the images, for `Task.data`."""
+        names = self.source.checksum() if isinstance(self.source, Files) else None
+        return {"samples": len(self), "classes": list(self.classes), "files": names}
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -76,8 +82,8 @@ class Images(Dataset[Any]):
         torch.default_generator.manual_seed(digest(self.seed, epoch, index))
         try:
             return self.crop(self.source[index]), self.labels[index]
-        except BrokenImageError as error:
-            return f"{self.source.where(index)} cannot be read ({error})"
+        except UserError as error:
+            return str(error)
 
 
 class Files:
@@ -88,36 +94,66 @@ class Files:
         # worker would copy the memory of a list of a million strings
         self.paths = np.array([os.fsencode(path) for path in paths])
 
-    def where(self, index: int) -> Path:
-        """Return the path of an image."""
-        return Path(os.fsdecode(self.paths[index]))
-
     def __getitem__(self, index: int) -> Tensor:
-        image = decode_rgb(read_image(self.where(index)))
-        height, width = image.shape[1:]
-        # resizing its shorter side could need gigabytes
-        if max(height, width) > 100 * min(height, width):
-            raise BrokenImageError(f"{width} × {height} pixels are too narrow")
-        return image
+        return read_image(os.fsdecode(self.paths[index]))
+
+    def checksum(self) -> str:
+        """Return the SHA-256 of the names of the files, relative to their folder."""
+        start = len(os.path.commonpath([self.paths[0], self.paths[-1]]))  # of different classes
+        return hashlib.sha256(b"\0".join(path[start:] for path in self.paths)).hexdigest()
+
+
+def read_image(path: str | Path) -> Tensor:
+    """Return the RGB image in a file, (3, height, width), uint8; of an animation, the first frame.
+
+    Raises:
+        UserError: If the file cannot be decoded, or has more than 8 bits a channel.
+    """
+    try:
+        return _decoded(path)
+    except Exception as error:  # Pillow's plugins raise many kinds of errors for damaged bytes
+        raise UserError(f"{path} cannot be read ({first_line(error)})") from error
+
+
+def _decoded(path: str | Path) -> Tensor:
+    with Image.open(path) as image:
+        require(image.format in FORMATS, f"{image.format} files are not supported")
+        if image.format in ("JPEG", "MPO"):
+            # torchvision fails for what is truncated, or of a kind that it lacks
+            with suppress(RuntimeError):
+                content = torch.from_numpy(np.fromfile(path, np.uint8))
+                return cast(Tensor, decode_jpeg(content, ImageReadMode.RGB))
+        # `convert` would make it black or white
+        is_deep = image.mode.startswith(("I", "F"))
+        require(not is_deep, f"mode {image.mode}: convert it to 8 bits a channel")
+        return cast(Tensor, pil_to_tensor(image.convert("RGB")))
 
 
 def open_images(
-    data: Data, seed: int, *, train: bool = True, say: Callable[[str], None] = print
+    data: Data,
+    seed: int,
+    *,
+    train: bool = True,
+    classes: Sequence[str] | None = None,
+    say: Callable[[str], None] = print,
 ) -> tuple[Images | None, Images]:
-    """Return a data set's checked training images (None unless asked for) and evaluation images.
+    """Return a data set's training images (None unless asked for) and evaluation images.
 
     Args:
         data: The data set.
         seed: The seed of the run.
         train: Whether the training images are needed.
+        classes: The names of the classes of the training; None for those of the data set.
         say: Prints a line; it is called for each folder of which files are left out.
 
     Raises:
         UserError: If the images are missing or unsuitable.
     """
     options = data.crops
-    training, held_out = (
-        _open_folders(data, train, say) if data.name == FOLDER else _open_cifar(data)
+    parts = (
+        _open_folders(data, train, classes, say)
+        if data.name == FOLDER
+        else _open_cifar(data, classes)
     )
     # He et al. 2016, section 3.4, in torchvision's form
     crop: Any = (
@@ -127,161 +163,108 @@ def open_images(
     )
     crop = v2.Compose([crop, v2.RandomHorizontalFlip(options.flip)])
     centre = v2.Compose([v2.Resize(options.resize, antialias=True), v2.CenterCrop(options.size)])
-    return None if training is None else Images(*training, crop, seed), Images(
-        *held_out, centre, seed
-    )
+    training = Images(*parts[0], crop, seed) if train else None
+    return training, Images(*parts[-1], centre, seed)
 
 
 _Part = tuple[Any, Tensor, Sequence[str]]  # the first arguments of `Images`
 
 
-def _open_cifar(data: Data) -> tuple[_Part, _Part]:
-    kind: type[CIFAR10] = {"cifar10": CIFAR10, "cifar100": CIFAR100}[data.name]
-    root = data.folder()
-    remedy = "check the network" if data.download else "set data.download=true"
-    with explaining(
-        (RuntimeError, OSError),
-        lambda error: (
-            f"{data.name} is missing or incomplete in {root / kind.base_folder} "
-            f"({first_line(error).removesuffix('.')}): {remedy}, or unpack the archive there"
-        ),
-    ):
-        train, test = (
-            kind(str(root), train=train, download=data.download) for train in (True, False)
-        )
-
-    def part(images: CIFAR10) -> _Part:
-        return (
-            torch.from_numpy(images.data).permute(0, 3, 1, 2),
-            torch.tensor(images.targets),
-            images.classes,
-        )
-
-    return part(train), part(test)
-
-
-def _open_folders(
-    data: Data, train: bool, say: Callable[[str], None]
-) -> tuple[_Part | None, _Part]:
-    require(
-        data.root is not None,
-        f"data.root is not set: {FOLDER} needs the folder that contains train/ and val/; give it "
-        "as data.root=FOLDER",
-    )
-    pairs = [[data.folder() / name for name in names] for names in SPLITS]
-    for folder in (folder for pair in pairs for folder in pair):
-        refuse_a_link_to_nothing(folder, "images")
-    folders = next(
-        (pair for pair in pairs if pair[1].is_dir() and (pair[0].is_dir() or not train)), []
-    )
-    require(
-        folders != [],
-        f"data.root={data.folder()} must contain "
-        f"{' or '.join(' and '.join(names) for names in SPLITS)}, each with a folder for each "
-        "class: choose another folder, or sort the images into them",
-    )
-    with _listing(data.folder()):
-        present = [(folder, LeftOut()) for folder in folders if folder.is_dir()]
-        classes = [_classes(folder, left) for folder, left in present]
-        different = sorted(set(classes[0]) ^ set(classes[-1]))
-        require(
-            not different,
-            f"{data.folder()}: only one of {folders[0].name} and {folders[1].name} has the class "
-            f"folders {_some(_told_apart(different))}: labels are numbered in their sorted order, "
-            "so both must have the same classes",
-        )
-        used = present if train else present[-1:]
-        parts = [_list(folder, classes[0], left, say) for folder, left in used]
-    return parts[0] if train else None, parts[-1]
-
-
-def _listing(folder: Path) -> AbstractContextManager[None]:
-    return explaining(
-        OSError,
-        lambda error: (
-            f"{error.filename or folder} cannot be listed ({error.strerror}), so its images would "
-            "be missing: repair or remove it"
-        ),
-    )
-
-
-def list_images(folder: Path, say: Callable[[str], None]) -> list[Path]:
-    """Return the images anywhere in a folder, sorted, and say what is left out.
-
-    Raises:
-        UserError: If a folder in it cannot be listed.
-    """
-    left = LeftOut()
-    with _listing(folder):
-        paths = _list_files(folder, left)
-    left.tell(folder, "images", say)
-    return sorted(map(Path, paths))
-
-
-def _classes(folder: Path, left: LeftOut) -> list[str]:
-    """Return the sorted names of the class folders."""
-    names = []
-    for item in folder.iterdir():
-        if left.keeps(item.name):
-            refuse_a_link_to_nothing(item, "images")
-            if item.is_dir():
-                names.append(item.name)
-            else:
-                left.others["beside the class folders"] += 1
-    return sorted(names)
-
-
-def _list(folder: Path, classes: Sequence[str], left: LeftOut, say: Callable[[str], None]) -> _Part:
-    require(
-        len(classes) > 1,
-        f"{folder} must contain a folder for each of two or more classes: sort the images into "
-        "them",
-    )
-    lists = [_list_files(folder / name, left) for name in classes]
-    left.tell(folder, "images", say)
-    empty = [name for name, paths in zip(classes, lists, strict=True) if not paths]
-    require(
-        not empty,
-        f"{folder}: no image in {_some(empty)}: add images of a format that Pillow reads (JPEG, "
-        "PNG, WebP, TIFF, ...), or remove the class from both folders",
-    )
-    labels = torch.arange(len(classes)).repeat_interleave(
-        torch.tensor([len(paths) for paths in lists])
-    )
-    return Files([path for paths in lists for path in paths]), labels, classes
-
-
-def _list_files(folder: Path, left: LeftOut | None = None) -> list[str]:
-    """Return the paths of the images in a folder, sorted; counts in `left` what is none."""
-    return list(files_in(folder, left or LeftOut(), _holds_an_image))
-
-
-def _holds_an_image(top: str, name: str) -> bool | None:
-    if name.lower().endswith(image_suffixes()):
-        return True  # or what is broken, which reading it will tell
-    path = Path(top, name)
-    refuse_a_link_to_nothing(path, "images")
-    # opening a pipe waits for its writer
-    return (path.is_file() and is_image(path)) or None
-
-
-def _told_apart(names: Sequence[str]) -> list[str]:
-    """Say how accents are encoded in names that look the same, and sort these side by side."""
-    shown = {name: normalize_text("NFC", name) for name in names}
-    often = Counter(shown.values())
+def _open_cifar(data: Data, classes: Sequence[str] | None) -> list[_Part]:
     return [
-        f"{name} ({_encoding(name)})" if often[shown[name]] > 1 else name
-        for name in sorted(names, key=lambda name: (shown[name], name))
+        (
+            torch.from_numpy(part.data).permute(0, 3, 1, 2),
+            _numbers(part.classes, classes or part.classes, data.name)[part.targets],
+            classes or part.classes,
+        )
+        for part in downloaded(CIFAR10 if data.name == "cifar10" else CIFAR100, data)
     ]
 
 
-def _encoding(name: str) -> str:
-    forms = [form for form in ("NFC", "NFD") if is_normalized(form, name)]
-    return f"Unicode form {forms[0]}" if forms else "neither Unicode form NFC nor NFD"
+def _open_folders(
+    data: Data, train: bool, classes: Sequence[str] | None, say: Callable[[str], None]
+) -> list[_Part]:
+    for names in SPLITS:
+        folders = [data.folder() / name for name in (names if train else names[1:])]
+        if all(folder.is_dir() for folder in folders):
+            break
+    else:
+        raise UserError(
+            f"data.root={data.root}: {data.folder()} must contain "
+            f"{' or '.join(' and '.join(names) for names in SPLITS)}, each with a folder for each "
+            "class: give such a folder as data.root=FOLDER"
+        )
+    parts: list[_Part] = []
+    for folder in folders:
+        parts.append(_labelled(folder, classes, say))
+        classes = parts[0][2]
+    return parts
+
+
+def _labelled(folder: Path, classes: Sequence[str] | None, say: Callable[[str], None]) -> _Part:
+    """Return the files, labels and classes of a folder of class folders."""
+    names = sorted(
+        item.name for item in folder.iterdir() if not (item.name.startswith(".") or item.is_file())
+    )
+    paths: dict[str, list[str]] = {name: [] for name in names}
+    for path in list_images(folder, say):
+        name = path.removeprefix(f"{folder}{os.sep}").partition(os.sep)[0]
+        if name in paths:  # or else the image lies beside the class folders
+            paths[name].append(path)
+    empty = [name for name in names if not paths[name]]
+    require(
+        not empty,
+        f"{folder}: no image in {_some(empty)}: add images of a format that Pillow reads (JPEG, "
+        "PNG, WebP, TIFF, ...), or remove the class",
+    )
+    classes = names if classes is None else classes
+    require(
+        len(classes) > 1 and names != [],
+        f"{folder} must contain a folder for each of two or more classes: sort the images into "
+        "them",
+    )
+    counts = torch.tensor([len(paths[name]) for name in names])
+    labels = _numbers(names, classes, str(folder)).repeat_interleave(counts)
+    return Files(list(chain.from_iterable(paths.values()))), labels, classes
+
+
+def _numbers(names: Sequence[str], classes: Sequence[str], place: str) -> Tensor:
+    """Return the label of each name, its place among the classes of the training."""
+    unknown = sorted(set(names) - set(classes))
+    require(
+        not unknown,
+        f"{place}: the training has no class {_some(unknown)}: name the folders as in the "
+        "training, or remove them",
+    )
+    numbers = {name: number for number, name in enumerate(classes)}
+    return torch.tensor([numbers[name] for name in names])
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def list_images(folder: Path, say: Callable[[str], None]) -> list[str]:
+    """Return the images anywhere in a folder, sorted, and say what is left out.
+
+    Raises:
+        OSError: If a folder in it cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found, others = [], Counter[str]()
+    for top, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        shown = [name for name in names if not name.startswith(".")]
+        images = [name for name in shown if name.lower().endswith(SUFFIXES)]
+        found += [(top, name) for name in images]
+        others.update(Path(name).suffix or "no suffix" for name in set(shown) - set(images))
+    if others:
+        kinds = ", ".join(f"{suffix} {number}" for suffix, number in others.most_common(4))
+        say(f"{folder}: {others.total()} files are no images and are left out ({kinds})")
+    return [f"{top}{os.sep}{name}" for top, name in sorted(found)]
 
 
 def collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

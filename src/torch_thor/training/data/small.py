@@ -2,20 +2,28 @@
 
 import gzip
 import pydoc_data.topics
-import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_thor.errors import explaining, first_line, require
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.training.data.batches import epoch_order
 from torch_thor.training.recipe_model import Data
 
 # Debian's package dataset-fashion-mnist
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 DIGITS_TEST_SHARE = 0.2
+CLASSES = {
+    "digits": list("0123456789"),
+    "fashion-mnist": [
+        "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag",
+        "Ankle boot",
+    ],
+}  # fmt: skip
 SYMBOLS = 128  # ASCII
 HELD_OUT = 20  # the last 1/20 of the text is held out
 
@@ -26,85 +34,74 @@ def load_images(data: Data) -> tuple[Labelled, Labelled]:
     """Return training and test images, normalised by the training mean and standard deviation.
 
     Raises:
-        UserError: If the files are missing or damaged and cannot be downloaded.
+        UserError: If Fashion-MNIST is missing and cannot be downloaded.
     """
-    (train, labels), test = _digits() if data.name == "digits" else _fashion_mnist(data)
+    (train, labels), (test, test_labels) = (
+        _digits() if data.name == "digits" else _fashion_mnist(data)
+    )
     mean, deviation = train.mean(), train.std()
     return ((train - mean) / deviation, labels.long()), (
-        (test[0] - mean) / deviation,
-        test[1].long(),
+        (test - mean) / deviation,
+        test_labels.long(),
     )
 
 
 def _digits() -> tuple[Labelled, Labelled]:
     from sklearn.datasets import load_digits  # slow to import, and needed for this data set only
 
-    digits = load_digits()
-    images, labels = (
-        torch.from_numpy(digits.images).float().unsqueeze(1),
-        torch.from_numpy(digits.target),
-    )
+    images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+    images = images.float().view(-1, 1, 8, 8)
     # the split does not depend on the seed of the run
     order = epoch_order(len(images), seed=0, epoch=0)
     cut = round(len(images) * DIGITS_TEST_SHARE)
-    return (images[order[cut:]], labels[order[cut:]]), (images[order[:cut]], labels[order[:cut]])
+    train, test = order[cut:], order[:cut]
+    return (images[train], labels[train]), (images[test], labels[test])
 
 
 def _fashion_mnist(data: Data) -> tuple[Labelled, Labelled]:
-    root, parts = data.folder(), []
-    places = [
-        root,
-        root / "FashionMNIST/raw",
-        *([DEBIAN_FASHION_MNIST] if data.root is None else []),
-    ]
-    folder = next(
-        (place for place in places if (place / "train-images-idx3-ubyte.gz").is_file()), None
-    )
-    if folder is None:
-        # slow to import, and needed for a download only
-        from torchvision.datasets import FashionMNIST
+    folder = DEBIAN_FASHION_MNIST if data.root is None else data.folder()
+    if (folder / "train-images-idx3-ubyte.gz").is_file():
+        sets = [
+            [
+                read_idx(folder / f"{part}-{kind}-ubyte.gz")
+                for kind in ("images-idx3", "labels-idx1")
+            ]
+            for part in ("train", "t10k")
+        ]
+    else:
+        from torchvision.datasets import FashionMNIST  # slow to import
 
-        folder = places[1]
-        with explaining(
-            (RuntimeError, OSError),
-            lambda error: (
-                f"Fashion-MNIST is not in {', '.join(map(str, places))} ({first_line(error)}): set "
-                "data.root to the folder of its four files (.gz), install Debian's package "
-                "dataset-fashion-mnist, or set data.download=true and check the network"
-            ),
-        ):
-            FashionMNIST(str(root), download=data.download)
-    for name in ("train", "t10k"):
-        images, labels = (
-            read_idx(folder / f"{name}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1")
-        )
-        parts.append((images.float().div_(255).unsqueeze(1), labels))
-    return parts[0], parts[1]
+        sets = [[part.data, part.targets] for part in downloaded(FashionMNIST, data)]
+    train, test = ((images.float().div_(255).unsqueeze(1), labels) for images, labels in sets)
+    return train, test
+
+
+def downloaded(kind: Callable[..., Any], data: Data) -> list[Any]:
+    """Return the training and the test set of a class of torchvision, downloaded if need be.
+
+    Raises:
+        UserError: If they are missing and cannot be downloaded, or `data.root` does not exist.
+    """
+    root = data.folder()
+    require(
+        data.root is None or root.is_dir(),
+        f"data.root={data.root} is not a folder: correct it, or make the folder first",
+    )
+    try:
+        return [kind(str(root), train=train, download=data.download) for train in (True, False)]
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"{data.name} is missing or incomplete in {root} ({first_line(error)}): set data.root "
+            "to its folder, or set data.download=true and check the network"
+        ) from error
 
 
 def read_idx(path: Path) -> Tensor:
-    """Return the content of a compressed MNIST-format file of bytes, in the shape of its header.
-
-    Raises:
-        UserError: If the file is missing or damaged.
-    """
-    with explaining(
-        (OSError, EOFError, zlib.error, ValueError, IndexError),
-        lambda error: (
-            f"{path} cannot be read ({error}): fetch the data set again, or choose another "
-            "data.root"
-        ),
-    ):
-        content = gzip.decompress(path.read_bytes())
-        require(
-            content[:3] == b"\0\0\x08" and content[3] > 0,
-            "it does not begin as an idx file of bytes",
-        )
-        shape = np.frombuffer(content, ">u4", count=content[3], offset=4)
-        values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(
-            shape.astype(int)
-        )
-    return torch.from_numpy(values.copy())
+    """Return the content of a compressed MNIST-format file of bytes, in the shape of its header."""
+    content = gzip.decompress(path.read_bytes())
+    shape = np.frombuffer(content, ">i4", count=content[3], offset=4)
+    values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape))
+    return torch.from_numpy(values.reshape(shape).copy())
 
 
 def python_text() -> str:

@@ -9,21 +9,19 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_thor.errors import explaining, first_line, require
+from torch_thor.errors import UserError, first_line
 
 if TYPE_CHECKING:  # recipes are checked without importing torch
     from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
 
-# layers, hidden size, attention heads, feed-forward width (Devlin et al. 2019; Turc et al. 2019 for
-# tiny and mini)
+# Devlin et al. 2019; Turc et al. 2019 for tiny and mini
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 BERTS = {
     "bert-tiny": (2, 128, 2, 512),
     "bert-mini": (4, 256, 4, 1024),
     "bert-base": (12, 768, 12, 3072),
     "bert-large": (24, 1024, 16, 4096),
 }
-_POSITIONS = 512  # number of positions of the published BERT models
 CONFIGURATION = ".json"  # what the name of a configuration file ends in
 
 
@@ -52,61 +50,41 @@ def build(
         configuration file.
 
     Raises:
-        UserError: If the file describes no masked language model, or one with too few positions.
+        UserError: If the file describes a network with too few positions.
     """
     import torch
     import transformers
 
     if name in BERTS:
-        layers, width, heads, inner = BERTS[name]
+        sizes: Any = dict(zip(_SIZES, BERTS[name], strict=True))
         config = transformers.BertConfig(
             vocab_size=vocab_size,
-            num_hidden_layers=layers,
-            hidden_size=width,
-            num_attention_heads=heads,
-            intermediate_size=inner,
-            max_position_embeddings=max(_POSITIONS, length),
+            max_position_embeddings=max(512, length),  # the published models have 512
             pad_token_id=pad,
+            **sizes,
         )
         return (
             transformers.BertForPreTraining(config)
             if next_sentence
             else transformers.BertForMaskedLM(config)
         )
-    file = Path(name)
-    require(
-        file.is_file(),
-        f"model={name}: there is no such file; give {', '.join(BERTS)} or a config.json",
+    values: dict[str, Any] = json.loads(Path(name).read_text(encoding="utf-8"))
+    own = transformers.AutoConfig.for_model(
+        **values | {"vocab_size": vocab_size, "pad_token_id": pad}
     )
-    with explaining(
-        (ValueError, TypeError, KeyError, AttributeError),
-        lambda error: (
-            f"model={name} describes no masked language model of transformers: {first_line(error)}"
-        ),
-    ):
-        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        of_file = transformers.AutoConfig.for_model(
-            **values | {"vocab_size": vocab_size, "pad_token_id": pad}
-        )
-        make: Any = transformers.AutoModelForMaskedLM.from_config
-        model: nn.Module = make(of_file)
-    with (
-        explaining(
-            (IndexError, RuntimeError),
-            lambda error: (
-                f"model={name} cannot take the {length} tokens of an example "
-                f"({first_line(error)}): set max_position_embeddings to {length} or more in the "
-                "file (for RoBERTa and its like, which count from above padding, "
-                f"{length + pad + 1}), or lower data.text.length"
-            ),
-        ),
-        torch.no_grad(),
-    ):
+    model: nn.Module = transformers.AutoModelForMaskedLM.from_config(own)  # type: ignore[no-untyped-call]
+    try:
         model.eval()(torch.full((1, length), (pad + 1) % vocab_size))
+    except (IndexError, RuntimeError) as error:
+        raise UserError(
+            f"model={name} cannot take the {length} tokens of an example ({first_line(error)}): "
+            f"set max_position_embeddings to {length} or more in the file (for RoBERTa and its "
+            f"like, which count from above padding, {length + pad + 1}), or lower data.text.length"
+        ) from error
     return model.train()
 
 
-def scored_tokens(model: nn.Module, rows: Tensor) -> RemovableHandle:
+def scored_tokens(model: nn.Module, rows: Tensor) -> Any:
     """Let a network score selected tokens only: a hook selects the inputs of its output layer.
 
     The scores are a product with the whole vocabulary, which takes most of the time of a step in
@@ -119,10 +97,9 @@ def scored_tokens(model: nn.Module, rows: Tensor) -> RemovableHandle:
             vocabulary).
 
     Returns:
-        The hook, at the end of whose context it is removed.
+        The handle of the hook, at the end of whose context it is removed.
     """
     inner: Any = getattr(model, "module", model)
-    hook: RemovableHandle = inner.get_output_embeddings().register_forward_pre_hook(
+    return inner.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: (inputs[0].flatten(0, 1)[rows],)
     )
-    return hook

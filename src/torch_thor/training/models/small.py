@@ -3,6 +3,7 @@
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,12 @@ class BasicBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(channels)
         self.shortcut = nn.Sequential()
         if stride != 1 or in_channels != channels:
-            self.shortcut.append(nn.Conv2d(in_channels, channels, 1, stride, bias=False))
-            self.shortcut.append(nn.BatchNorm2d(channels))
+            self.shortcut.extend(
+                [
+                    nn.Conv2d(in_channels, channels, 1, stride, bias=False),
+                    nn.BatchNorm2d(channels),
+                ]
+            )
 
     def forward(self, images: Tensor) -> Tensor:
         """Apply the block to (N, in_channels, H, W)."""
@@ -45,8 +50,7 @@ class SmallResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits, (N, classes)."""
         features = self.stages(functional.relu(self.norm1(self.conv1(images))))
-        scores: Tensor = self.head(features.mean(dim=(2, 3)))
-        return scores
+        return cast(Tensor, self.head(features.mean(dim=(2, 3))))
 
 
 def small_cnn(in_channels: int, classes: int) -> nn.Module:
@@ -128,8 +132,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        deeper: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
-        return deeper
+        return cast(Tensor, x + self.down(functional.gelu(self.up(self.norm2(x)))))
 
 
 class CharTransformer(nn.Module):
@@ -146,5 +149,4 @@ class CharTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits, (N, L, symbols), of each next character of (N, L), L <= `context`."""
         places = self.places(torch.arange(x.shape[1], device=x.device))
-        scores: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + places)))
-        return scores
+        return cast(Tensor, self.head(self.norm(self.blocks(self.tokens(x) + places))))

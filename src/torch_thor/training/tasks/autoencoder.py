@@ -6,6 +6,7 @@ image. A batch is a tensor of pixel values in [0, 1], (n, pixels).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,11 @@ from torch_thor.training.data.batches import (
     take,
     training_keys,
 )
-from torch_thor.training.data.checksums import values_checksum
 from torch_thor.training.data.small import load_images
 from torch_thor.training.models.small import deep_autoencoder
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe_model import IN_MEMORY, Recipe
-from torch_thor.training.tasks.task import OWN_IMAGES, Batch, Loss, Metric, Task, Terms
+from torch_thor.training.recipe_model import Recipe
+from torch_thor.training.tasks.task import Batch, Loss, Metric, Task, Terms
 
 MOST_HELD_OUT = 2000  # images of the test set that are used for evaluations
 EVALUATION_BATCH = 1000
@@ -32,9 +32,6 @@ EVALUATION_BATCH = 1000
 class Autoencoder(Task):
     """The task of reconstructing images."""
 
-    models = ("deep-autoencoder",)
-    data_sets = (*IN_MEMORY,)
-    own_data = OWN_IMAGES
     unit = "images"
     metrics: Sequence[Metric] = (
         Metric("loss", "cross-entropy", "held-out loss", higher_is_better=False),
@@ -50,18 +47,16 @@ class Autoencoder(Task):
         say: Callable[[str], None],
         *,
         train: bool = True,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
-        (images, labels), (test, test_labels) = load_images(recipe.data)
-        self.data_checksums = {
-            "training data": values_checksum(labels),
-            "evaluation data": values_checksum(test_labels),
-        }
-        low, high = images.min(), images.max()
+        train_set, test_set = (images.flatten(1) for images, _ in load_images(recipe.data))
+        low, high = train_set.aminmax()
         self.train, self.test = (
-            ((x.flatten(1) - low) / (high - low)).to(device) for x in (images, test[:MOST_HELD_OUT])
+            ((pixels - low) / (high - low)).to(device)
+            for pixels in (train_set, test_set[:MOST_HELD_OUT])
         )
-        self.recipe, self.samples = recipe, len(images)
-        self.steps_per_epoch = batches_per_epoch(len(images), recipe.batch_size)
+        self.recipe, self.data = recipe, {"samples": len(self.train)}
+        self.steps_per_epoch = batches_per_epoch(len(self.train), recipe.batch_size)
 
     def model(self) -> nn.Module:
         """Build the network."""
@@ -69,13 +64,15 @@ class Autoencoder(Task):
 
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
         """Return the training batches of a process."""
-        keys = training_keys(self.samples, self.recipe.batch_size, self.recipe.seed, ranks, start)
+        keys = training_keys(
+            len(self.train), self.recipe.batch_size, self.recipe.seed, ranks, start
+        )
         return in_memory(self.train, keys)
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process."""
-        keys = held_out_keys(len(self.test), EVALUATION_BATCH, ranks)
-        return ((take(self.test, indices), counts) for indices, counts in keys)
+        dealt = held_out_keys(len(self.test), EVALUATION_BATCH, ranks)
+        return ((take(self.test, indices), counts) for indices, counts in dealt)
 
     def terms(self, batch: Batch) -> Terms:
         """Count the images."""

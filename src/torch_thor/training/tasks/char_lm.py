@@ -8,18 +8,18 @@ the text once.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from torch_thor.training.data.batches import batches_per_epoch, digest, held_out_keys, take
-from torch_thor.training.data.checksums import values_checksum
 from torch_thor.training.data.small import SYMBOLS, load_characters
 from torch_thor.training.models.small import CharTransformer
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe_model import Recipe
-from torch_thor.training.tasks.task import OWN_TEXT, Batch, Loss, Metric, Task, Terms
+from torch_thor.training.tasks.task import Batch, Loss, Metric, Task, Terms
 
 CONTEXT = 64  # characters per window
 EVALUATION_BATCH = 64  # windows per batch
@@ -28,8 +28,6 @@ EVALUATION_BATCH = 64  # windows per batch
 class CharLM(Task):
     """The task of predicting the next character."""
 
-    models = ("char-transformer",)
-    own_data = OWN_TEXT
     unit = "characters"
     metrics: Sequence[Metric] = (
         Metric("loss", "loss", "held-out loss", higher_is_better=False, primary=True),
@@ -47,15 +45,12 @@ class CharLM(Task):
         say: Callable[[str], None],
         *,
         train: bool = True,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
         self.train, test = (codes.to(device) for codes in load_characters())
-        self.data_checksums = {
-            "training data": values_checksum(self.train),
-            "evaluation data": values_checksum(test),
-        }
         self.test = windows(test, torch.arange(0, len(test) - CONTEXT - 1, CONTEXT, device=device))
-        self.recipe, self.samples = recipe, len(self.train) // CONTEXT
-        self.steps_per_epoch = batches_per_epoch(self.samples, recipe.batch_size)
+        self.recipe, self.data = recipe, {"samples": len(self.train) // CONTEXT}
+        self.steps_per_epoch = batches_per_epoch(self.data["samples"], recipe.batch_size)
 
     def model(self) -> nn.Module:
         """Build the network."""
@@ -63,19 +58,19 @@ class CharLM(Task):
 
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
         """Yield a process's training batches; all windows are functions of (seed, epoch, batch)."""
-        size, positions = self.recipe.batch_size, len(self.train) - CONTEXT
-        per_epoch, share = batches_per_epoch(self.samples, size, ranks.world), size // ranks.world
+        size = self.recipe.batch_size
+        per_epoch = batches_per_epoch(self.data["samples"], size, ranks.world)
+        mine = slice(ranks.rank * size // ranks.world, (ranks.rank + 1) * size // ranks.world)
         for number in itertools.count(start):
             seed = digest(self.recipe.seed, *divmod(number, per_epoch))
-            starts = torch.randint(
-                positions, (size,), generator=torch.Generator().manual_seed(seed)
-            )
-            yield windows(self.train, starts[ranks.rank * share :][:share].to(self.train.device))
+            random = torch.Generator().manual_seed(seed)
+            starts = torch.randint(len(self.train) - CONTEXT, (size,), generator=random)
+            yield windows(self.train, starts[mine].to(self.train.device))
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process."""
-        keys = held_out_keys(len(self.test[0]), EVALUATION_BATCH, ranks)
-        return ((take(self.test, indices), counts) for indices, counts in keys)
+        for indices, counts in held_out_keys(len(self.test[0]), EVALUATION_BATCH, ranks):
+            yield take(self.test, indices), counts
 
     def terms(self, batch: Batch) -> Terms:
         """Count the predicted characters."""

@@ -1,33 +1,30 @@
 """Opens the task that a recipe names, and checks the settings that its task cannot use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import Any
 
 import torch
 
-from torch_thor.training.data.batches import check_workers
-from torch_thor.training.recipe_model import IN_MEMORY, Data, Recipe
+from torch_thor.training.recipe_model import Data, Recipe
 from torch_thor.training.tasks import TASKS
-from torch_thor.training.tasks.task import Task, primary
-
-# the keys of a recipe that are of some tasks alone, and what the others lack
-OF_SOME_TASKS = {
-    "phases": "trains in one phase",
-    "activation_checkpointing": "has no network that can",
-    "classes": "has no classes",
-    "label_smoothing": "has no labels",
-}
+from torch_thor.training.tasks.task import Task
 
 
 def task_class(name: str) -> type[Task]:
     """Import the class of a task."""
-    module, kind = TASKS[name].split(".")
+    module, kind = TASKS[name].place.split(".")
     task: type[Task] = getattr(import_module(f"{__package__}.{module}"), kind)
     return task
 
 
 def open_task(
-    recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool = True
+    recipe: Recipe,
+    device: torch.device,
+    say: Callable[[str], None],
+    *,
+    train: bool = True,
+    data: Mapping[str, Any] | None = None,
 ) -> Task:
     """Return the task of a recipe, whose data are found and checked.
 
@@ -36,18 +33,18 @@ def open_task(
         device: The device of the batches.
         say: Prints a line.
         train: False for an evaluation, which needs no training data.
+        data: The `Task.data` of the training, for an evaluation.
 
     Raises:
         UserError: If the data are missing or unsuitable.
     """
-    if recipe.data.name not in IN_MEMORY:
-        check_workers(recipe.data.workers.count, say)
-    return task_class(recipe.task)(recipe, device, say, train=train)
+    return task_class(recipe.task)(recipe, device, say, train=train, data=data)
 
 
 def check_task(recipe: Recipe) -> list[str]:
     """List the faults of the settings that a task cannot use, whatever the data are."""
-    name, data, task = recipe.task, recipe.data, task_class(recipe.task)
+    name, data, task = recipe.task, recipe.data, TASKS[recipe.task]
+    others = {key for other in TASKS.values() for key in other.keys} - {*task.keys}
     rules = (
         (
             task.models != () and not recipe.model.endswith(task.models),
@@ -60,32 +57,25 @@ def check_task(recipe: Recipe) -> list[str]:
         ),
         (
             task.data_sets == () and data != Data(),
-            f"data is set, but task={name} always uses the language reference of Python: leave "
-            "data out",
+            f"data is set, but task={name} has data of its own: leave data out",
         ),
         *(
             (
-                key not in task.keys
-                and getattr(recipe, key) != Recipe.model_fields[key].get_default(),
-                f"{_setting(key, getattr(recipe, key))}: task={name} {lack}; leave {key} out",
+                getattr(recipe, key) != Recipe.model_fields[key].get_default(),
+                f"{key} is set, but task={name} does not use it: leave {key} out",
             )
-            for key, lack in OF_SOME_TASKS.items()
+            for key in sorted(others)
         ),
         *(
             (
-                primary(task.metrics).share and max(values, default=0) > 1,
-                f"{key}={shown} must lie in (0, 1]: accuracies are fractions, not per cent",
+                task.has_accuracy and max(values, default=0) > 1,
+                f"{key} must lie in (0, 1], not {max(values, default=0)}: accuracies are "
+                "fractions, not per cent",
             )
-            for key, shown, values in (
-                ("stop_at", recipe.stop_at, [recipe.stop_at or 0.0]),
-                ("targets", list(recipe.targets), recipe.targets),
+            for key, values in (
+                ("stop_at", [recipe.stop_at or 0.0]),
+                ("targets", recipe.targets),
             )
         ),
     )
     return [line for broken, line in rules if broken]
-
-
-def _setting(key: str, value: object) -> str:
-    """Write a setting in a few words."""
-    text = str(value).lower() if isinstance(value, bool) else value
-    return f"{key} is set" if isinstance(value, tuple) else f"{key}={text}"

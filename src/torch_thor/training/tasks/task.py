@@ -9,7 +9,7 @@ differently; the means of micro-batches and of processes are weighted by their t
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,6 @@ from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe_model import Recipe
 
 Batch = Any  # a tree of tensors
-# what a user types next (`Task.own_data`)
-OWN_IMAGES = (
-    "your own images: torch-thor train resnet18-cifar10 data.name=image-folder data.root=FOLDER"
-)
-OWN_TEXT = (
-    "your own text: torch-thor prepare FOLDER --out corpus, then torch-thor train bert-mini "
-    "data.root=corpus"
-)
 
 
 @dataclass(frozen=True)
@@ -96,47 +88,38 @@ class Metric:
 
     def better(self, value: float, than: float) -> bool:
         """Return whether a value is better than another; NaN is worse than everything."""
-        return (
-            value > than or (than != than and value == value)
-            if self.higher_is_better
-            else value < than or (than != than and value == value)
-        )
+        is_better = value > than if self.higher_is_better else value < than
+        return is_better or (than != than and value == value)
 
 
 class Task(Protocol):
-    """A task. `torch_thor.training.tasks.opening.open_task` makes the one that a recipe names."""
+    """A task; `torch_thor.training.tasks` lists all of them.
 
-    models: ClassVar[tuple[str, ...]] = ()  # its networks or their suffix; none: any classifier
-    data_sets: ClassVar[tuple[str, ...]] = ()  # none: it has one of its own
-    keys: ClassVar[frozenset[str]] = frozenset()  # those of the recipe that some tasks alone have
-    is_exported: ClassVar[bool] = False  # whether transformers has a form for its networks
-    own_data: ClassVar[str]  # what a user types to train on data of his own
+    Args:
+        recipe: The recipe.
+        device: The device of the batches.
+        say: Prints a line.
+        train: False for an evaluation, which needs no training data.
+        data: For an evaluation, the `data` of the training.
+    """
+
     unit: str  # the name of a loss term in the plural, such as images or characters
     metrics: Sequence[Metric]  # one has the name "loss"
     steps_per_epoch: int
-    samples: int  # of the training set; a run continues with the same number only
+    data: dict[str, Any]  # what identifies the training data; a run continues with the same only
 
     def __init__(
-        self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        train: bool,
+        data: Mapping[str, Any] | None = None,
     ) -> None: ...
 
-    @classmethod
-    def recipe_of_evaluation(cls, recipe: Recipe, trained: Recipe) -> Recipe:
-        """Return the recipe to evaluate a network with, where other data may be named.
-
-        Args:
-            recipe: What the evaluation names, on top of the recipe of the training.
-            trained: That of the training.
-        """
-        del trained
-        return recipe
-
     def model(self) -> nn.Module:
-        """Build the network on the CPU, in training mode.
-
-        It uses torch's global random numbers, so seed them first.
-        """
-        ...
+        """Build the network on the CPU, in training mode, with torch's global random numbers."""
 
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
         """Return the training batches of a process, on its device, without end.
@@ -146,35 +129,28 @@ class Task(Protocol):
             start: The number of steps already taken. Batches are functions of the seed and their
                 number.
         """
-        ...
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process, and whether each counts.
 
         All processes have equally many, because the forward passes of a divided network
-        communicate; a process with fewer than another repeats one, which does not count. Each
-        sample counts once, in the batches of one process.
+        communicate; a process with fewer than another repeats one, which does not count.
         """
-        ...
 
     def terms(self, batch: Batch) -> Terms:
         """Count the loss terms of a batch, or of a micro-batch of one."""
-        ...
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         """Run the network, perhaps compiled or wrapped, on a batch; compute its training loss."""
-        ...
 
     def measure(self, net: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Compute underived metrics' sums over an evaluation batch, by name, without dimensions.
+        """Compute the sums of all metrics but derived ones over an evaluation batch, by name.
 
         If a metric is a mean over other items than loss terms, also their number, under the name
         `Metric.over`.
         """
-        ...
 
 
 def primary(metrics: Sequence[Metric]) -> Metric:
     """Return the metric that decides which evaluation is better."""
-    (chosen,) = (metric for metric in metrics if metric.primary)
-    return chosen
+    return next(metric for metric in metrics if metric.primary)

@@ -1,18 +1,15 @@
 """A prepared corpus: its files, how they are written, and random access to its examples.
 
-They are mapped into memory.
-
-`train.arrow` and `held-out.arrow` have one document per row. `tokens` are the ids of all its
-sentences, and `ends` the end of each sentence in `tokens`. The column with the name of a length
-holds the examples of that length: the first and last (exclusive) sentences, whose tokens fill an
-example together with [CLS] and two [SEP].
+`train.arrow` and `held-out.arrow` have one document per row, and are mapped into memory. `tokens`
+are the ids of all its sentences, and `ends` the end of each sentence in `tokens`. The column with
+the name of a length holds the examples of that length: the first and last (exclusive) sentences,
+whose tokens fill an example together with [CLS] and two [SEP].
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,50 +18,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torch_thor.errors import require
-from torch_thor.files import sha256, whole_file
 
-MANIFEST, TOKENIZER, TRAIN, HELD_OUT = (
-    "manifest.json",
-    "tokenizer.json",
-    "train.arrow",
-    "held-out.arrow",
-)
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
+TRAIN, HELD_OUT = "train.arrow", "held-out.arrow"
 FORMAT = 4  # of the manifest and the files
 SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
-UNIT = 1 << 22  # approximate number of bytes of source text whose documents are a batch of rows
-
-
-def open_manifest(
-    folder: Path, names: Sequence[str] = (TOKENIZER, TRAIN, HELD_OUT)
-) -> dict[str, Any]:
-    """Read a corpus's manifest, and refuse the corpus if a file is missing or has changed."""
-    require(
-        (folder / MANIFEST).is_file(),
-        f"{folder} is no prepared corpus (no {MANIFEST}): make one with torch-thor prepare",
-    )
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        expected = manifest["sha256"] if manifest["format"] == FORMAT else {}
-    except (ValueError, KeyError, TypeError):
-        expected = {}
-    for file in (folder / name for name in names):
-        status = file.stat() if file.is_file() else None
-        require(
-            status is not None
-            and _known_sha256(file, status.st_size, status.st_mtime_ns) == expected.get(file.name),
-            # `prepare` leaves a finished corpus as it is
-            f"{file} was cut short or changed, is missing, or does not belong to its {MANIFEST}: "
-            "delete its folder, then prepare the corpus again",
-        )
-    return manifest
-
-
-# A file is read once per process, unless it changes: examples of several lengths share it.
-_known_sha256 = cache(lambda file, _size, _modified: sha256(file))
+ROWS = 1000  # documents that are written together
 
 
 @cache
-def _mapped(file: Path, checksum: str) -> pa.Table:
+def _mapped(file: Path) -> pa.Table:
     """Open a file once per process; its contents are read from the disk where they are used."""
     options = pa.ipc.IpcReadOptions(use_threads=False)  # a forked worker has none of its parent's
     return pa.ipc.open_file(pa.memory_map(str(file)), options=options).read_all()
@@ -90,46 +53,43 @@ class Passage(NamedTuple):
 class Corpus:
     """The examples of one length in the training or held-out documents of a corpus.
 
-    A corpus that is not complete, or a file of it that has changed, is refused. `side` is `TRAIN`
-    or `HELD_OUT`.
+    `side` is `TRAIN` or `HELD_OUT`.
     """
 
     def __init__(self, folder: Path, side: str, length: int) -> None:
-        self.folder, self.side, self.length = folder, side, length
-        manifest = open_manifest(folder, (TOKENIZER, side))
+        require(
+            (folder / MANIFEST).is_file(),
+            f"{folder} is no prepared corpus (no {MANIFEST}): make one with torch-thor prepare",
+        )
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         require(
             length in manifest["lengths"],
             f"{folder} was prepared for examples of {', '.join(map(str, manifest['lengths']))} "
             f"tokens, not {length}: choose one of them, or prepare it with --seq-len {length}",
         )
-        self.tokenizer_checksum: str = manifest["sha256"][TOKENIZER]
-        self.checksum: str = manifest["sha256"][side]
-        examples = _mapped(folder / side, self.checksum)[str(length)]
+        self.tokenizer, self.file, self.length = folder / TOKENIZER, folder / side, length
+        self.checksums: dict[str, str] = manifest["sha256"]  # by the names of the files
         # They count the examples up to the end of each document.
+        examples = _mapped(self.file)[str(length)]
         self._ends = np.cumsum(pc.list_value_length(examples).to_numpy())
-        require(len(self) > 0, f"{folder} has no examples in {side}: prepare a larger corpus")
 
     def __len__(self) -> int:
         """Return the number of examples."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._ends[-1])
 
     def passage(self, example: int) -> Passage:
         """Read the text of an example, by its number from 0."""
-        document = int(np.searchsorted(self._ends, example, side="right"))
-        table = _mapped(self.folder / self.side, self.checksum)
-        examples, tokens, ends = (
-            table[name][document].values for name in (str(self.length), "tokens", "ends")
-        )
+        document, table = int(np.searchsorted(self._ends, example, "right")), _mapped(self.file)
+        examples = table[str(self.length)][document].values
         first, last = examples[example - self._ends[document]].as_py()
-        bounds = np.concatenate([[0], ends.to_numpy()])
-        return Passage(document, tokens.to_numpy(), bounds, first, last)
+        bounds = np.concatenate([[0], table["ends"][document].values.to_numpy()])
+        return Passage(document, table["tokens"][document].values.to_numpy(), bounds, first, last)
 
 
 def write_documents(
-    file: Path, documents: Iterable[tuple[str, int]], tokenizer: Any, lengths: Sequence[int]
+    file: Path, documents: Iterator[str], tokenizer: Any, lengths: Sequence[int]
 ) -> dict[str, int]:
-    """Encode documents, each a text with a sentence a line and its size; count what is written."""
-    # A batch of rows holds the documents of `UNIT` bytes of source text, and empty ones count too.
+    """Encode documents, each a text with a sentence a line, and count what is written."""
     tokenizer.encode_special_tokens = True  # a "[SEP]" that stands in a text is text
     ids = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
     schema = pa.schema(
@@ -139,25 +99,24 @@ def write_documents(
             **dict.fromkeys(map(str, lengths), pa.list_(pa.list_(pa.int32(), 2))),
         }
     )
-    totals, rows, gathered = Counter[str](), list[dict[str, Any]](), 0
-    with whole_file(file) as path, pa.ipc.new_file(str(path), schema) as writer:
-        for text, size in chain(documents, [("", UNIT)]):
-            if text:
-                encoded = tokenizer.encode_batch_fast(text.split("\n"), add_special_tokens=False)
-                sentences = [encoding.ids for encoding in encoded if encoding.ids]
-                tokens = np.array([token for sentence in sentences for token in sentence], ids)
-                ends = np.cumsum([len(sentence) for sentence in sentences], dtype=np.int32)
-                examples = {str(length): spans(ends.tolist(), length) for length in lengths}
-                rows.append({"tokens": tokens, "ends": ends, **examples})
-                totals.update(
-                    {"documents": 1, "sentences": len(ends), "tokens": len(tokens)}
-                    | {f"examples of {key}": len(ranges) for key, ranges in examples.items()}
-                )
-            gathered += size
-            if gathered >= UNIT:
-                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
-                rows, gathered = [], 0
-    return dict(totals)
+    with pa.ipc.new_file(str(file), schema) as writer:
+        while rows := [_row(text, tokenizer, ids, lengths) for text in islice(documents, ROWS)]:
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+    table = _mapped(file)
+    columns = {"tokens": "tokens", "ends": "sentences"}
+    columns |= {str(length): f"examples of {length}" for length in lengths}
+    return {"documents": table.num_rows} | {
+        title: pc.sum(pc.list_value_length(table[name])).as_py() for name, title in columns.items()
+    }
+
+
+def _row(text: str, tokenizer: Any, ids: Any, lengths: Sequence[int]) -> dict[str, Any]:
+    encoded = tokenizer.encode_batch_fast(text.split("\n"), add_special_tokens=False)
+    sentences = [encoding.ids for encoding in encoded if encoding.ids]
+    tokens = np.array([token for sentence in sentences for token in sentence], ids)
+    ends = np.cumsum([len(sentence) for sentence in sentences], dtype=np.int32)
+    examples = {str(length): spans(ends.tolist(), length) for length in lengths}
+    return {"tokens": tokens, "ends": ends, **examples}
 
 
 def spans(ends: Sequence[int], length: int) -> list[tuple[int, int]]:

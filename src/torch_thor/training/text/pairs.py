@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torch_thor.errors import require
-from torch_thor.training.text.corpus import SPECIAL_TOKENS, TOKENIZER, Corpus, Passage
+from torch_thor.training.text.corpus import SPECIAL_TOKENS, Corpus, Passage
 from torch_thor.training.text.wordpiece import (
     CLASS,
     CONTINUES,
@@ -49,29 +49,17 @@ class PairMaker(Dataset[dict[str, Any]]):
         pairs: bool = True,
         seed: int = 0,
     ) -> None:
-        self.corpus, self.masked, self.whole_words, self.pairs, self.seed = (
-            corpus,
-            masked,
-            whole_words,
-            pairs,
-            seed,
-        )
-        pieces = load_tokenizer(corpus.folder / TOKENIZER).get_vocab()
-        self.pad, self.begin, self.end, self.mask = (
-            pieces[token] for token in (PAD, CLASS, SEPARATOR, MASK)
-        )
-        self.vocab_size = len(pieces)
-        self._ordinary = np.array(
-            sorted(number for piece, number in pieces.items() if piece not in SPECIAL), np.int64
-        )
-        self._continues = np.array(
-            [piece.startswith(CONTINUES) for piece in sorted(pieces, key=pieces.__getitem__)]
-        )
+        self.corpus, self.masked, self.whole_words = corpus, masked, whole_words
+        self.pairs, self.seed = pairs, seed
+        self.pieces = load_tokenizer(corpus.tokenizer).get_vocab()
+        ordinary = {*self.pieces.values()} - {self.pieces[piece] for piece in SPECIAL}
+        self._ordinary = np.array(sorted(ordinary))
+        self._continue = [number for piece, number in self.pieces.items() if piece[:2] == CONTINUES]
         require(
-            not whole_words or bool(self._continues.any()),
-            f"data.text.whole_words=true: the tokenizer of {corpus.folder} has no pieces that "
-            f"begin with {CONTINUES}, so that words cannot be recognised; set it to false, or "
-            "prepare the corpus with a WordPiece tokenizer",
+            not whole_words or self._continue != [],
+            f"data.text.whole_words=true: {corpus.tokenizer} has no pieces that begin with "
+            f"{CONTINUES}, so that words cannot be recognised; set it to false, or prepare the "
+            "corpus with a WordPiece tokenizer",
         )
 
     def __len__(self) -> int:
@@ -83,16 +71,15 @@ class PairMaker(Dataset[dict[str, Any]]):
         first, second, is_random = self._segments(
             key[1], random, self.corpus.length - SPECIAL_TOKENS
         )
-        tokens = [self.begin, *first, self.end, *([*second, self.end] if self.pairs else [])]
-        ids = np.full(self.corpus.length, self.pad, np.int64)
-        types, attended = np.zeros_like(ids), np.zeros_like(ids)
-        ids[: len(tokens)], attended[: len(tokens)] = tokens, 1
-        types[len(first) + 2 : len(tokens)] = 1
-        labels = self._mask(ids, len(tokens), random)
+        begin, end = [self.pieces[CLASS]], [self.pieces[SEPARATOR]]
+        first, second = [*begin, *first, *end], [*second, *end] if self.pairs else []
+        padding = self.corpus.length - len(first) - len(second)
+        ids = np.array([*first, *second, *padding * [self.pieces[PAD]]], np.int64)
+        labels = self._mask(ids, random)
         return {
             "input_ids": ids,
-            "token_type_ids": types,
-            "attention_mask": attended,
+            "token_type_ids": np.repeat([0, 1, 0], [len(first), len(second), padding]),
+            "attention_mask": np.repeat([1, 0], [len(first) + len(second), padding]),
             "labels": labels,
             "masked": (labels >= 0).sum(),
             "next_sentence_label": np.int64(is_random),  # 1 if B is from another document
@@ -107,13 +94,12 @@ class PairMaker(Dataset[dict[str, Any]]):
         sentences = passage.last - passage.first
         cut = passage.first + (int(random.integers(1, sentences)) if sentences > 1 else 1)
         first, second = passage.between(passage.first, cut), passage.between(cut, passage.last)
-        other = None
         if random.random() < 0.5 or sentences == 1:  # after a single sentence nothing follows
-            other = self._of_another_document(
-                passage, len(first), len(second) or len(first), random, room
-            )
-        rest = second if other is None else other
-        return *_shortened(first, rest, room, random), other is not None
+            wanted = len(second) or len(first)
+            other = self._of_another_document(passage, len(first), wanted, random, room)
+            if other is not None:
+                return *_shortened(first, other, room, random), True
+        return *_shortened(first, second, room, random), False
 
     def _of_another_document(
         self, passage: Passage, first: int, second: int, random: Any, room: int
@@ -134,22 +120,20 @@ class PairMaker(Dataset[dict[str, Any]]):
                 continue
             start = min(int(random.integers(other.first, other.last)), last_start)
             end = other.bounds[start] + wanted
-            # It is the end of the sentence that reaches `wanted` tokens.
-            stop = int(np.searchsorted(other.bounds, end))
+            stop = int(np.searchsorted(other.bounds, end))  # of the sentence that reaches `end`
             before = end - other.bounds[stop - 1] < other.bounds[stop] - end
             # The end before it is taken if it is closer: B must be as long as the one it replaces.
             return other.between(start, stop - (not fills and stop - 1 > start and before))
         return None
 
-    def _mask(self, ids: Any, length: int, random: Any) -> Any:
+    def _mask(self, ids: Any, random: Any) -> Any:
         """Mask tokens of `ids` in place, and return the labels."""
         labels = np.full_like(ids, IGNORED)
-        places = np.flatnonzero(
-            (ids != self.begin) & (ids != self.end) & (np.arange(len(ids)) < length)
-        )
+        others = [self.pieces[piece] for piece in (PAD, CLASS, SEPARATOR)]
+        places = np.flatnonzero(~np.isin(ids, others))
         count = max(1, round(self.masked * len(places)))
         if self.whole_words:
-            continues = self._continues[ids[places]]
+            continues = np.isin(ids[places], self._continue)
             continues[1:] &= np.diff(places) == 1  # a word does not continue after [SEP]
             words = np.cumsum(~continues)
             order = np.argsort(random.permutation(words[-1] + 1)[words], kind="stable")
@@ -160,7 +144,7 @@ class PairMaker(Dataset[dict[str, Any]]):
             chosen = random.permutation(places)[:count]
         labels[chosen] = ids[chosen]
         fate = random.random(len(chosen))
-        ids[chosen[fate < 0.8]] = self.mask
+        ids[chosen[fate < 0.8]] = self.pieces[MASK]
         replaced = chosen[(fate >= 0.8) & (fate < 0.9)]
         ids[replaced] = self._ordinary[random.integers(len(self._ordinary), size=len(replaced))]
         return labels

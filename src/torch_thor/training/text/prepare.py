@@ -1,51 +1,63 @@
 """`torch-thor prepare`: converts text to a corpus to train a masked language model.
 
-Processes of `datasets` read the documents of the sources, as sentences, to a cache inside the
-folder of the corpus. Then a tokenizer is trained and the documents are encoded. A preparation can
-be stopped at any time, and the same command continues it: what was read stays.
+The documents of the sources are read to a cache of `datasets`, whose processes divide them into
+sentences. Then a tokenizer is trained, and the documents are encoded. The folder of the corpus
+appears when all of it is written.
 """
 
-import importlib.metadata
+import hashlib
 import json
 import math
 import platform
+import pydoc_data.topics
+import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
-from unicodedata import normalize
 
 import datasets
-import pyarrow as pa
+import fsspec
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from filelock import FileLock
 from rich.console import Console
 from rich.progress import track
+from sentencex import segment
 
-from torch_thor.errors import UserError, require
-from torch_thor.files import REMAINS, locked, sha256, write_text, writing
-from torch_thor.training.data.listing import LeftOut
+from torch_thor.errors import UserError, first_line, require
+from torch_thor.files import sha256, whole_folder, write_text
 from torch_thor.training.text.corpus import (
     FORMAT,
     HELD_OUT,
     MANIFEST,
     TOKENIZER,
     TRAIN,
-    open_manifest,
     write_documents,
 )
-from torch_thor.training.text.sources import FEATURES, FORMS, PYTHON, documents, find_sources
 from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
-from torch_thor.training.workers import check_temporary_folder, end_children_with_me
 
+PYTHON = "python"  # given instead of a path: the language reference that every Python contains
+FORMS = ("text", "bert", "jsonl", "parquet")
+_FORM_OF = {
+    **dict.fromkeys((".txt", ".text", ".md"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    ".parquet": "parquet",
+}
+PART = 1 << 16  # number of characters after which a text is cut at the next blank line
 SAMPLE = 200_000_000  # the approximate number of characters that a tokenizer is trained on, at most
-# the characters of other scripts, as a share of bytes, from which on a text is of any script
-_OTHER_SCRIPTS = 0.01
-_CACHE, _LOCK = ".preparing", ".lock"  # names in the folder of a corpus
-_SHOWN = 20  # faults that are printed
-_LIBRARIES = ("torch-thor", "datasets", "pyarrow", "tokenizers", "sentencex", "beautifulsoup4")
+LEAST_WORDS = 5  # a paragraph with fewer is assumed to be a caption, a heading or an item of a list
+_BLANK = re.compile(r"\n\s*\n")
+# Thai, Lao, Tibetan, Burmese, Khmer, Chinese and Japanese have no spaces between words.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff\U00020000-\U0003ffff]"
+)
+_FULL_STOP = re.compile("[.!?。！？]")
+_ROWS = datasets.Features({
+    "text": datasets.Value("large_string"),
+    "draw": datasets.Value("float64"),  # of [0, 1): decides what a document is used for
+})  # fmt: skip
 
 
 def prepare(
@@ -61,14 +73,13 @@ def prepare(
     form: str | None = None,
     tokenizer: Path | None = None,
     workers: int = 1,
-    max_faults: float = 0.01,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Prepare a corpus, or continue an unfinished preparation.
+    """Prepare a corpus.
 
     Args:
-        sources: Files of text, folders of such files, names of data sets of the hub, or `python`.
-        out: The folder to write the corpus to.
+        sources: Files of text, folders of such files, or `python`.
+        out: The folder of the corpus, which must not exist yet.
         vocab_size: Number of word pieces of a tokenizer that is trained.
         lowercase: Whether text is converted to lower case and accents are removed.
         lengths: The lengths of the examples, in tokens.
@@ -76,210 +87,206 @@ def prepare(
         seed: The seed for the choice of these documents.
         language: The language code that selects the rules for splitting sentences; without rules
             for it, sentences end at full stops.
-        form: What the files contain, a key of `sources.FORMS`. With `None`, they tell it.
+        form: What all files contain, one of `FORMS`. With `None`, their endings tell it.
         tokenizer: A `tokenizer.json` or `vocab.txt`. With `None`, a tokenizer is trained.
         workers: The number of processes, which does not change the corpus.
-        max_faults: The largest fraction of the documents that may be unreadable.
         console: Where progress and the result are printed; `None` prints nothing.
 
     Returns:
         The manifest of the corpus.
 
     Raises:
-        UserError: If a value is out of range, a source is missing or has changed since the
-            preparation was started, too many documents are unreadable, there are fewer than two,
-            the corpus cannot be written, or another process is preparing it.
+        UserError: If a value is out of range, a source is missing or cannot be read, or there are
+            fewer than two different documents.
     """
-    unequal = 0 < len(lengths) == len(set(lengths)) and min(lengths) >= 16
-    for holds, rule in (
-        (workers >= 1, f"--workers {workers} must be 1 or more"),
-        (vocab_size >= 100, f"--vocab-size {vocab_size} must be 100 or more"),
-        (0 < held_out < 1, f"--held-out {held_out} must lie between 0 and 1: it is a share"),
-        (0 <= max_faults <= 1, f"--max-faults {max_faults} must lie in [0, 1]: it is a share"),
-        (form in {None, *FORMS}, f"--format {form} must be one of {', '.join(FORMS)}"),
-        (
-            unequal,
-            f"--seq-len {','.join(map(str, lengths))} must be different lengths of 16 tokens or "
-            "more",
-        ),
-    ):
-        require(holds, rule)
-    left = LeftOut()
+    require(0 < held_out < 1, f"--held-out {held_out} must lie between 0 and 1: it is a share")
+    require(form in {None, *FORMS}, f"--format {form} must be one of {', '.join(FORMS)}")
+    require(min(lengths) >= 16, f"--seq-len {min(lengths)} must be 16 tokens or more")
+    require(not out.exists(), f"--out {out} exists: give another folder")
+    console = console or Console(quiet=True)
     given = tokenizer and load_tokenizer(tokenizer, lowercase)
-    found = find_sources(sources, form, left)
-    if min(workers, len(found)) > 1:
-        check_temporary_folder("give --workers 1")
-    settings = {
-        "format": FORMAT, "vocab_size": vocab_size, "lowercase": lowercase,
-        "lengths": list(lengths), "held_out": held_out, "seed": seed, "language": language,
-        "tokenizer": tokenizer and sha256(tokenizer), "sources": found,
-    }  # fmt: skip
-    require(not out.exists() or out.is_dir(), f"--out {out} is a file: give a folder")
-    names = {file.name for file in out.iterdir()} if out.exists() else set()
-    require(
-        bool(names & {MANIFEST, _CACHE})
-        or all(name.startswith((_LOCK, REMAINS)) for name in names),
-        f"--out {out} is not empty and holds no corpus: give another folder",
-    )
-    remedy = (
-        "if another process prepares it, wait, else make room or mend its permissions; then give "
-        "the same command again: it goes on"
-    )
-    with writing(out, remedy), ExitStack() as stack:
-        out.mkdir(parents=True, exist_ok=True)
-        stack.callback(locked(out / _LOCK).release)
-        return _prepare(
-            out, settings, given, workers, max_faults, left, console or Console(quiet=True)
-        )
-
-
-def _prepare(
-    out: Path,
-    settings: dict[str, Any],
-    given: Any,
-    workers: int,
-    max_faults: float,
-    left: LeftOut,
-    console: Console,
-) -> dict[str, Any]:
-    if (out / MANIFEST).exists():
-        manifest = open_manifest(out)
-        changed = [key for key in settings if manifest.get(key) != settings[key]]
-        require(
-            not changed,
-            f"{out} was prepared with other {', '.join(changed)}: give the same as in its "
-            f"{MANIFEST}, or another --out",
-        )
-        console.out(f"{out} is finished already, and whole; nothing was done")
-        return manifest
-    forms = Counter(
-        FORMS.get(source["form"], [source["form"]])[0] for source in settings["sources"]
-    )
-    console.out(f"read: {'; '.join(f'{number} files of {name}' for name, number in forms.items())}")
-    with console.status("reading, then training a tokenizer"):
-        read = _read(out / _CACHE, settings, workers, any_script=False)
-        others, size = (pc.sum(read.data.column(key)).as_py() for key in ("others", "size"))
-        if any_script := others > _OTHER_SCRIPTS * size:
-            read = _read(out / _CACHE, settings, workers, any_script=True)
-        counted = _count(read, max_faults)
-        tokenizer = given or train_tokenizer(
-            lambda: (
-                sentence
-                for row in _rows(read)
-                if row["text"] and row["draw"] * counted["characters"] < SAMPLE
-                for sentence in normalize("NFC", row["text"]).split("\n")
-            ),
-            settings["vocab_size"],
-            settings["lowercase"],
-            any_script=any_script,
-        )
-        write_text(out / TOKENIZER, tokenizer.to_str(pretty=True))
-    # at least one document is held out, and at least one is not
-    bound = min(max(settings["held_out"], math.nextafter(counted["min"], 1)), counted["max"])
-    totals = {}
-    for side in (TRAIN, HELD_OUT):
-        rows = track(_rows(read), f"encoding {side}", len(read), console=console)
-        documents = (
-            (row["text"] if ((row["draw"] or 0) < bound) == (side == HELD_OUT) else "", row["size"])
-            for row in rows
-        )
-        totals[side] = write_documents(out / side, documents, tokenizer, settings["lengths"])
-        console.out(
-            f"{side}: {', '.join(f'{number} {name}' for name, number in totals[side].items())}"
-        )
-    left_out = {
-        "documents without prose": len(read) - counted["documents"] - len(counted["faults"]),
-        "unreadable": len(counted["faults"]),
-        "files of other kinds": left.others.total(),
-        "hidden or made by programs": left.made.total(),
-    }
-    manifest = {
-        **settings,
-        "totals": totals,
-        "other scripts": any_script,
-        "left out": left_out,
-        "faults": counted["faults"],
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in _LIBRARIES},
-        "sha256": {name: sha256(out / name) for name in (TOKENIZER, TRAIN, HELD_OUT)},
-    }
-    # the corpus is finished when it exists
-    write_text(out / MANIFEST, json.dumps(manifest, indent=1))
-    size = sum(file.stat().st_size for file in (out / _CACHE).rglob("*") if file.is_file())
-    shutil.rmtree(out / _CACHE, ignore_errors=True)
-    console.out(
-        *(f"unreadable: {fault}" for fault in counted["faults"][:_SHOWN]),
-        f"left out: {', '.join(f'{number} {name}' for name, number in left_out.items())}",
-        f"the corpus is in {out}; its cache, of {size / 1e6:.0f} MB, is removed",
-        sep="\n",
-    )
+    forms = _find(sources, form)
+    console.out(f"reading {len(forms)} files")
+    with whole_folder(out) as folder:
+        with console.status("reading, then training a tokenizer"):
+            divided = None if form == "bert" else language  # each of its lines is a sentence
+            read = _read(folder / "read", forms, divided, seed, workers)
+            encoder = given or _train(read, vocab_size, lowercase)
+        write_text(folder / TOKENIZER, encoder.to_str(pretty=True))
+        # at least one document is held out, and at least one is not
+        lowest, highest = pc.min_max(read.data.column("draw")).as_py().values()
+        bound = min(max(held_out, math.nextafter(lowest, 1)), highest)
+        totals = {}
+        for side in (TRAIN, HELD_OUT):
+            rows = track(read, f"encoding {side}", len(read), console=console)
+            texts = (row["text"] for row in rows if (row["draw"] < bound) == (side == HELD_OUT))
+            totals[side] = write_documents(folder / side, texts, encoder, lengths)
+            counts = (f"{number} {name}" for name, number in totals[side].items())
+            console.out(f"{side}: {', '.join(counts)}")
+        manifest = {
+            "format": FORMAT,
+            "sources": list(forms),
+            "vocab_size": vocab_size,
+            "lowercase": lowercase,
+            "lengths": list(lengths),
+            "held_out": held_out,
+            "seed": seed,
+            "language": language,
+            "totals": totals,
+            "sha256": {name: sha256(folder / name) for name in (TOKENIZER, TRAIN, HELD_OUT)},
+        }
+        write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+        shutil.rmtree(folder / "read")
+    console.out(f"the corpus is in {out}")
     return manifest
 
 
-def _read(
-    cache: Path, settings: dict[str, Any], workers: int, *, any_script: bool
-) -> datasets.Dataset:
-    """Read the documents of all sources to a cache, unless they are there."""
-    datasets.disable_progress_bars()
-    end_children_with_me()
-    for remains in cache.rglob("*.incomplete"):
-        shutil.rmtree(remains)
-    try:
-        return datasets.Dataset.from_generator(
-            documents,
-            FEATURES,
-            str(cache),
-            gen_kwargs={key: settings[key] for key in ("sources", "language", "seed")}
-            | {"any_script": any_script},
-            num_proc=min(workers, len(settings["sources"])),
-            # With other settings the reading begins anew.
-            fingerprint=datasets.fingerprint.Hasher.hash((settings, any_script)),
-            writer_batch_size=64,
+def _find(sources: Sequence[str], form: str | None) -> dict[str, str]:
+    """Return what the files of the sources contain, by path, in the order of the sources."""
+    forms: dict[str, str] = {}
+    for source in sources:
+        top = Path(source)
+        require(
+            source == PYTHON or top.exists(),
+            f"{source} does not exist: give a text file, a folder of files, or {PYTHON}",
         )
-    # EOFError: the process that the workers report to has died; typer would call it Ctrl-C
-    except (datasets.exceptions.DatasetGenerationError, RuntimeError, EOFError) as error:
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
-        # Nothing but the text of its traceback is left of a worker's error.
-        told = str(error.__cause__ or error) or type(error).__name__
-        reason = next((line for line in told.splitlines() if "Error: " in line), told)
+        inside = sorted(top.rglob("*")) if top.is_dir() else [top]
+        visible = (
+            path
+            for path in inside
+            if path.is_file() and not any(part[0] == "." for part in path.relative_to(top).parts)
+        )
+        found = {str(path.absolute()): kind for path in visible if (kind := form or _form_of(path))}
+        require(
+            source == PYTHON or found != {},
+            f"{source} is or has no file that ends in {', '.join(_FORM_OF)}, perhaps compressed: "
+            f"say with --format what it is ({', '.join(FORMS)})",
+        )
+        forms |= {PYTHON: PYTHON} if source == PYTHON else found
+    return forms
+
+
+def _form_of(path: Path) -> str | None:
+    """Return what a file contains, by its ending before that of a compression."""
+    endings = (ending.lower() for ending in reversed(path.suffixes))
+    return next((_FORM_OF[ending] for ending in endings if ending in _FORM_OF), None)
+
+
+def _read(
+    folder: Path, forms: dict[str, str], language: str | None, seed: int, workers: int
+) -> datasets.Dataset:
+    """Read the documents that have prose to a cache, as rows of `_ROWS`, a sentence a line."""
+    datasets.disable_progress_bars()
+    given = {"forms": forms, "seed": seed}
+    try:
+        read = datasets.Dataset.from_generator(_documents, _ROWS, str(folder), gen_kwargs=given)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+    return read.map(
+        _divide,
+        input_columns="text",
+        fn_kwargs={"language": language},
+        num_proc=workers if workers > 1 else None,
+    )
+
+
+def _documents(forms: dict[str, str], seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the documents that have prose; those of equal text have equal draws."""
+    draws = set[float]()
+    for file, form in forms.items():
+        texts = ((text, text) for text in _texts(file, form))
+        for identity, text in _topics() if file == PYTHON else texts:
+            digest = hashlib.blake2b(f"{seed}\n{identity}".encode(), digest_size=8).hexdigest()
+            draw = int(digest, 16) / 2.0**64
+            if form == "bert" or any(_prose(text)):
+                draws.add(draw)
+                yield {"text": text, "draw": draw}
+    require(
+        len(draws) > 1,
+        f"{len(draws)} different documents have prose, and a corpus needs two or more, to train on "
+        "and to hold out: give more text or several files; --format bert if blank lines divide "
+        "documents (prose is paragraphs of five words or more)",
+    )
+
+
+def _texts(file: str, form: str) -> Iterator[str]:
+    """Yield the texts of the documents of a file."""
+    part, size, number = list[str](), 0, 0
+    try:
+        for number, record in enumerate(_records(file, form), 1):  # noqa: B007
+            if form == "parquet":
+                yield _with_paragraphs(record)
+            elif form == "jsonl":
+                yield _with_paragraphs(json.loads(record)["text"] if record.strip() else "")
+            else:
+                line = record.decode("utf-8-sig")
+                if size > 16 * PART or (line.isspace() and size > (0 if form == "bert" else PART)):
+                    yield "".join(part)
+                    part, size = [], 0
+                part.append(line)
+                size += len(line.strip())
+    except Exception as error:  # each kind of file has errors of its own
         raise UserError(
-            f"reading has ended early ({reason}): if nothing else is named, make room on the disk "
-            "or use fewer --workers, which need less memory, then give the same command again"
+            f"{file} cannot be read at line {number} ({first_line(error)}): give text in UTF-8, "
+            'with --format jsonl an object with a "text" a line'
         ) from error
+    if size:
+        yield "".join(part)
 
 
-def _count(read: datasets.Dataset, max_faults: float) -> dict[str, Any]:
-    """Count what was read, and refuse it if there is no corpus in it."""
-    faults = read.data.column("fault").drop_null().to_pylist()
-    require(
-        len(faults) <= max_faults * len(read),
-        f"{len(faults)} of {len(read)} documents cannot be read, and --max-faults {max_faults} "
-        f"allows {int(max_faults * len(read))}; the first: {''.join(faults[:1])}. Mend the "
-        "sources, or raise --max-faults",
-    )
-    counted = {
-        "faults": faults,
-        "documents": pc.count(read.data.column("draw")).as_py(),
-        "characters": pc.sum(read.data.column("characters")).as_py() or 0,
-        **pc.min_max(read.data.column("draw")).as_py(),
-    }
-    require(
-        counted["min"] != counted["max"],  # both are None if there is none
-        f"{counted['documents']} of {len(read)} documents have prose ({counted['characters']} "
-        "characters), and a corpus needs two or more, to train on and to hold out: give more text "
-        "or several files; --format bert if blank lines divide documents (prose is paragraphs of "
-        "five words or more, between blank lines or in <p>)",
-    )
-    return counted
+def _records(file: str, form: str) -> Iterator[Any]:
+    """Yield the lines of a file, uncompressed, or the texts of a table."""
+    if form == "parquet":
+        for batch in pq.ParquetFile(file).iter_batches(256, columns=["text"]):
+            yield from batch["text"].cast("large_string").to_pylist()
+    else:
+        with fsspec.open(file, compression="infer") as lines:
+            yield from lines
 
 
-def _rows(read: datasets.Dataset) -> Iterator[dict[str, Any]]:
-    """Read rows one batch at a time, because what is mapped into memory counts as used."""
-    for file in read.cache_files:
-        with pa.OSFile(file["filename"]) as source, pa.ipc.open_stream(source) as batches:
-            for batch in batches:
-                yield from batch.to_pylist()
+def _with_paragraphs(text: str | None) -> str:
+    """Let blank lines divide paragraphs; in tables they are lines if there are no blank ones."""
+    return text if text and _BLANK.search(text) else (text or "").replace("\n", "\n\n")
+
+
+def _topics() -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of Python's topics; a paragraph is in the first that has it."""
+    seen = set[str]()
+    for topic, text in sorted(pydoc_data.topics.topics.items()):
+        paragraphs = [paragraph for paragraph in _prose(text) if paragraph not in seen]
+        seen.update(paragraphs)
+        yield f"{PYTHON}:{topic}", "\n\n".join(paragraphs)
+
+
+def _divide(text: str, language: str | None) -> dict[str, str]:
+    """Divide a document into sentences, one a line; without a language its lines are sentences."""
+    parts = (segment(language, paragraph) for paragraph in _prose(text))
+    lines = chain.from_iterable(parts) if language else text.split("\n")
+    return {"text": "\n".join(filter(None, map(str.strip, lines)))}
+
+
+def _prose(text: str) -> Iterator[str]:
+    """Yield the paragraphs of a text, without those of fewer than five words."""
+    for block in _BLANK.split(text):
+        # two characters of a script without spaces count as a word; without full stops, too, lines
+        # are paragraphs
+        has_ends = _FULL_STOP.search(block) or not _UNSPACED.search(block)
+        for paragraph in [block] if has_ends else block.split("\n"):
+            words = paragraph.split()
+            if len(words) >= LEAST_WORDS or len(_UNSPACED.findall(paragraph)) >= 2 * LEAST_WORDS:
+                yield " ".join(words)
+
+
+def _train(read: datasets.Dataset, vocab_size: int, lowercase: bool) -> Any:
+    """Train a tokenizer on all documents, or on some of a large corpus."""
+    characters = pc.sum(pc.utf8_length(read.data.column("text"))).as_py()
+
+    def sentences() -> Iterator[str]:
+        for row in read:
+            if row["draw"] * characters < SAMPLE:
+                yield from row["text"].split("\n")
+
+    return train_tokenizer(sentences, vocab_size, lowercase)
 
 
 def python_corpus(
@@ -289,7 +296,7 @@ def python_corpus(
     facts = ("python-text", FORMAT, vocab_size, *lengths, platform.python_version())
     folder = cache / "-".join(map(str, facts))
     with FileLock(f"{folder}.lock"):  # several processes may call this function at the same time
-        if not (folder / MANIFEST).exists():
+        if not folder.exists():
             say(f"preparing the text that Python carries, in {folder}")
             # There are about 70 documents, so a larger share than usual is held out.
             prepare([PYTHON], folder, vocab_size=vocab_size, lengths=lengths, held_out=0.05)

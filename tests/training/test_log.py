@@ -1,0 +1,198 @@
+"""What a training writes and prints while it runs: the metrics file, lines, a bar, TensorBoard."""
+
+import io
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from torch_thor import THOR
+from torch_thor.curvature import Decision, RefreshEvent
+from torch_thor.errors import UserError
+from torch_thor.training.log import Metrics, Progress, facts
+from torch_thor.training.loop import Point, Run, Score
+from torch_thor.training.parallel import Ranks, RankWeight
+from torch_thor.training.precision import Precision
+from torch_thor.training.recipe_model import Recipe
+from torch_thor.training.tasks.images import ImageClassification
+
+TASK = SimpleNamespace(unit="images", metrics=ImageClassification.metrics, steps_per_epoch=3)
+
+
+def new_run(optimizer=THOR, name="mine", **keys):
+    """Nine steps of a linear layer."""
+    keys = {"epochs": 3, "batch_size": 4, "optimizer": ("sgd", "thor"), **keys}
+    model, cpu = nn.Linear(5, 3), torch.device("cpu")
+    return Run(
+        Recipe(name="trial", **keys), name, TASK, model, model, optimizer(model),
+        Precision("fp32", None, cpu), Ranks(), RankWeight(),
+    )  # fmt: skip
+
+
+def points():
+    """Nine steps with refreshes in 1 and 5, of which the second is not taken; 2 is skipped."""
+    at = 0.0
+    events = {
+        1: (RefreshEvent("", 0, Decision.UPDATE, None, 4.0),),
+        5: (RefreshEvent("", 4, Decision.KEEP, 0.25, math.inf),),
+    }
+    for step in range(1, 10):
+        duration = 0.5 if step in events else 0.01 * step
+        at += duration
+        yield Point(
+            step, float(step), 0.1 / step, 0.03, at, duration, duration / 4, 4, step == 2,
+            step in events, events.get(step, ()),
+        )  # fmt: skip
+
+
+SCORES = {
+    6: Score(6, 0.8, {"loss": 1.25, "top1": 0.5, "top5": 0.75},
+             {"loss": 1.0, "top1": 0.625, "top5": math.nan}),
+    9: Score(9, 1.5, {"loss": math.inf, "top1": 0.75, "top5": 1.0}),
+}  # fmt: skip
+
+
+def tell(observer, run, first=1, last=9):
+    for point in list(points())[first - 1 : last]:
+        run.step = point.step
+        observer.step(run, point)
+        if run.step in SCORES:
+            observer.evaluation(run, SCORES[run.step])
+        observer.end_of_step(run)
+
+
+def test_every_step_refresh_and_evaluation_is_a_line(tmp_path):
+    path = tmp_path / "mine" / "metrics.jsonl"
+    metrics = Metrics(path)
+    tell(metrics, new_run())
+    assert metrics.offset() == path.stat().st_size
+    metrics.close()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    kinds = ["step", "refresh", *["step"] * 4, "refresh", "step", "eval", *["step"] * 3, "eval"]
+    assert [line["kind"] for line in lines] == kinds
+    assert [*lines[:2], lines[8]] == [
+        {"kind": "step", "step": 1, "loss": 1.0, "lr": 0.1, "damping": 0.03, "seconds": 0.5,
+         "duration": 0.5, "waited": 0.125, "terms": 4, "skipped": False, "refresh": True},
+        {"kind": "refresh", "step": 1, "layer": "", "decision": "update", "trace_change": None,
+         "trace": 4.0},
+        {"kind": "eval", "step": 6, "seconds": 0.8, "loss": 1.25, "top1": 0.5, "top5": 0.75,
+         "averaged_loss": 1.0, "averaged_top1": 0.625, "averaged_top5": None, "primary": "top1",
+         "higher_is_better": True},
+    ]  # fmt: skip
+    assert (lines[6]["trace"], lines[-1]["loss"], lines[-1]["averaged_top1"]) == (None, None, None)
+
+
+def test_a_resumed_run_cuts_the_file_to_its_checkpoint(tmp_path):
+    """Wherever it was killed, also inside a line, the file is that of a run that was not."""
+    path = tmp_path / "m"
+    metrics = Metrics(path)
+    tell(metrics, new_run())
+    metrics.close()
+    content = path.read_bytes()
+    for cut in (1, 5, 8):
+        metrics = Metrics(path)  # a new run begins the file anew
+        tell(metrics, new_run(), last=cut)
+        offset = metrics.offset()
+        tell(metrics, new_run(), first=cut + 1)
+        metrics.close()
+        path.write_bytes(path.read_bytes()[: offset + 40])
+        metrics = Metrics(path, offset)
+        assert metrics.offset() == offset
+        tell(metrics, new_run(), first=cut + 1)
+        metrics.close()
+        assert path.read_bytes() == content
+    with pytest.raises(UserError, match=r"m is shorter than .* put the whole file back"):
+        Metrics(path, len(content) + 1)
+    assert path.read_bytes() == content
+
+
+def shown(folder, run, first=1, last=9, **options):
+    console = Console(file=io.StringIO(), color_system=None, **options)
+    progress = Progress(run, folder, console)
+    tell(progress, run, first, last)
+    progress.close()
+    return console.file.getvalue()
+
+
+def test_lines(tmp_path):
+    # a line is a line however narrow the console
+    assert shown(tmp_path, new_run(log_interval=3), width=40).splitlines() == [
+        "mine: step 3 of 9, epoch 1, loss 2, lr 0.03333, damping 0.03, images per second 21.82, "
+        "step ms 25, refresh step ms 500, waiting for data 0.25, skipped steps 1, stopped layers 0",
+        "mine: step 6 of 9, epoch 2, loss 5, lr 0.01667, damping 0.03, images per second 20, "
+        "step ms 50, refresh step ms 500, waiting for data 0.25, stopped layers 0",
+        "mine: step 6 of 9, epoch 2, 0.8 s, averaged weights: held-out loss 1, accuracy 62.50%",
+        "mine: step 9 of 9, epoch 3, loss 8, lr 0.01111, damping 0.03, images per second 50, "
+        "step ms 80, waiting for data 0.25, stopped layers 0",
+        "mine: step 9 of 9, epoch 3, 1.5 s, held-out loss inf, accuracy 75.00%",
+    ]
+    said = shown(tmp_path, new_run(log_interval=None))
+    assert [line.split(", ")[2] for line in said.splitlines()] == ["0.8 s", "1.5 s"]
+
+
+def test_a_terminal_has_a_bar_below_the_lines(tmp_path):
+    said = shown(tmp_path, new_run(log_interval=3), last=5, width=120, force_terminal=True)
+    assert "mine: step 3 of 9, epoch 1, loss 2" in said
+    assert "5/9" in said[said.index("loss 2") :]
+
+
+def scalars(folder):
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    return {tag: {e.step: e.value for e in reader.Scalars(tag)} for tag in reader.Tags()["scalars"]}
+
+
+def test_tensorboard_has_every_loss_and_the_figures_of_the_lines(tmp_path):
+    shown(tmp_path, new_run(log_interval=4))
+    expected = {
+        "train/loss": {step: step for step in range(1, 10)},
+        "train/lr": {4: 0.025, 8: 0.0125},
+        "train/damping": {4: 0.03, 8: 0.03},
+        "train/images_per_second": {4: 16 / 0.59, 8: 16 / 0.71},
+        "train/step_ms": {4: 30, 8: 70},
+        "train/refresh_step_ms": {4: 500, 8: 500},
+        "train/waiting_for_data": {4: 0.25, 8: 0.25},
+        "train/stopped_layers": {4: 0, 8: 0},
+        "train/skipped_steps": {4: 1},
+        "thor/update": {1: 1},
+        "thor/keep": {5: 1},
+        "trace_change/": {5: 0.25},
+        **{
+            f"test/{name}": {step: SCORES[step].metrics[name] for step in SCORES}
+            for name in ("top1", "top5", "loss")
+        },
+        **{f"averaged/{name}": {6: value} for name, value in SCORES[6].averaged.items()},
+    }
+    found = scalars(tmp_path)
+    assert found.keys() == expected.keys()
+    for tag, values in expected.items():
+        assert found[tag] == pytest.approx(values, nan_ok=True), tag
+
+
+def test_a_resumed_run_replaces_the_scalars_after_its_checkpoint(tmp_path):
+    for first, last in ((1, 6), (4, 5)):
+        run = new_run()
+        run.step = first - 1
+        shown(tmp_path, run, first, last)
+        [path] = tmp_path.glob("events.out.tfevents.*.*")
+        # events are read in the order of their names, which have whole seconds
+        path.rename(tmp_path / f"events.out.tfevents.{first}")
+    assert list(scalars(tmp_path)["train/loss"]) == [1, 2, 3, 4, 5]
+
+
+def test_what_is_said_first():
+    run = new_run(name="sgd")
+    run.model = nn.Sequential(nn.Linear(9, 10), nn.LayerNorm(10), nn.Linear(10, 20))
+    run.optimizer = THOR(run.model)
+    assert list(facts(run)) == [
+        "trial: small-cnn (340 parameters), 9 steps with each of sgd, thor, on cpu, processes=1, "
+        f"threads={torch.get_num_threads()}",
+        "sgd: preconditions 2 layers with 94.12% of the parameters",
+    ]
+    sgd = new_run(lambda model: torch.optim.SGD(model.parameters(), lr=0.1), name="thor")
+    assert list(facts(sgd)) == []  # of the second optimizer, if it has no curvature
