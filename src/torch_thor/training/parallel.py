@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.capture.sharding import is_fully_sharded
@@ -96,11 +98,15 @@ def processes(recipe: Recipe) -> Iterator[Ranks]:
     """Join `torchrun`'s other processes, if it started this one; set the recipe's thread count."""
     device, before = device_of(recipe.device), torch.get_num_threads()
     joins = dist.is_torchelastic_launched() and not dist.is_initialized()
-    if joins and device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    elif joins:
-        dist.init_process_group("gloo")
+    if joins:
+        store, rank, world = next(rendezvous("env://"))
+        # The store still has the addresses of the processes that `torchrun` started before these.
+        store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend: dict[str, Any] = {"backend": "gloo"}
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            backend = {"backend": "nccl", "device_id": device}
+        dist.init_process_group(store=store, rank=rank, world_size=world, **backend)
     torch.set_num_threads(recipe.threads or before)
     try:
         yield (
