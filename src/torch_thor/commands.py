@@ -17,7 +17,6 @@ from torch_thor.printing import columns, is_first_rank, print_message, printer
 
 FIRST_RECIPE = "characters"  # of `torch-thor train` without a name
 
-
 app = typer.Typer(
     name="torch-thor",
     help="Train networks with ThorMuon and THOR, and compare them with other optimizers.",
@@ -54,9 +53,7 @@ def train(
             help="A recipe or a YAML file, then keys to override.",
         ),
     ] = None,
-    out: Annotated[
-        Path | None, Option(help="The run folder (default: a new one, runs/RECIPE).")
-    ] = None,
+    out: Annotated[Path | None, Option(help="The run folder (default: runs/RECIPE).")] = None,
     resume: Annotated[
         bool, Option("--resume", help="Continue the run from its newest checkpoint.")
     ] = False,
