@@ -6,8 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from torch_thor.cli import INTERRUPTED, USER_ERROR
-from torch_thor.errors import UserError, require
-from torch_thor.printing import visible
+from torch_thor.errors import UserError, require, visible
 
 FOLDER = Path(__file__).parent
 

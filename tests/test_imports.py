@@ -32,13 +32,15 @@ PACKAGES = {
 # Each package may import itself and those before it. Files are written with errors that a user
 # reads.
 LAYERS = (
-    "lazy", "torch_internals", "errors", "printing", "files", "plain",
+    "torch_internals", "errors", "printing", "files",
     "intervals", "schedules", "curvature", "capture", "distributed", "optim", "split", "trainers",
     "training", "tools", "commands", "cli",
 )  # fmt: skip
 # The package that each public name is from.
 HOMES = {
-    name: module.split(".")[1] for module, names in torch_thor._MODULES.items() for name in names
+    name: home.split(".")[1]
+    for name, value in vars(torch_thor).items()
+    if name in torch_thor.__all__ and (home := getattr(value, "__module__", None))
 }
 
 # Files that need private names of other packages: these modules, and why.

@@ -4,11 +4,12 @@ import pytest
 from rich.console import Console
 
 from torch_thor import printing
+from torch_thor.errors import print_message, visible
 
 
 @pytest.mark.parametrize("text", ["a\nb", "\x1b[2J", "\udc80", "\u202e", "\x7f", "\u2028"])
 def test_what_is_no_print_is_shown_as_an_escape(text):
-    shown = printing.visible(f"before {text} after é λ 漢")
+    shown = visible(f"before {text} after é λ 漢")
     assert shown.isprintable()
     assert shown.startswith("before ")
     assert shown.endswith(" after é λ 漢")
@@ -17,7 +18,7 @@ def test_what_is_no_print_is_shown_as_an_escape(text):
 
 def test_a_fault_with_several_lines_is_a_line_each(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    printing.print_message("epochs=0: must be 1 or more\nlr=\x1b[31m: is no number")
+    print_message("epochs=0: must be 1 or more\nlr=\x1b[31m: is no number")
     assert capsys.readouterr().err.splitlines() == [
         "torch-thor, rank 3: epochs=0: must be 1 or more",
         "torch-thor, rank 3: lr=\\x1b[31m: is no number",

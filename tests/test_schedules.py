@@ -75,10 +75,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"LambdaDamping\(SGD\).*must have a damping; give THOR"):
         LambdaDamping(torch.optim.SGD(two_layers().parameters(), lr=0.1), halved)
     optimizer = THOR(two_layers(), damping=0.5)
-    with pytest.raises(ValueError, match="2 functions for 1 parameter groups; give one"):
+    with pytest.raises(ValueError, match="must be a function, or a list of 1, with one for each"):
         LambdaDamping(optimizer, [halved] * 2)
-    with pytest.raises(ValueError, match=r"damping_lambda=.*must be a function .*or a list"):
-        LambdaDamping(optimizer, 3)
     damping = LambdaDamping(optimizer, halved)
     with pytest.raises(ValueError, match=r"not the state dict of a LambdaDamping.*'base_lrs'"):
         damping.load_state_dict(LambdaLR(optimizer, halved).state_dict())
@@ -101,8 +99,6 @@ def test_a_group_that_is_added_later_starts_at_the_present_step(several):
     model = two_layers()
     other = THOR(model[0].parameters(), model=model, damping=0.5)
     resumed = LambdaDamping(other, [halved] if several else halved)
-    with pytest.raises(ValueError, match=r"has 1 parameter groups and had 2 when the state .* add"):
-        resumed.load_state_dict(saved)
     other.add_param_group({"params": model[1].parameters(), "damping": 0.25})
     resumed.load_state_dict(saved)
     other.load_state_dict(optimizer.state_dict())

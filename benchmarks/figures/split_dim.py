@@ -8,13 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from benchmarks.figures.training import Options, Row
 from benchmarks.runner import markdown
 from torch_thor.errors import require
-from torch_thor.split import SplitChoice
-from torch_thor.tools.split_dim import draw_choice, measure_split_dim, verdict
+from torch_thor.split import SplitChoice, choose_split_dim
+from torch_thor.tools.split_dim import draw_choice, load_subject, sample_images, verdict
 from torch_thor.training.parallel import device_of
 
 ABOUT = "the split dimension: falling performance, rising information, the crossing"
@@ -37,7 +36,14 @@ def jobs(options: Options, device: str) -> list[Row]:
 def run(job: Row) -> Row:
     """Measure spectral losses and inversion times on one thread, as `torch-thor split-dim` does."""
     torch.set_num_threads(1)
-    return measure_split_dim(job.pop("model"), Console(), optimizer="thor", data=None, **job)[1]
+    subject = load_subject(job["model"], job["seed"])
+    batch = subject.batch
+    if batch is None:
+        batch = sample_images(job["batch"], job["pixels"], None, job["seed"])
+    choice = choose_split_dim(
+        subject.model, batch, device_of(job["device"]), loss_fn=subject.loss_fn, optimizer="thor"
+    )
+    return {**job, "optimizer": "thor", "data": None, **choice.as_dict()}
 
 
 def optimizers(job: Row) -> list[str]:
@@ -67,5 +73,5 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw both curves, with the measured crossing and that of the paper."""
-    draw_choice(_choice(rows), rows[0]["job"]["model"], path, {THEIRS: 106.0})
+    """Draw both curves, with the measured crossing."""
+    draw_choice(_choice(rows), rows[0]["job"]["model"], path)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import yaml
 
 from benchmarks.runner.markdown import reached, summary
 from benchmarks.runner.numbers import running_mean
@@ -17,7 +16,8 @@ from torch_thor.errors import DivergedError
 from torch_thor.training.loop import Observer, Point, Record, Run, train
 from torch_thor.training.optimizers import OPTIMIZERS, settings_of
 from torch_thor.training.parallel import Ranks, device_of
-from torch_thor.training.recipes import load_recipe, parse
+from torch_thor.training.recipe_model import Recipe
+from torch_thor.training.recipes import load_recipe, override
 from torch_thor.training.run import build
 from torch_thor.training.tasks.opening import open_task
 from torch_thor.training.tasks.task import primary
@@ -101,7 +101,7 @@ class Clock(Observer):
 
 def measured(job: Row, *observers: Observer) -> Row:
     """Train once. A training that diverges is a result, with its message as `failure`."""
-    recipe = parse(yaml.safe_dump(job["recipe"]), "figure", [f"device={job['device']}"])
+    recipe = override(Recipe(**job["recipe"]), [f"device={job['device']}"])
     torch.set_num_threads(recipe.threads or 1)
     device, record, failure = torch.device(job["device"]), Record(), None
     task = open_task(recipe, device, print)

@@ -1,23 +1,18 @@
 """torch-thor: the THOR natural-gradient optimizer for PyTorch."""
 
-from typing import TYPE_CHECKING
-
-from torch_thor.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from torch_thor import intervals, schedules
-    from torch_thor.curvature.kinds.registry import register_kind
-    from torch_thor.distributed.options import Distributed
-    from torch_thor.optim.agc import AGCSGD, ClipStatistics, adaptive_clip_grad_
-    from torch_thor.optim.gradients import check_gradients
-    from torch_thor.optim.lamb import LAMB
-    from torch_thor.optim.model_argument import model_is
-    from torch_thor.optim.param_groups import param_groups
-    from torch_thor.optim.thor import THOR
-    from torch_thor.optim.thor_muon import ThorMuon
-    from torch_thor.split import SplitChoice, choose_split_dim
-    from torch_thor.trainers.labels import follow_labels
-    from torch_thor.trainers.wrapped import coverage
+from torch_thor import intervals, schedules
+from torch_thor.curvature.kinds.registry import register_kind
+from torch_thor.distributed.options import Distributed
+from torch_thor.optim.agc import AGCSGD, ClipStatistics, adaptive_clip_grad_
+from torch_thor.optim.gradients import check_gradients
+from torch_thor.optim.lamb import LAMB
+from torch_thor.optim.model_argument import model_is
+from torch_thor.optim.param_groups import param_groups
+from torch_thor.optim.thor import THOR
+from torch_thor.optim.thor_muon import ThorMuon
+from torch_thor.split import SplitChoice, choose_split_dim
+from torch_thor.trainers.labels import follow_labels
+from torch_thor.trainers.wrapped import coverage
 
 __all__ = [
     "AGCSGD",
@@ -41,32 +36,3 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-
-_MODULES = {
-    "torch_thor.curvature.kinds.registry": ("register_kind",),
-    "torch_thor.optim.agc": ("AGCSGD", "ClipStatistics", "adaptive_clip_grad_"),
-    "torch_thor.distributed.options": ("Distributed",),
-    "torch_thor.optim.param_groups": ("param_groups",),
-    "torch_thor.optim.lamb": ("LAMB",),
-    "torch_thor.optim.model_argument": ("model_is",),
-    "torch_thor.optim.gradients": ("check_gradients",),
-    "torch_thor.optim.thor": ("THOR",),
-    "torch_thor.optim.thor_muon": ("ThorMuon",),
-    "torch_thor.split": ("SplitChoice", "choose_split_dim"),
-    "torch_thor.trainers.labels": ("follow_labels",),
-    "torch_thor.trainers.wrapped": ("coverage",),
-}
-_PACKAGES = (
-    "capture",
-    "curvature",
-    "distributed",
-    "intervals",
-    "optim",
-    "schedules",
-    "split",
-    "trainers",
-)
-
-if not TYPE_CHECKING:
-    # importing torch takes seconds, and the command line must react to Ctrl-C during that time
-    __getattr__, __dir__ = lazy_names(__name__, _MODULES, _PACKAGES)

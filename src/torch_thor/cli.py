@@ -3,8 +3,7 @@
 import os
 import sys
 
-from torch_thor.errors import StoppedError, UserError
-from torch_thor.printing import is_first_rank, print_message
+from torch_thor.errors import StoppedError, UserError, is_first_rank, print_message
 
 # The modules that the extras of pyproject.toml install
 EXTRAS = {
@@ -41,7 +40,3 @@ def main() -> None:
         said = f"{os.fsdecode(error.filename)}: {error.strerror}: check the path and its disk"
     print_message(said)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

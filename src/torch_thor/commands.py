@@ -12,8 +12,8 @@ from rich.console import Console
 from typer import Argument, Option
 
 from torch_thor import __version__
-from torch_thor.errors import require
-from torch_thor.printing import columns, is_first_rank, print_message, printer
+from torch_thor.errors import is_first_rank, print_message, require
+from torch_thor.printing import columns, printer
 
 FIRST_RECIPE = "characters"  # of `torch-thor train` without a name
 
@@ -32,7 +32,6 @@ Words = Annotated[
 Device = Annotated[
     str, Option(help="The device: cpu, cuda, ..., or auto for a GPU if there is one.")
 ]
-Overwrite = Annotated[bool, Option("--overwrite", help="Replace the results that are there.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -73,7 +72,6 @@ def train(
     """
     from torch_thor.training.recipes import load_recipe, recipe_list
 
-    console = Console()
     if list_recipes:
         for name, about in recipe_list():
             typer.echo(f"{name:<30}  {about}")
@@ -96,7 +94,7 @@ def train(
         f"{folder.path} belongs to recipe {recipe.name}, not {name}: name that one or none, or "
         "choose another folder with --out",
     )
-    run_recipe(recipe, folder, console, resume=resume, overwrite=overwrite)
+    run_recipe(recipe, folder, Console(), resume=resume, overwrite=overwrite)
     if not names and is_first_rank():
         typer.echo(
             "next: optimizer = torch_thor.ThorMuon(model) in your own loop; your own text: "
@@ -126,27 +124,20 @@ def evaluate(
     """
     from torch_thor.training.run import evaluate_saved
 
-    scores = evaluate_saved(path, words or [], print_message)
-    if as_json and is_first_rank():
-        rows = [
-            {
-                **{key: getattr(score, key) for key in ("optimizer", "averaged", "step", "path")},
-                score.unit.replace(" ", "_"): score.number,
-                **score.values,
-            }
-            for score in scores
-        ]
-        typer.echo(json.dumps(rows, indent=2, default=str))
-    if as_json or not is_first_rank():
+    rows, metrics = evaluate_saved(path, words or [], print_message)
+    if not is_first_rank():
         return
-    shown = [metric for metric in scores[0].metrics if metric.primary or metric.name != "loss"]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    shown = [metric for metric in metrics if metric.primary or metric.name != "loss"]
     cells = [
         [
-            f"{score.optimizer}, averaged weights" if score.averaged else score.optimizer,
-            str(score.step),
-            *(metric.text(score.values[metric.name]) for metric in shown),
+            f"{row['optimizer']}, averaged weights" if row["averaged"] else row["optimizer"],
+            str(row["step"]),
+            *(metric.text(row[metric.name]) for metric in shown),
         ]
-        for score in scores
+        for row in rows
     ]
     headings = ["optimizer", "step", *(metric.title for metric in shown)]
     Console().print(columns("", headings, cells, left=1))
@@ -242,7 +233,9 @@ def choose_split_dim(
     out: Annotated[
         Path | None, Option(help="The folder to write (default: runs/split-dim-MODEL).")
     ] = None,
-    overwrite: Overwrite = False,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Replace the results that are there.")
+    ] = False,
 ) -> None:
     """Choose the split dimension of an optimizer for a model on this device.
 
@@ -327,6 +320,8 @@ def list_keys(
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
-    fit = all(word.isdecimal() and int(word) >= 1 for word in words)
-    require(fit, f"{option} {text}: must be whole numbers of at least 1, separated by commas")
+    require(
+        all(word.isdecimal() and int(word) >= 1 for word in words),
+        f"{option} {text}: must be whole numbers of at least 1, separated by commas",
+    )
     return tuple(map(int, words))

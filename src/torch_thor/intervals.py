@@ -199,19 +199,3 @@ def as_saved(value: Any) -> Any:
             members = {k: [*v] if isinstance(v, tuple) else v for k, v in vars(value).items()}
             return {"kind": kind, **members}
     return CALLABLE if callable(value) else value
-
-
-def steps_until_next(interval: Callable[[int], int], step: int) -> int:
-    """Return the number of steps to the next refresh, as a schedule gives it.
-
-    Args:
-        interval: a schedule or any callable.
-        step: the step of a refresh, counted from 0.
-
-    Returns:
-        The number of steps, at least 1.
-
-    Raises:
-        ValueError: the callable returns something else.
-    """
-    return check_interval(f"update_interval({step})", interval(step))

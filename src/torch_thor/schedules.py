@@ -18,7 +18,8 @@ unless it gets ``cycle_momentum=False``.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 from torch_thor.errors import require
@@ -99,9 +100,9 @@ def polynomial(step: int, total_steps: int, *, start: float, end: float, power: 
 class LambdaDamping:
     """Drives every group's ``damping`` as ``torch.optim.lr_scheduler.LambdaLR`` drives ``lr``.
 
-    A group that is added later starts at the present step of the schedule: its damping is
-    multiplied by the factor from the next ``step`` on. Where each group has a function of its own,
-    there is none for it, and it keeps its damping.
+    A group keeps the damping that it had at first as ``initial_damping``. A group that is added
+    later starts at the present step of the schedule. Where each group has a function of its own,
+    there is none for a later group, which keeps its damping.
 
     Args:
         optimizer: THOR or ThorMuon.
@@ -109,8 +110,7 @@ class LambdaDamping:
             has now; or one for each group.
 
     Raises:
-        ValueError: the groups have no damping, there are not as many functions as groups, or one
-            is no function.
+        ValueError: the groups have no damping, or there are not as many functions as groups.
     """
 
     def __init__(
@@ -124,54 +124,26 @@ class LambdaDamping:
             f"LambdaDamping({type(optimizer).__name__}): its parameter groups must have a "
             "damping; give THOR or ThorMuon",
         )
-        function = damping_lambda if callable(damping_lambda) else None
-        given = list(damping_lambda) if isinstance(damping_lambda, Iterable) else [damping_lambda]
         require(
-            all(map(callable, given)),
-            f"damping_lambda={damping_lambda!r}: must be a function from the number of steps "
-            "taken to a factor, or a list with one for each group; give lambda step: ...",
+            callable(damping_lambda) or len(damping_lambda) == len(groups),
+            f"damping_lambda must be a function, or a list of {len(groups)}, with one for each "
+            "parameter group",
         )
-        lambdas: list[Any] = given if function is None else [function] * len(groups)
-        require(
-            len(lambdas) == len(groups),
-            f"damping_lambda: {len(lambdas)} functions for {len(groups)} parameter groups; "
-            "give one, or one for each group",
+        self.optimizer, self.last_epoch = optimizer, -1
+        self._functions: Any = (
+            repeat(damping_lambda) if callable(damping_lambda) else damping_lambda
         )
-        self.optimizer, self.damping_lambdas = optimizer, lambdas
-        self._of_later = function  # the function of groups that are added later, if there is one
-        self.base_dampings: list[float] = []
-        self.last_epoch = -1
         self.step()
 
     def step(self) -> None:
-        """Set the damping of the next step; call it after ``optimizer.step()``.
-
-        Raises:
-            ValueError: the optimizer has lost a parameter group, or a function returned no number;
-                nothing has changed.
-        """
-        groups = self.optimizer.param_groups
-        self._check_number(len(self.base_dampings), "this schedule was made")
-        epoch, added = self.last_epoch + 1, len(groups) - len(self.damping_lambdas)
-        lambdas = [*self.damping_lambdas, *[self._of_later] * added]
-        later = groups[len(self.base_dampings) :]
-        initial = [float(group.get("initial_damping", group["damping"])) for group in later]
-        bases = [*self.base_dampings, *initial]
+        """Set the damping of the next step; call it after ``optimizer.step()``."""
+        groups, epoch = self.optimizer.param_groups, self.last_epoch + 1
         # a function of the user may raise an error: nothing is changed before all have answered
-        factors = [None if of is None else float(of(epoch)) for of in lambdas]
-        for group, base, factor in zip(groups, bases, factors, strict=True):
-            group["initial_damping"] = base
-            if factor is not None:
-                group["damping"] = base * factor
-        self.base_dampings, self.damping_lambdas, self.last_epoch = bases, lambdas, epoch
-
-    def _check_number(self, known: int, when: str) -> None:
-        number = len(self.optimizer.param_groups)
-        require(
-            known <= number,
-            f"the optimizer has {number} parameter groups and had {known} when {when}: add the "
-            "groups first, in the order that they had",
-        )
+        pairs = zip(groups, self._functions, strict=False)
+        factors = [float(function(epoch)) for _, function in pairs]
+        for group, factor in zip(groups, factors, strict=False):
+            group["damping"] = factor * group.setdefault("initial_damping", float(group["damping"]))
+        self.last_epoch = epoch
 
     def get_last_damping(self) -> list[float]:
         """Return the damping of each group.
@@ -187,7 +159,9 @@ class LambdaDamping:
         Returns:
             ``last_epoch`` and ``base_dampings``.
         """
-        return {"last_epoch": self.last_epoch, "base_dampings": list(self.base_dampings)}
+        groups = self.optimizer.param_groups
+        bases = [group.get("initial_damping", group["damping"]) for group in groups]
+        return {"last_epoch": self.last_epoch, "base_dampings": bases}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a state dict was saved.
@@ -199,8 +173,7 @@ class LambdaDamping:
             state_dict: a result of ``state_dict``.
 
         Raises:
-            ValueError: it is that of another schedule, or knows more groups than the optimizer has;
-                nothing has changed.
+            ValueError: it is that of another schedule; nothing has changed.
         """
         require(
             state_dict.keys() >= {"last_epoch", "base_dampings"},
@@ -208,7 +181,7 @@ class LambdaDamping:
             f"'base_dampings': found {', '.join(map(repr, state_dict))}; pass what its "
             "state_dict() gave",
         )
-        epoch = int(state_dict["last_epoch"])
-        bases = [float(base) for base in state_dict["base_dampings"]]
-        self._check_number(len(bases), "the state dict was saved")
-        self.last_epoch, self.base_dampings = epoch, bases
+        self.last_epoch = state_dict["last_epoch"]
+        groups, bases = self.optimizer.param_groups, state_dict["base_dampings"]
+        for group, base in zip(groups, bases, strict=False):
+            group["initial_damping"] = base

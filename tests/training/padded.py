@@ -77,7 +77,9 @@ class Padded:
 
     def loss(self, net, batch):
         scores = net(batch["rows"])
-        return Loss(self.each(scores, batch) / max(1, self.terms(batch).number), scores, dim=-1)
+        return Loss(
+            self.each(scores, batch) / max(1, self.terms(batch).number), scores.flatten(0, 1)
+        )
 
     def measure(self, net, batch):
         return {"loss": self.each(net(batch["rows"]), batch)}

@@ -342,7 +342,7 @@ def test_what_belongs_to_another_run_is_refused(trained, tmp_path):
     more = noisy.Noisy()
     more.data = {"samples": 61}
     for task, said in (
-        (more, r"the data are not those that the run of .* began with \(samples\): give them"),
+        (more, r"began with other data \(samples\): give those"),
         (noisy.Noisy(noisy.Tied), r"\(again.bias: None, the network has \(8,\)"),
     ):
         with pytest.raises(UserError, match=said):
@@ -417,7 +417,7 @@ FAULTS = [
         {},
         r"\(head.bias: None, the network has \(3,\)\)",
     ),
-    (lambda w: {f"module.{n}": t for n, t in w.items()}, {}, r"None, .*; \d+ more"),
+    (lambda w: {f"module.{n}": t for n, t in w.items()}, {}, r"25 differ \(body"),
     (lambda w: w, {"weights_except": ("haed",)}, "weights_except=haed matches no weight"),
     (lambda w: w, {"weights_sha256": "0123"}, "does not have the checksum weights_sha256=0123"),
 ]
@@ -433,7 +433,7 @@ def test_weights_that_do_not_fit_are_one_line(file, change, given, said):
 
 def test_weights_that_hold_code_are_not_read(file):
     torch.save(load_file(file), file)
-    with pytest.raises(UserError, match=r"is not a safetensors file .* safetensors.torch.save_fil"):
+    with pytest.raises(UserError, match=r"is no file of safetensors.torch.save_fil"):
         started(file)
 
 

@@ -65,7 +65,7 @@ def test_groups_that_do_not_fit_are_refused(monkeypatch, given):
 
 def names(model):
     by_module = {module: name for name, module in model.named_modules()}
-    return [by_module[block] for block in blocks(model)]
+    return sorted(by_module[block] for block in blocks(model))
 
 
 def test_blocks_are_the_elements_of_lists_that_share_nothing_with_the_rest():

@@ -21,7 +21,7 @@ from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
 from torch_thor.distributed.agreement import agree, count_rows
 from torch_thor.distributed.data_parallel import DataParallel
 from torch_thor.distributed.options import Distributed
-from torch_thor.intervals import CALLABLE, as_interval, as_saved, steps_until_next
+from torch_thor.intervals import CALLABLE, as_interval, as_saved, check_interval
 from torch_thor.optim import report
 from torch_thor.optim.batches import Binding, parameters
 from torch_thor.optim.model_argument import Group, States
@@ -309,7 +309,11 @@ def next_refreshes(binding: Binding) -> list[int]:
         step, at = group["step"], group["next_refresh"]
         if step >= at:
             interval = group["update_interval"]
-            at = step + (steps_until_next(interval, step) if callable(interval) else interval)
+            at = step + (
+                check_interval(f"update_interval({step})", interval(step))
+                if callable(interval)
+                else interval
+            )
         steps.append(at)
     return steps
 

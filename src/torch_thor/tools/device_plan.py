@@ -85,9 +85,11 @@ def plan(
     with torch.device("meta"):
         model = subject_of(subject, recipe, 1).model
     thor: Any = build_optimizer(name, model, options | {"lr": 1e-3})
-    divided = [("ddp", number, 1) for number in devices]
-    divided += [("fsdp", number, number) for number in devices if number > 1]
-    divided += [("hsdp", n, shards) for n in devices if n > shards and n % shards == 0]
+    divided = [
+        *(("ddp", number, 1) for number in devices),
+        *(("fsdp", number, number) for number in devices if number > 1),
+        *(("hsdp", n, shards) for n in devices if n > shards and n % shards == 0),
+    ]
     rows = [row_of(thor, *each) for each in divided]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{subject}, {name}: {len(thor.curvature)} layers with curvature, {trained:,} parameters")
@@ -203,8 +205,7 @@ def subject_of(word: str, recipe: Recipe, count: int) -> Subject:
         recipe.model, VOCABULARY, text.length, pad=0, next_sentence=text.next_sentence
     )
     # Which tokens are scored makes no difference to the times.
-    scored = max(1, round(text.masked * text.length)) * count
-    bert.scored_tokens(model, torch.arange(scored))
+    bert.scored_tokens(model, torch.arange(count * max(1, round(text.masked * text.length))))
     return Subject(
         model,
         {"input_ids": torch.randint(5, VOCABULARY, (count, text.length))},
@@ -237,8 +238,11 @@ def measure(
         optimizer.zero_grad()
     refresh, ordinary = statistics.median(seconds[2::2]), statistics.median(seconds[3::2])
     # A block of one number is inverted by a division, which takes no time.
-    shapes = traffic.blocks_of(optimizer.curvature.values())[0]
-    blocks = [(count, size) for count, size in shapes if size > 1]
+    blocks = [
+        (count, size)
+        for count, size in traffic.blocks_of(optimizer.curvature.values())[0]
+        if size > 1
+    ]
     (inverting,) = inverse_seconds(blocks, (LARGEST,), dtype=torch.float32, device=device)
     return {
         "device": device_name(device),

@@ -2,7 +2,7 @@
 
 import json
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,16 +40,22 @@ def split_dim(
         f"{numbers} exists already: give another --out, or --overwrite",
     )
     folder.mkdir(parents=True, exist_ok=True)  # fails here, not after minutes of work
-    choice, results = measure_split_dim(
-        model,
-        console,
-        optimizer=optimizer,
-        device=device,
-        batch=batch,
-        pixels=pixels,
-        data=data,
-        seed=seed,
+    where, subject = device_of(device), load_subject(model, seed)
+    if subject.batch is None:
+        subject = subject._replace(batch=sample_images(batch, pixels, data, seed))
+    printer(console)(f"{model}, {optimizer} on {where}. Inverting large blocks takes long ...")
+    choice = choose_split_dim(
+        subject.model, subject.batch, where, loss_fn=subject.loss_fn, optimizer=optimizer
     )
+    results = {
+        "model": model,
+        "optimizer": optimizer,
+        "data": data and str(data),
+        "batch": batch,
+        "pixels": pixels,
+        "seed": seed,
+        **choice.as_dict(),
+    }
     lines = [
         (
             str(size),
@@ -70,36 +76,6 @@ def split_dim(
     numbers.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     draw_choice(choice, model, folder / "split_dim.png")
     printer(console)(f"{verdict(choice)}. Figure and numbers are in {folder}")
-
-
-def measure_split_dim(
-    model: str,
-    console: Console,
-    *,
-    optimizer: str,
-    device: str,
-    batch: int,
-    pixels: int,
-    data: Path | None,
-    seed: int,
-) -> tuple[SplitChoice, dict[str, Any]]:
-    """Return the choice for a model, and all measured values and settings as JSON values."""
-    where, subject = device_of(device), load_subject(model, seed)
-    if subject.batch is None:
-        subject = subject._replace(batch=sample_images(batch, pixels, data, seed))
-    printer(console)(f"{model}, {optimizer} on {where}. Inverting large blocks takes long ...")
-    choice = choose_split_dim(
-        subject.model, subject.batch, where, loss_fn=subject.loss_fn, optimizer=optimizer
-    )
-    return choice, {
-        "model": model,
-        "optimizer": optimizer,
-        "data": data and str(data),
-        "batch": batch,
-        "pixels": pixels,
-        "seed": seed,
-        **choice.as_dict(),
-    }
 
 
 class Subject(NamedTuple):
@@ -163,12 +139,8 @@ def draw_choice(
     choice: SplitChoice,
     title: str,
     path: Path,
-    elsewhere: Mapping[str, float] | None = None,
 ) -> None:
-    """Draw both curves and mark where they cross.
-
-    `elsewhere` has crossings from other sources, by their labels.
-    """
+    """Draw both curves and mark where they cross."""
     from matplotlib.figure import Figure  # slow to import; without pyplot, which may open windows
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -183,8 +155,6 @@ def draw_choice(
     )
     if choice.crossing is not None:
         axes.axvline(choice.crossing, color="grey", linestyle="--", label=verdict(choice))
-    for label, crossing in (elsewhere or {}).items():
-        axes.axvline(crossing, color="#d55e00", linestyle=":", label=label)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set(xlabel="block size s", title=f"{title}, {choice.device}")
     figure.legend(loc="outside lower center")

@@ -126,9 +126,9 @@ def _of_owners(name: str, packed: Sequence[int], itemsize: int) -> Collective:
     """Return what sends triangles to or from their owners, who have so many elements each."""
     if pads(packed):
         return Collective(name, len(packed), itemsize * max(packed) * len(packed))
-    is_of_one = name == GATHER and sum(size > 0 for size in packed) == 1
+    has_one_owner = name == GATHER and sum(size > 0 for size in packed) == 1
     return Collective(
-        "broadcast" if is_of_one else "all_reduce", len(packed), itemsize * sum(packed)
+        "broadcast" if has_one_owner else "all_reduce", len(packed), itemsize * sum(packed)
     )
 
 
@@ -179,8 +179,12 @@ def memory_of(
     for layer in layers:
         layer.make_state()
     states = {layer.weight: layer.state for layer in layers}  # some layers share a weight
-    entries = (entry for state in states.values() for entry in state.values())
-    curvature = sum(entry.nbytes for entry in entries if isinstance(entry, Tensor))
+    curvature = sum(
+        entry.nbytes
+        for state in states.values()
+        for entry in state.values()
+        if isinstance(entry, Tensor)
+    )
     return {
         "memory": divided + buffers + curvature,
         "curvature": curvature,

@@ -5,11 +5,9 @@ them. A checkpoint is a folder `step-00000123`, which is complete or absent, wit
 
     model.safetensors      the weights, whole and by name; of a weight with several names, the first
     averaged.safetensors   the averaged weights, if the run has any
-    state.pt               the state of the optimizer by parameter name, of the loss scale and of
-                           random generators
+    state.pt               states: of the optimizer by name, the loss scale, random generators
     recipe.yaml            the recipe of the run
-    manifest.json          step, optimizer, what identifies the training data, length of
-                           `metrics.jsonl`, and SHA-256 of each file above
+    manifest.json          the fields of `Checkpoint`, and SHA-256 of each file above
 
 Nothing in it is executed. The symbolic link `best` leads to the checkpoint of the best evaluation.
 """
@@ -17,7 +15,6 @@ Nothing in it is executed. The symbolic link `best` leads to the checkpoint of t
 import json
 import re
 import shutil
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,19 +24,24 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.tensor import distribute_tensor
 
 from torch_thor.capture.patterns import matches
 from torch_thor.capture.sharding import is_sharded
 from torch_thor.errors import StoppedError, UserError, first_line, require
 from torch_thor.files import REMAINS, sha256, whole_folder
 from torch_thor.training.loop import Observer, Run, Score
-from torch_thor.training.recipe_model import Recipe, path_of
+from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.recipes import load_recipe, to_yaml
 from torch_thor.training.tasks.task import Task
 
-BEST, CHECKPOINTS = "best", "checkpoints"
 WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
-RECIPE, MANIFEST = "recipe.yaml", "manifest.json"
+BEST, CHECKPOINTS, RECIPE, MANIFEST = "best", "checkpoints", "recipe.yaml", "manifest.json"
 # Only exact names are ours: a user may keep copies beside them.
 _NAME = re.compile(r"step-\d{8}")
 
@@ -47,9 +49,6 @@ _NAME = re.compile(r"step-\d{8}")
 def name_of(step: int) -> str:
     """Return the name of the checkpoint after a step."""
     return f"step-{step:08d}"
-
-
-# ---- loading -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,19 +74,23 @@ class Checkpoint:
     def restore(self, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
         """Load it into a run before its first step, bit for bit as if it had not stopped.
 
-        Every process calls it. With another number of processes or threads, or on another machine,
+        Every process calls it. With other numbers of processes or threads, or on another machine,
         only the batches are the same.
         """
         data = json.loads(json.dumps(run.task.data))
         changed = [key for key in self.data if data.get(key) != self.data[key]]
         require(
             not changed,
-            f"the data are not those that the run of {self.path} began with "
-            f"({' and '.join(changed)}): give them as data.root=FOLDER, or start another run with "
-            "--out",
+            f"{self.path} began with other data ({' and '.join(changed)}): give those as "
+            "data.root=FOLDER, or start another run with --out",
         )
         state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
-        divided = _divided_state(run)  # before the weights, because torch takes a step for it
+        # of a divided network it tells which tensors are divided; torch takes a step for it
+        divided: Any = (
+            get_optimizer_state_dict(run.model, run.optimizer)["state"]
+            if any(map(is_sharded, run.model.parameters()))
+            else {}
+        )
         load_weights(run.model, self.weights(), str(self.path))
         _load_optimizer(run, state["optimizer"], divided)
         run.precision.scaler.load_state_dict(state["precision"])
@@ -97,10 +100,7 @@ class Checkpoint:
         run.step, run.seconds = self.step, state["seconds"]
         run.score, run.best = (each and Score(**each) for each in (state["score"], state["best"]))
         if len(state["random"]) != run.ranks.world:
-            say(
-                f"saved by {len(state['random'])} processes: the batches of this run, of "
-                f"{run.ranks.world}, are the same, and the random numbers of dropout are not"
-            )
+            say(f"saved by {len(state['random'])} processes: dropout has other random numbers")
             return
         random = state["random"][run.ranks.rank]
         torch.set_rng_state(random["cpu"])
@@ -111,8 +111,20 @@ class Checkpoint:
 def load_weights(model: nn.Module, given: Mapping[str, Tensor], source: str) -> None:
     """Load weights by name into a network, which may be divided; `source` is for the message."""
     weights = by_first_name(model, model.state_dict())
-    faults = misfits(given, weights)
-    require(not faults, f"{source} does not contain the weights of this network ({faults})")
+    found, expected = (
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for tensors in (given, weights)
+    )
+    faults = [
+        f"{name}: {found.get(name)}, the network has {expected.get(name)}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    require(
+        not faults,
+        f"{source} does not contain the weights of this network: {len(faults)} differ "
+        f"({'; '.join(faults[:3])})",
+    )
     with torch.no_grad():
         for name, tensor in weights.items():
             tensor.copy_(_like(given[name], tensor))
@@ -121,51 +133,27 @@ def load_weights(model: nn.Module, given: Mapping[str, Tensor], source: str) -> 
 def by_first_name(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Name the tensors of a network by the first of the names that each has in it."""
     first: dict[int, str] = {}
-    parameters = model.named_parameters(remove_duplicate=False)
-    every = (*parameters, *model.named_buffers(remove_duplicate=False))
+    every = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
     names = {name: first.setdefault(id(tensor), name) for name, tensor in every}
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
-
-
-def misfits(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
-    """Name the given tensors that are not those of a network; empty if all are."""
-    faults = [
-        f"{name}: {_shape(given, name)}, the network has {_shape(expected, name)}"
-        for name in sorted(given.keys() | expected.keys())
-        if _shape(given, name) != _shape(expected, name)
-    ]
-    return "; ".join(faults[:3]) + (f"; {len(faults) - 3} more" if len(faults) > 3 else "")
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(tensors[name].shape) if name in tensors else None
 
 
 def _like(full: Any, target: Any) -> Any:
     """Return a full tensor cut like `target`: the rows of this process, where it has only some."""
     if not (is_sharded(target) and isinstance(full, Tensor) and full.shape == target.shape):
         return full
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(
         full.to(target.device), target.device_mesh, target.placements, src_data_rank=None
     )
 
 
-def _divided_state(run: Run) -> dict[str, Any]:
-    """Return a divided network's state of the optimizer, which knows which tensors are divided."""
-    if not any(is_sharded(parameter) for parameter in run.model.parameters()):
-        return {}
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    state: Any = get_optimizer_state_dict(run.model, run.optimizer)["state"]
-    return state  # type: ignore[no-any-return]
-
-
 def _load_optimizer(run: Run, saved: dict[str, Any], divided: dict[str, Any]) -> None:
     names = {parameter: name for name, parameter in run.model.named_parameters()}
-    order = [names[p] for group in run.optimizer.param_groups for p in group["params"]]
-    number = {name: index for index, name in enumerate(order)}
+    trained = (names[p] for group in run.optimizer.param_groups for p in group["params"])
+    number = {name: index for index, name in enumerate(trained)}
     state = {
         number[name]: {
             key: _like(value, divided.get(name, {}).get(key)) for key, value in values.items()
@@ -177,9 +165,6 @@ def _load_optimizer(run: Run, saved: dict[str, Any], divided: dict[str, Any]) ->
         for group in saved["param_groups"]
     ]
     run.optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-# ---- finding -------------------------------------------------------------------------------------
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -208,8 +193,9 @@ def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
 
 def newest_first(folder: Path) -> list[Path]:
     """Return the folders of checkpoints in a folder, damaged or not."""
-    own = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
-    return sorted(own, reverse=True)
+    return sorted(
+        (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), reverse=True
+    )
 
 
 def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoint]:
@@ -221,8 +207,7 @@ def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoint]
     found = [saved for folder in folders if (saved := newest(folder, say)) is not None]
     require(
         bool(found),
-        f"{path} contains no checkpoint: give a run folder, a checkpoint or a folder of "
-        "checkpoints",
+        f"{path} contains no checkpoint: give a run folder, a checkpoint or a folder of them",
     )
     return found
 
@@ -240,8 +225,7 @@ def the_checkpoint(path: Path, say: Callable[[str], None]) -> Checkpoint:
 
 def load_initial_weights(model: nn.Module, recipe: Recipe, task: Task) -> None:
     """Load a recipe's `weights`, but for `weights_except`, into its network of random weights."""
-    word = f"weights={recipe.weights}"
-    path = path_of("weights", str(recipe.weights))
+    word, path = f"weights={recipe.weights}", Path(str(recipe.weights))
     if path.is_dir():
         saved = the_checkpoint(path, lambda _: None)
         path = saved.path / WEIGHTS
@@ -251,18 +235,14 @@ def load_initial_weights(model: nn.Module, recipe: Recipe, task: Task) -> None:
             f"{word} was trained with another tokenizer: prepare the corpus with its "
             "tokenizer.json, or leave the embeddings out with weights_except",
         )
-    checksum = recipe.weights_sha256
     require(
-        checksum is None or sha256(path) == checksum,
-        f"{word} does not have the checksum weights_sha256={checksum}: give the file that has it",
+        recipe.weights_sha256 in (None, sha256(path)),
+        f"{word} does not have the checksum weights_sha256={recipe.weights_sha256}",
     )
     try:
         given = by_first_name(model, load_file(path))
     except SafetensorError as error:
-        raise UserError(
-            f"{word} is not a safetensors file ({error}): write one with "
-            "safetensors.torch.save_file"
-        ) from error
+        raise UserError(f"{word} is no file of safetensors.torch.save_file ({error})") from error
     weights = by_first_name(model, model.state_dict())
     random = {name for name in weights if name.endswith("num_batches_tracked")}
     for pattern in recipe.weights_except:
@@ -271,9 +251,6 @@ def load_initial_weights(model: nn.Module, recipe: Recipe, task: Task) -> None:
         given = {name: tensor for name, tensor in given.items() if name not in matched}
         random |= matched & weights.keys()
     load_weights(model, {name: weights[name] for name in random} | given, word)
-
-
-# ---- saving --------------------------------------------------------------------------------------
 
 
 class Saver(Observer):
@@ -307,8 +284,7 @@ def save(folder: Path, run: Run, offset: int) -> None:
             torch.save(state, temporary / STATE)
             for name, tensors in weights.items():
                 save_file(tensors, temporary / name)
-                # safetensors makes files readable for their owner only
-                (temporary / name).chmod(stat.S_IMODE((temporary / STATE).stat().st_mode))
+                (temporary / name).chmod(0o644)  # safetensors lets nobody but the owner read
             (temporary / RECIPE).write_text(to_yaml(run.recipe), encoding="utf-8")
             about = {
                 "step": run.step,
@@ -320,8 +296,7 @@ def save(folder: Path, run: Run, offset: int) -> None:
             (temporary / MANIFEST).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     except (OSError, RuntimeError, SafetensorError) as error:  # each library's for a full disk
         raise UserError(
-            f"{path} cannot be written ({first_line(error)}): earlier checkpoints are whole; make "
-            "room, then continue with --resume"
+            f"{path} cannot be written ({first_line(error)}): make room, then go on with --resume"
         ) from error
     settle(folder, run)
 
@@ -345,12 +320,6 @@ def settle(folder: Path, run: Run) -> None:
 
 def consolidated(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Return the weights by file, and everything else, whole on the first process; all call it."""
-    from torch.distributed.checkpoint.state_dict import (  # takes a second
-        StateDictOptions,
-        get_model_state_dict,
-        get_optimizer_state_dict,
-    )
-
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     models = {WEIGHTS: run.model} | ({AVERAGED: run.average.module} if run.average else {})
     weights = {}

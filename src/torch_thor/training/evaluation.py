@@ -31,8 +31,8 @@ def evaluate(
         number of loss terms, such as images; None if a signal has stopped one of them.
     """
     means = [metric for metric in task.metrics if metric.derived is None]
-    over = [metric.over for metric in means if metric.over is not None]
-    names = list(dict.fromkeys([*(metric.name for metric in means), *over]))
+    names = [metric.name for metric in means]
+    names += dict.fromkeys(metric.over for metric in means if metric.over is not None)
     share_buffers(model, ranks)
     training, sums, loss_terms = model.training, [], 0
     model.eval()

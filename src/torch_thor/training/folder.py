@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from torch_thor.errors import UserError, require
 from torch_thor.files import write_text
 from torch_thor.training.checkpoint import CHECKPOINTS, RECIPE, newest
-from torch_thor.training.optimizers import OPTIMIZERS, settings_of
+from torch_thor.training.optimizers import OPTIMIZERS
 from torch_thor.training.recipe_model import FREE_ON_RESUME, Recipe
 from torch_thor.training.recipes import differences, load_recipe, override, to_yaml
 
@@ -63,13 +63,19 @@ class RunFolder:
         recipe = override(stored, words)
         saved = (newest(self.checkpoints(name), lambda _: None) for name in stored.optimizer)
         begun = next((each.recipe for each in saved if each is not None), stored)
-        changed = differences(begun, recipe, FREE_ON_RESUME)
+        # otherwise the steps so far would have been different
+        lengthens = recipe.epochs > begun.epochs and not (
+            begun.schedule.ends_with_training or begun.damping_schedule.ends_with_training
+        )
+        changed = differences(
+            begun, recipe, [key for key in FREE_ON_RESUME if key != "epochs" or lengthens]
+        )
         require(
             not changed,
             f"the run in {self.path} has other settings ({'; '.join(changed)}): resume without "
-            "changing them, or choose another folder with --out",
+            "changing them (epochs may grow if no schedule ends with the training, as with "
+            "schedule.horizon_epochs), or choose another folder with --out",
         )
-        _check_epochs(begun, recipe)
         return recipe
 
     def check_free(self) -> None:
@@ -102,22 +108,3 @@ class RunFolder:
                     file.unlink(missing_ok=True)
             write_text(self.recipe, to_yaml(recipe))
             yield
-
-
-def _check_epochs(begun: Recipe, recipe: Recipe) -> None:
-    """Refuse a number of epochs with which the steps so far would have been different."""
-    if recipe.epochs == begun.epochs:
-        return
-    said = f"epochs={recipe.epochs}"
-    require(
-        recipe.epochs > begun.epochs,
-        f"{said} is less than the run's {begun.epochs}: --resume only lengthens a run",
-    )
-    damped = any("damping" in settings_of(name) for name in recipe.optimizer)
-    for key in ("schedule", *(["damping_schedule"] if damped else [])):
-        require(
-            not getattr(recipe, key).ends_with_training,
-            f"{said}: {key} ends with the training, so the steps so far used that of "
-            f"{begun.epochs} epochs; start another run with --out, and weights=CHECKPOINT to begin "
-            f"with the weights of this one, or set {key}.horizon_epochs from the beginning",
-        )

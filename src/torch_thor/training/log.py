@@ -119,12 +119,15 @@ class Metrics(Observer):
         self._file.close()
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
-        # JSON has no infinity and no NaN
-        plain = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in values.items()
-        }
-        self._file.write(json.dumps({"kind": kind, **plain}).encode() + b"\n")
+        self._file.write(json.dumps({"kind": kind, **finite(values)}).encode() + b"\n")
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with None for what is not finite, because JSON has no infinity and no NaN."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
 
 
 class Progress(Observer):
@@ -165,8 +168,11 @@ class Progress(Observer):
             self._say(f"{place(run)}, {', '.join(said)}")
         self._add("train", point.step, {**found, "loss": point.loss})
         self._add("thor", point.step, Counter(event.decision.value for event in point.events))
-        changes = {event.layer: event.trace_change for event in point.events}
-        self._add("trace_change", point.step, changes)
+        self._add(
+            "trace_change",
+            point.step,
+            {event.layer: event.trace_change for event in point.events},
+        )
 
     def evaluation(self, run: Run, score: Score) -> None:
         """Show an evaluation; a line has the primary metric and the loss."""

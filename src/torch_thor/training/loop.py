@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,7 +85,7 @@ class Score:
         return (self.metrics if self.averaged is None else self.averaged)[name]
 
 
-class Observer(Protocol):
+class Observer:
     """An observer of a run, which by default does nothing.
 
     Those of the first process write files and print; one saves and stops.
@@ -93,19 +93,15 @@ class Observer(Protocol):
 
     def step(self, run: "Run", point: Point) -> None:
         """Called after each step."""
-        return
 
     def evaluation(self, run: "Run", score: Score) -> None:
         """Called after each evaluation."""
-        return
 
     def end_of_step(self, run: "Run") -> None:
         """Called after each step and its evaluation, if any."""
-        return
 
     def close(self) -> None:
         """Called once when the training has ended, also by an error."""
-        return
 
 
 @dataclass
@@ -172,19 +168,12 @@ class Run:
         return self.recipe.total_steps(self.task.steps_per_epoch)
 
     @property
-    def evaluates(self) -> bool:
-        """Whether an evaluation follows the latest step."""
-        interval = self.recipe.eval_interval or self.recipe.eval_epochs * self.task.steps_per_epoch
-        return self.step % interval == 0 or self.step == self.total_steps
-
-    @property
     def unevaluated(self) -> bool:
         """Whether the evaluation that follows the latest step is still to come."""
-        return (
-            self.step > 0
-            and self.evaluates
-            and (self.score is None or self.score.step != self.step)
-        )
+        interval = self.recipe.eval_interval or self.recipe.eval_epochs * self.task.steps_per_epoch
+        is_due = self.step % interval == 0 or self.step == self.total_steps
+        evaluated = 0 if self.score is None else self.score.step
+        return is_due and evaluated != self.step
 
     @property
     def done(self) -> bool:
@@ -228,10 +217,9 @@ def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] 
 def listening() -> Iterator[list[int]]:
     """Note signals that ask the training to stop while the block runs; a second one ends it."""
     received: list[int] = []
-    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     before = {
         number: handler
-        for number in numbers
+        for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name))
         # nohup ignores SIGHUP; the SIGINT that a shell's background jobs ignore is meant for us
         if (handler := signal.getsignal(number)) != signal.SIG_IGN or number != signal.SIGHUP
     }
@@ -334,7 +322,6 @@ def take_step(run: Run, feed: Feed) -> Point:
                     thor.sample_fisher(
                         part_loss.output,
                         part_loss.distribution,
-                        dim=part_loss.dim,
                         seed=recipe.seed,
                     )
                 share = (

@@ -46,10 +46,14 @@ class MuonAdamW(torch.optim.Optimizer):
         adamw_embeddings: bool = False,
         model: nn.Module | None = None,
     ) -> None:
-        model = params if isinstance(params, nn.Module) else model
-        modules = model.modules() if model is not None and adamw_embeddings else ()
-        embeddings = {module.weight for module in modules if isinstance(module, nn.Embedding)}
-        given: list[Any] = list(params.parameters() if isinstance(params, nn.Module) else params)
+        if isinstance(params, nn.Module):
+            model, params = params, params.parameters()
+        embeddings = {
+            module.weight
+            for module in (model.modules() if model is not None and adamw_embeddings else ())
+            if isinstance(module, nn.Embedding)
+        }
+        given: list[Any] = list(params)
         self._inner: dict[str, torch.optim.Optimizer] = {}
         groups: list[dict[str, Any]] = []
         for group in given if given and isinstance(given[0], dict) else [{"params": given}]:

@@ -13,7 +13,6 @@ from torch_thor.errors import UserError
 from torch_thor.intervals import as_saved
 from torch_thor.optim import registry
 from torch_thor.optim.options import OPTIONS
-from torch_thor.optim.registry import WITH_CURVATURE
 from torch_thor.optim.thor import PRESETS
 from torch_thor.split import choose_split_dim
 from torch_thor.training.muon import MuonAdamW
@@ -92,13 +91,13 @@ _DEFAULTS: dict[str, Mapping[str, Any]] = {
     "muon": {"weight_decay": 0.01},
     "lamb": {"lr": 0.01},
 }
-OPTIMIZERS = {**WITH_CURVATURE, **_OTHERS, **registry.OPTIMIZERS}
+OPTIMIZERS = {**registry.WITH_CURVATURE, **_OTHERS, **registry.OPTIMIZERS}
 
 
 def keys_of(name: str) -> type[Keys]:
     """Return the keys of an optimizer: the options of its class, and one that a recipe adds."""
-    arguments = inspect.signature(OPTIMIZERS[name]).parameters.items()
-    given = {key: argument.default for key, argument in arguments}
+    arguments = inspect.signature(OPTIMIZERS[name]).parameters
+    given = {key: argument.default for key, argument in arguments.items()}
     given |= {**_DEFAULTS.get(name, {}), "decay_filter": None}
     if "betas" in given:
         given["beta1"], given["beta2"] = given["betas"]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,7 @@ class Ranks:
             return values
         tensor = torch.tensor(values, dtype=wide_dtype(self.device), device=self.device)
         dist.all_reduce(tensor)
-        sums: list[float] = tensor.tolist()
-        return sums
+        return cast(list[float], tensor.tolist())
 
     def gathered(self, value: Any) -> list[Any]:
         """Collect a picklable object from every process, in rank order; all must call it."""
@@ -144,8 +143,11 @@ def connect(model: nn.Module, ranks: Ranks, weight: RankWeight) -> nn.Module:
         for module in _divided(model):
             module.set_custom_reduce_scatter(_WeightedReduceScatter(weight))
         return model
-    gpus = [ranks.device] if ranks.device.type == "cuda" else None
-    wrapped = DistributedDataParallel(model, device_ids=gpus, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+    )
     wrapped.register_comm_hook(weight, _average)
     return wrapped
 
@@ -187,10 +189,7 @@ class _WeightedReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:  # fmt: skip
         weighted = input_tensor.mul_(self.weight.value)
-        work: dist.Work | None = reduce_scatter(
-            output_tensor, weighted, group=group, op=op, async_op=async_op
-        )
-        return work
+        return reduce_scatter(output_tensor, weighted, group=group, op=op, async_op=async_op)
 
 
 def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
@@ -225,14 +224,15 @@ def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Find elements of lists, such as transformer layers, whose parameters are gathered alone."""
     # Parameters outside of them, and those that a block shares with the rest, are the network's.
-
-    def elements(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
-        is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-        if listed and not is_list:
-            yield module
-        else:
-            for child in module.children():
-                yield from elements(child, is_list)
+    lists = nn.Sequential | nn.ModuleList | nn.ModuleDict
+    elements = [
+        child
+        for module in model.modules()
+        if isinstance(module, lists)
+        for child in module.children()
+        if not isinstance(child, lists)
+    ]
+    nested = {inner for element in elements for inner in element.modules() if inner is not element}
 
     def owners(module: nn.Module) -> Counter[int]:
         return Counter(
@@ -242,7 +242,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         )
 
     every = owners(model)
-    by_block = {block: owners(block) for block in elements(model, False)}
+    by_block = {block: owners(block) for block in elements if block not in nested}
     return [block for block, uses in by_block.items() if uses and uses.items() <= every.items()]
 
 
@@ -272,5 +272,4 @@ def without_averaging(net: nn.Module) -> AbstractContextManager[None]:
     Divided networks average those of each micro-batch, because otherwise every process would hold
     whole ones.
     """
-    context: AbstractContextManager[None] = getattr(net, "no_sync", nullcontext)()
-    return context
+    return cast(AbstractContextManager[None], getattr(net, "no_sync", nullcontext)())

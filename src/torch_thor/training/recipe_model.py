@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from torch_thor.errors import require
+from torch_thor.training.models.bert import CONFIGURATION
 from torch_thor.training.optimizers import AUTO, OPTIMIZERS, Settings
 from torch_thor.training.recipe_keys import (
     Count,
@@ -24,10 +25,10 @@ IN_MEMORY = {"digits": (1, 8, 8), "fashion-mnist": (1, 28, 28)}  # shapes of the
 FOLDER, CIFAR_SETS, TEXTS = "image-folder", ("cifar10", "cifar100"), ("python-text", "corpus")
 # for data sets that are downloaded or prepared, if a recipe names no folder
 CACHE = "~/.cache/torch-thor"
-# The keys that a resumed run may change: where the data are, when the run ends, what is written and
-# when. A key with a dot at its end stands for all keys inside it. None of them changes what a step
-# computes, except that THOR's blocks end where the parameters of `parallel` are divided, as with
-# another number of processes.
+# The keys that a resumed run may change: where the data are, when the run ends, what
+# is written and when. A key with a dot at its end stands for all keys inside it. None of them
+# changes what a step computes, except that THOR's blocks end where the parameters of `parallel` are
+# divided, as with another number of processes.
 FREE_ON_RESUME = (
     "about", "reaches", "epochs", "weights", "parallel", "shards", "data.root", "data.download",
     "data.workers.",
@@ -41,16 +42,14 @@ Tokens = Annotated[Whole, Field(ge=16)]
 Pair = tuple[Positive, Positive]
 
 
-def path_of(key: str, text: str) -> Path:
-    """Return the path that a recipe names, with `~` and `$NAME` in it replaced."""
+def _place(text: str) -> str:
+    """Return the absolute path that a text names, with `~` and `$NAME` in it replaced."""
     path = os.path.expandvars(text)
-    require("$" not in path, f"{key}={text}: set the environment variable that it names")
-    return Path(path).expanduser()
+    require("$" not in path, "set the environment variable that it names")
+    return str(Path(path).expanduser().absolute())
 
 
-def absolute(key: str, text: str) -> str:
-    """Return the text of a path that names the same place in any working folder."""
-    return text if path_of(key, text).is_absolute() else str(Path(text).absolute())
+Place = Annotated[str, AfterValidator(_place)]
 
 
 class Transform(Keys):
@@ -131,7 +130,7 @@ class Data(Keys):
     name: Literal[
         "digits", "fashion-mnist", "cifar10", "cifar100", "image-folder", "python-text", "corpus"
     ] = Field("digits", description="the data set; a corpus is written by `torch-thor prepare`")
-    root: str | None = Field(
+    root: Place | None = Field(
         None, description=f"its folder, in which ~ and $NAME are replaced; null: {CACHE}"
     )
     download: bool = Field(True, description="download missing files, of sets that can be")
@@ -170,7 +169,7 @@ class Data(Keys):
 
     def folder(self) -> Path:
         """Return the folder of the files."""
-        return path_of("data.root", self.root or CACHE)
+        return Path(self.root or CACHE).expanduser()
 
 
 class Schedule(Keys):
@@ -371,14 +370,16 @@ class Recipe(Training):
         "image-classification", description="what is learned"
     )
     data: Data = Field(Data(), description="the data set")
-    model: str = Field(
+    model: Annotated[
+        str, AfterValidator(lambda name: _place(name) if name.endswith(CONFIGURATION) else name)
+    ] = Field(
         "small-cnn",
         description="the network: a name of torch-thor, torchvision:NAME, timm:NAME, ...",
     )
     activation_checkpointing: bool = Field(
         False, description="compute activations twice to save memory, for masked-lm"
     )
-    weights: str | None = Field(
+    weights: Place | None = Field(
         None, description="file, checkpoint or run folder to start from; null: at random"
     )
     weights_except: tuple[str, ...] = Field(

@@ -90,8 +90,9 @@ def check(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int
 
 
 def _warmup(schedule: Schedule, steps_per_epoch: int) -> int:
-    in_epochs = round(schedule.warmup_epochs * steps_per_epoch)
-    return in_epochs if schedule.warmup_steps is None else schedule.warmup_steps
+    if schedule.warmup_steps is not None:
+        return schedule.warmup_steps
+    return round(schedule.warmup_epochs * steps_per_epoch)
 
 
 def _horizon(schedule: Schedule, steps_per_epoch: int, total_steps: int) -> float:

@@ -114,11 +114,6 @@ def read_keys(name: str) -> dict[str, Any]:
     return _keys(file.read_bytes(), file.stem)
 
 
-def parse(text: str, name: str, words: Sequence[str] = ()) -> Recipe:
-    """Make a recipe of YAML, and of words as for `load_recipe`; `name` is its default name."""
-    return _recipe(_keys(text.encode(), name), words)
-
-
 def override(recipe: Recipe, words: Sequence[str]) -> Recipe:
     """Return a recipe with words on top, as for `load_recipe`.
 
@@ -128,7 +123,7 @@ def override(recipe: Recipe, words: Sequence[str]) -> Recipe:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Write the non-default values, as text that `parse` makes an equal recipe of."""
+    """Write the non-default values, as text that `load_recipe` makes an equal recipe of."""
     values = recipe.model_dump(mode="json", exclude_defaults=True)
     return yaml.dump(
         {key: values[key] for key in (*_FIRST, *values) if key in values},
@@ -143,11 +138,11 @@ def to_yaml(recipe: Recipe) -> str:
 def differences(old: Recipe, new: Recipe, but: Sequence[str] = ()) -> list[str]:
     """Return `key: old -> new` where recipes differ, but for some keys (see `FREE_ON_RESUME`)."""
     before, after = (dict(_flat(recipe.model_dump())) for recipe in (old, new))
-    free = tuple(key for key in but if key.endswith("."))
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in {**before, **after}
-        if before.get(key) != after.get(key) and not (key in but or key.startswith(free))
+        if before.get(key) != after.get(key)
+        and not any(key == each or (each[-1] == "." and key.startswith(each)) for each in but)
     ]
 
 

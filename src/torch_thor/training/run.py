@@ -3,20 +3,18 @@
 Then what is trained is used.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from torch_thor.errors import require
+from torch_thor.errors import is_first_rank, require
 from torch_thor.files import whole_folder
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.printing import is_first_rank, printer
+from torch_thor.printing import printer
 from torch_thor.training import recipe_schedules as schedules
 from torch_thor.training.checkpoint import (
     Saver,
@@ -28,13 +26,13 @@ from torch_thor.training.checkpoint import (
 )
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.folder import RunFolder
-from torch_thor.training.log import observers_of
+from torch_thor.training.log import finite, observers_of
 from torch_thor.training.loop import Run, listening, split, train
 from torch_thor.training.models.bert import CONFIGURATION
 from torch_thor.training.optimizers import build_optimizer, measured_split_dim
 from torch_thor.training.parallel import Ranks, RankWeight, connect, divide, processes
 from torch_thor.training.precision import Precision, averaged
-from torch_thor.training.recipe_model import IN_MEMORY, Recipe, absolute
+from torch_thor.training.recipe_model import IN_MEMORY, Recipe
 from torch_thor.training.recipes import override
 from torch_thor.training.summary import report
 from torch_thor.training.tasks.opening import open_task
@@ -94,19 +92,6 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
     return Run(recipe, name, task, model, net, optimizer, precision, ranks, weight, average)
 
 
-def placed(recipe: Recipe) -> Recipe:
-    """Return a recipe that names the same files in any working folder."""
-    changes: dict[str, Any] = {}
-    if recipe.data.root is not None:
-        root = absolute("data.root", recipe.data.root)
-        changes["data"] = recipe.data.model_copy(update={"root": root})
-    if recipe.weights is not None:
-        changes["weights"] = absolute("weights", recipe.weights)
-    if recipe.model.endswith(CONFIGURATION):
-        changes["model"] = str(Path(recipe.model).absolute())
-    return recipe.model_copy(update=changes)
-
-
 def run_recipe(
     recipe: Recipe,
     folder: RunFolder,
@@ -126,7 +111,6 @@ def run_recipe(
     """
     if not (resume or overwrite):
         folder.check_free()
-    recipe = placed(recipe)
     with processes(recipe) as ranks, ExitStack() as stack:
         say = printer(console) if ranks.first else lambda _: None
         task = open_task(recipe, ranks.device, say)
@@ -174,30 +158,12 @@ def _train(
     train(run, [*observers[:1], saver, *observers[1:]], stops=stops)
 
 
-@dataclass(frozen=True)
-class SavedScore:
-    """The evaluation of a checkpoint's weights, or averaged weights: metrics and their values.
-
-    A value that is not finite is None, as in `metrics.jsonl`. `number` counts what the metrics are
-    means over, in the `unit` of the task, such as images.
-    """
-
-    optimizer: str
-    averaged: bool
-    step: int
-    path: Path
-    metrics: Sequence[Metric]
-    values: Mapping[str, float | None]
-    number: int
-    unit: str
-
-
 def evaluate_saved(
     path: Path, words: Sequence[str], say: Callable[[str], None]
-) -> list[SavedScore]:
+) -> tuple[list[dict[str, Any]], Sequence[Metric]]:
     """Evaluate a checkpoint, or the newest undamaged one of every optimizer in a run folder.
 
-    Under `torchrun` the processes share the data. The scores are then bit for bit those of one
+    Under `torchrun` the processes share the data. The values are then bit for bit those of one
     process.
 
     Args:
@@ -206,7 +172,9 @@ def evaluate_saved(
         say: Prints a line; it is called once for each damaged checkpoint and each unreadable image.
 
     Returns:
-        A score for each optimizer, and one for its averaged weights if it has any.
+        A row for each optimizer, and one for its averaged weights if it has any, of JSON values by
+        name: the metrics, None where a value is not finite; and under the `unit` of the task, what
+        they are means over, such as the number of images. Then the metrics of the task.
     """
     say = say if is_first_rank() else lambda _: None
     # weights are read at once: a training that goes on removes old checkpoints
@@ -218,7 +186,7 @@ def evaluate_saved(
         )
         for saved in find_checkpoints(path, say)
     ]
-    scores = []
+    rows = []
     with processes(found[0][1]) as ranks:
         for saved, recipe, weights in found:
             task = open_task(recipe, ranks.device, say, train=False, data=saved.data)
@@ -227,17 +195,17 @@ def evaluate_saved(
                 load_weights(model, tensors, str(saved.path))
                 measured = evaluate(task, model, ranks)
                 assert measured is not None  # no signal is listened to
-                means, number = measured
-                values = {
-                    name: mean if math.isfinite(mean) else None for name, mean in means.items()
-                }
-                scores.append(
-                    SavedScore(
-                        saved.optimizer, averaged, saved.step, saved.path, task.metrics, values,
-                        number, task.unit,
-                    )
-                )  # fmt: skip
-    return scores
+                rows.append(
+                    {
+                        "optimizer": saved.optimizer,
+                        "averaged": averaged,
+                        "step": saved.step,
+                        "path": str(saved.path),
+                        task.unit.replace(" ", "_"): measured[1],
+                        **finite(measured[0]),
+                    }
+                )
+    return rows, task.metrics
 
 
 def _with_words(trained: Recipe, words: Sequence[str]) -> Recipe:

@@ -5,6 +5,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,8 +27,8 @@ def report(folder: RunFolder, recipe: Recipe, task: Task, console: Console) -> N
     results = [
         Result(name, folder.metrics(name), primary(task.metrics)) for name in recipe.optimizer
     ]
-    told = [as_json(result, recipe, task.unit) for result in results]
-    write_text(folder.summary, json.dumps(told, indent=2) + "\n")
+    content = json.dumps([as_json(result, recipe, task.unit) for result in results], indent=2)
+    write_text(folder.summary, content + "\n")
     console.print(table(results, recipe))
     if sentence := compared(results):
         printer(console)(sentence)
@@ -81,10 +82,12 @@ class Result:
 
     def best(self) -> dict[str, Any]:
         """The first evaluation with the best value."""
-        best = self.evaluations[0]
-        for line in self.evaluations:
-            best = line if self.metric.better(self.value(line), self.value(best)) else best
-        return best
+        return reduce(
+            lambda best, line: (
+                line if self.metric.better(self.value(line), self.value(best)) else best
+            ),
+            self.evaluations,
+        )
 
     def reaching(self, target: float) -> dict[str, Any] | None:
         """The first evaluation whose value is a target or better."""
@@ -144,10 +147,9 @@ def table(results: Sequence[Result], recipe: Recipe) -> Table:
                 *(_when(result.reaching(target)) for result in results),
             ]
         )
-    averaged = " of averaged weights" if recipe.ema_decay is not None else ""
     rows += [
         [
-            f"final {metric.word}{averaged}",
+            f"final {metric.word}{'' if recipe.ema_decay is None else ' of averaged weights'}",
             *(metric.text(result.value(result.final)) for result in results),
         ],
         ["steps in total", *(_when(result.final) for result in results)],
@@ -157,8 +159,9 @@ def table(results: Sequence[Result], recipe: Recipe) -> Table:
 
 
 def _durations(result: Result) -> str:
-    kinds = (result.ordinary, result.refresh)
-    return " / ".join(milliseconds(median(kind)) for kind in kinds if kind)
+    return " / ".join(
+        milliseconds(median(kind)) for kind in (result.ordinary, result.refresh) if kind
+    )
 
 
 def _when(line: dict[str, Any] | None) -> str:

@@ -136,9 +136,7 @@ def test_workers_change_no_batch_and_no_random_number_of_the_training():
         torch.rand(3, generator=torch.Generator().manual_seed(2000 + index))
         for index in (10, 12, 14)
     ]
-    batch, readable = alone[10]
-    assert_same(batch, [torch.stack(numbers), torch.tensor([10, 12, 14])])
-    assert readable
+    assert_same(alone[10], [torch.stack(numbers), torch.tensor([10, 12, 14])])
     assert said == 3 * [
         f"noise/{index} cannot be read (odd) and is left out" for index in (11, 13, 15, 17, 19)
     ]
@@ -149,8 +147,8 @@ def test_too_many_unreadable_samples_are_one_line():
     # five of twenty, and the same five again
     assert len(list(read(keys, max_broken=0.25))) == 2
     for dataset, said in (
-        (Noise(), r"5 of 20 samples cannot be read, more than data.max_broken=0.24 allows; .*/19"),
-        (Lost(), "5 of 20 samples cannot be read, .*lost/"),
+        (Noise(), r"5 of 20 samples cannot be read, more than data.max_broken=0.24 allows, .*/19"),
+        (Lost(), "20 of 20 samples cannot be read, .*lost/"),
     ):
         for workers in (0, 1):
             with pytest.raises(UserError, match=said):
@@ -158,14 +156,9 @@ def test_too_many_unreadable_samples_are_one_line():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_without_a_readable_sample_has_another_that_its_keys_determine(workers):
-    (one, own), (again, _), (other, _) = read(
-        [[(0, 11), (0, 13)], [(0, 11), (0, 17)], [(1, 11), (1, 13)]], workers
-    )
-    assert not own
-    assert_same(one, again)
-    assert not torch.equal(one[0], other[0])
-    assert torch.equal(one[0][0], Noise()[0, int(one[1])][0])
+def test_a_batch_without_a_readable_sample_is_an_error_that_names_one(workers):
+    with pytest.raises(UserError, match=r"or all of a batch; .*noise/13 .* raise .* batch_size"):
+        list(read([[(0, 11), (0, 13)]], workers))
 
 
 def test_workers_obey_nobody_but_their_loader():

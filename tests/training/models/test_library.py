@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_thor.errors import UserError
-from torch_thor.training.models.library import build_library_model, build_model, check_fits
+from torch_thor.training.models.library import build_model, check_fits
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_a_prefix_chooses_the_library_and_timm_takes_any_number_of_channels():
         "resnet18": "torchvision",
         "resnet10t": "timm",
     }.items():
-        assert type(build_library_model(name)).__module__ == f"{library}.models.resnet"
+        assert type(build_model(name, 3, 7)).__module__ == f"{library}.models.resnet"
     assert build_model("timm:resnet10t", 1, 7).eval()(torch.randn(2, 1, 32, 32)).shape == (2, 7)
 
 
@@ -70,10 +70,10 @@ def test_unknown_names(name, said):
 
 def test_without_timm(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)  # as where it is not installed
-    assert isinstance(build_library_model("resnet18"), nn.Module)
+    assert isinstance(build_model("resnet18", 3, 10), nn.Module)
     for name in ("timm:resnet18", "resnet10t"):
         with pytest.raises(UserError, match=r"pip install 'torch-thor\[timm\]'"):
-            build_library_model(name)
+            build_model(name, 3, 10)
 
 
 def test_torchvision_takes_three_channels():

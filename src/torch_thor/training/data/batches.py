@@ -29,8 +29,9 @@ Key = tuple[int, int]  # epoch and index of a sample
 
 def allowed_cores() -> int:
     """Return the number of cores that a scheduler or `taskset` leaves to this process."""
-    is_known = hasattr(os, "sched_getaffinity")  # on Linux
-    return len(os.sched_getaffinity(0)) if is_known else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def digest(*parts: object) -> int:
@@ -121,11 +122,8 @@ def loaded(
     max_broken: float = 0.0,
     say: Callable[[str], None] = print,
     collate: Callable[[list[Any]], Any] = default_collate,
-) -> Iterator[tuple[Any, bool]]:
-    """Yield batches that worker processes make, and whether each has a sample of its own keys.
-
-    A sample that cannot be read is left out of its batch. If none is left, another of the data set
-    takes their place, which one is a function of the keys.
+) -> Iterator[Any]:
+    """Yield batches that worker processes make, without the samples that cannot be read.
 
     Args:
         dataset: Its samples by key; it has a length. A sample that cannot be read is the text that
@@ -140,7 +138,7 @@ def loaded(
         collate: Makes a batch, a tree of tensors, from its readable samples.
 
     Raises:
-        UserError: If too many samples are unreadable.
+        UserError: If too many samples are unreadable, or all of a batch.
     """
     loader = DataLoader(
         _Batches(dataset, collate),
@@ -154,50 +152,37 @@ def loaded(
         generator=torch.Generator(),
     )
     size, broken = len(cast(Any, dataset)), set[str]()
-    for batch, readable, reasons in loader:
+    for batch, reasons in loader:
         for reason in reasons:
             if reason not in broken:
                 broken.add(reason)
                 say(f"{reason} and is left out")
-                require(
-                    len(broken) <= max_broken * size,
-                    f"{len(broken)} of {size} samples cannot be read, more than "
-                    f"data.max_broken={max_broken:g} allows; the latest: {reason}: repair or "
-                    "remove them, or raise data.max_broken",
-                )
-        yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch), readable
+        require(
+            len(broken) <= max_broken * size and batch is not None,
+            f"{len(broken)} of {size} samples cannot be read, more than "
+            f"data.max_broken={max_broken:g} allows, or all of a batch; the latest: "
+            f"{''.join(reasons[-1:])}: repair or remove them, or raise data.max_broken or "
+            "batch_size",
+        )
+        yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch)
 
 
 class _Batches(Dataset[Any]):
-    """Whole batches: the tree of the readable samples, whether any is its own, and the faults."""
+    """Whole batches: the tree of the readable samples, None if there is none, and the faults."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate = dataset, collate
 
-    def __getitem__(self, keys: list[Any]) -> tuple[Any, bool, list[str]]:
+    def __getitem__(self, keys: list[Any]) -> tuple[Any, list[str]]:
         with torch.random.fork_rng(devices=[]):  # dropout uses the generator that samples seed
             samples = [self.dataset[key] for key in keys]
-            readable = any(not isinstance(sample, str) for sample in samples)
-            if not readable:
-                samples += self._until_readable(keys[0])
-        reasons = [sample for sample in samples if isinstance(sample, str)]
         good = [sample for sample in samples if not isinstance(sample, str)]
-        batch = self.collate(good) if good else None  # then all samples of the set are unreadable
+        batch = self.collate(good) if good else None
         # A worker shares it here, because torch's own thread would drop it where /dev/shm is full,
         # and the training would wait for ever.
         if good and get_worker_info():
             tree_map(Tensor.share_memory_, batch)
-        return batch, readable, reasons
-
-    def _until_readable(self, key: Key) -> Iterator[Any]:
-        """Yield samples from a place that depends on a key, up to the first that can be read."""
-        (epoch, index), size = key, len(cast(Any, self.dataset))
-        first = digest(epoch, index)
-        for number in range(size):
-            sample = self.dataset[epoch, (first + number) % size]
-            yield sample
-            if not isinstance(sample, str):
-                return
+        return batch, [sample for sample in samples if isinstance(sample, str)]
 
 
 def _ignore_signals(_: int) -> None:

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.datasets.folder import make_dataset
 from torchvision.io import decode_jpeg
 from torchvision.io.image import ImageReadMode
 from torchvision.transforms import v2
@@ -69,8 +69,11 @@ class Images(Dataset[Any]):
     @property
     def data(self) -> dict[str, Any]:
         """What identifies the images, for `Task.data`."""
-        names = self.source.checksum() if isinstance(self.source, Files) else None
-        return {"samples": len(self), "classes": list(self.classes), "files": names}
+        return {
+            "samples": len(self),
+            "classes": list(self.classes),
+            "files": self.source.checksum() if isinstance(self.source, Files) else None,
+        }
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -163,8 +166,7 @@ def open_images(
     )
     crop = v2.Compose([crop, v2.RandomHorizontalFlip(options.flip)])
     centre = v2.Compose([v2.Resize(options.resize, antialias=True), v2.CenterCrop(options.size)])
-    training = Images(*parts[0], crop, seed) if train else None
-    return training, Images(*parts[-1], centre, seed)
+    return Images(*parts[0], crop, seed) if train else None, Images(*parts[-1], centre, seed)
 
 
 _Part = tuple[Any, Tensor, Sequence[str]]  # the first arguments of `Images`
@@ -203,19 +205,18 @@ def _open_folders(
 
 def _labelled(folder: Path, classes: Sequence[str] | None, say: Callable[[str], None]) -> _Part:
     """Return the files, labels and classes of a folder of class folders."""
+    others = Counter[str]()
+
+    def is_image(path: str) -> bool:
+        if f"{os.sep}." in path.removeprefix(str(folder)):  # it is hidden
+            return False
+        suffix = Path(path).suffix.lower()
+        if suffix not in SUFFIXES:
+            others[suffix or "no suffix"] += 1
+        return suffix in SUFFIXES
+
     names = sorted(
         item.name for item in folder.iterdir() if not (item.name.startswith(".") or item.is_file())
-    )
-    paths: dict[str, list[str]] = {name: [] for name in names}
-    for path in list_images(folder, say):
-        name = path.removeprefix(f"{folder}{os.sep}").partition(os.sep)[0]
-        if name in paths:  # or else the image lies beside the class folders
-            paths[name].append(path)
-    empty = [name for name in names if not paths[name]]
-    require(
-        not empty,
-        f"{folder}: no image in {_some(empty)}: add images of a format that Pillow reads (JPEG, "
-        "PNG, WebP, TIFF, ...), or remove the class",
     )
     classes = names if classes is None else classes
     require(
@@ -223,9 +224,19 @@ def _labelled(folder: Path, classes: Sequence[str] | None, say: Callable[[str], 
         f"{folder} must contain a folder for each of two or more classes: sort the images into "
         "them",
     )
-    counts = torch.tensor([len(paths[name]) for name in names])
-    labels = _numbers(names, classes, str(folder)).repeat_interleave(counts)
-    return Files(list(chain.from_iterable(paths.values()))), labels, classes
+    numbers = dict(zip(names, _numbers(names, classes, str(folder)).tolist(), strict=True))
+    try:
+        images = make_dataset(folder, numbers, is_valid_file=is_image)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{folder}: {error}: add images of a format that Pillow reads (JPEG, PNG, WebP, TIFF, "
+            "...), or remove the class"
+        ) from error
+    if others:
+        kinds = ", ".join(f"{suffix} {number}" for suffix, number in others.most_common(4))
+        say(f"{folder}: {others.total()} files are no images and are left out ({kinds})")
+    paths, labels = zip(*images, strict=True)
+    return Files(paths), torch.tensor(labels), classes
 
 
 def _numbers(names: Sequence[str], classes: Sequence[str], place: str) -> Tensor:
@@ -233,38 +244,10 @@ def _numbers(names: Sequence[str], classes: Sequence[str], place: str) -> Tensor
     unknown = sorted(set(names) - set(classes))
     require(
         not unknown,
-        f"{place}: the training has no class {_some(unknown)}: name the folders as in the "
+        f"{place}: the training has no class {', '.join(unknown)}: name the folders as in the "
         "training, or remove them",
     )
-    numbers = {name: number for number, name in enumerate(classes)}
-    return torch.tensor([numbers[name] for name in names])
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def list_images(folder: Path, say: Callable[[str], None]) -> list[str]:
-    """Return the images anywhere in a folder, sorted, and say what is left out.
-
-    Raises:
-        OSError: If a folder in it cannot be listed.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    found, others = [], Counter[str]()
-    for top, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        shown = [name for name in names if not name.startswith(".")]
-        images = [name for name in shown if name.lower().endswith(SUFFIXES)]
-        found += [(top, name) for name in images]
-        others.update(Path(name).suffix or "no suffix" for name in set(shown) - set(images))
-    if others:
-        kinds = ", ".join(f"{suffix} {number}" for suffix, number in others.most_common(4))
-        say(f"{folder}: {others.total()} files are no images and are left out ({kinds})")
-    return [f"{top}{os.sep}{name}" for top, name in sorted(found)]
+    return torch.tensor([classes.index(name) for name in names])
 
 
 def collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -280,5 +263,4 @@ def normalised(images: Tensor, options: Transform) -> Tensor:
     """Convert uint8 images to float32 and normalise each channel, on their device."""
     # On a host the float32 images would be four times as many bytes to copy to the device.
     mean, std = (torch.tensor(values).mul(255).tolist() for values in (options.mean, options.std))
-    scaled: Tensor = normalize(images.float(), mean, std, inplace=True)
-    return scaled
+    return cast(Tensor, normalize(images.float(), mean, std, inplace=True))

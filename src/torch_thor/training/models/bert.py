@@ -3,16 +3,14 @@
 They are BERT in common sizes, or any model by its config file.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from torch_thor.errors import UserError, first_line
-
-if TYPE_CHECKING:  # recipes are checked without importing torch
-    from torch import Tensor, nn
 
 # Devlin et al. 2019; Turc et al. 2019 for tiny and mini
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
@@ -52,7 +50,6 @@ def build(
     Raises:
         UserError: If the file describes a network with too few positions.
     """
-    import torch
     import transformers
 
     if name in BERTS:
@@ -69,10 +66,10 @@ def build(
             else transformers.BertForMaskedLM(config)
         )
     values: dict[str, Any] = json.loads(Path(name).read_text(encoding="utf-8"))
-    own = transformers.AutoConfig.for_model(
-        **values | {"vocab_size": vocab_size, "pad_token_id": pad}
+    values |= {"vocab_size": vocab_size, "pad_token_id": pad}
+    model: nn.Module = transformers.AutoModelForMaskedLM.from_config(  # type: ignore[no-untyped-call]
+        transformers.AutoConfig.for_model(**values)
     )
-    model: nn.Module = transformers.AutoModelForMaskedLM.from_config(own)  # type: ignore[no-untyped-call]
     try:
         model.eval()(torch.full((1, length), (pad + 1) % vocab_size))
     except (IndexError, RuntimeError) as error:

@@ -40,16 +40,6 @@ def build_model(name: str, in_channels: int, classes: int) -> nn.Module:
     return build(num_classes=classes)
 
 
-def build_library_model(name: str) -> nn.Module:
-    """Return a new image classifier of torchvision or timm, with the defaults of the library.
-
-    Raises:
-        UserError: If there is no such network.
-    """
-    _, build = _find(name)
-    return build()
-
-
 def _find(name: str) -> tuple[str, Callable[..., nn.Module]]:
     """Return the library (`torchvision:` or `timm:`) that has a classifier, and what builds it."""
     from torchvision import models  # slow to import

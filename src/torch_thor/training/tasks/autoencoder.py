@@ -71,8 +71,8 @@ class Autoencoder(Task):
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process."""
-        dealt = held_out_keys(len(self.test), EVALUATION_BATCH, ranks)
-        return ((take(self.test, indices), counts) for indices, counts in dealt)
+        for indices, counts in held_out_keys(len(self.test), EVALUATION_BATCH, ranks):
+            yield take(self.test, indices), counts
 
     def terms(self, batch: Batch) -> Terms:
         """Count the images."""

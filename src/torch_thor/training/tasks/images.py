@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
-from torch_thor.errors import require
-from torch_thor.printing import is_first_rank
+from torch_thor.errors import is_first_rank, require
 from torch_thor.training.data.batches import (
     Key,
     batches_per_epoch,
@@ -43,7 +43,7 @@ MOST_FROM_FILES = 256
 class ImageClassification(Task):
     """The task of classifying images."""
 
-    train: Any  # `Images`, or [images, labels] in memory; so is `test`
+    train: Any  # `Images`, or a `TensorDataset` in memory; so is `test`
     test: Any
     unit = "images"
     metrics: Sequence[Metric] = (
@@ -77,9 +77,10 @@ class ImageClassification(Task):
             self.data = (self.train if train else self.test).data
         else:
             self.train, self.test = (
-                [tensor.to(device) for tensor in part] for part in load_images(recipe.data)
+                TensorDataset(*(tensor.to(device) for tensor in part))
+                for part in load_images(recipe.data)
             )
-            self.data = {"samples": len(self.train[1]), "classes": CLASSES[recipe.data.name]}
+            self.data = {"samples": len(self.train), "classes": CLASSES[recipe.data.name]}
             require(
                 classes in (None, self.data["classes"]),
                 f"data.name={recipe.data.name} has other classes than the data of the training: "
@@ -108,30 +109,21 @@ class ImageClassification(Task):
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
         """Return the training batches of a process."""
         keys = training_keys(
-            self._count(self.train), self.recipe.batch_size, self.recipe.seed, ranks, start
+            len(self.train), self.recipe.batch_size, self.recipe.seed, ranks, start
         )
-        return (batch for batch, _ in self._read(self.train, keys, ranks))
+        return self._read(self.train, keys, ranks)
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process."""
         size = min(self.recipe.batch_size, MOST_FROM_FILES) if self.files else EVALUATION_BATCH
-        dealt = list(held_out_keys(self._count(self.test), size, ranks))
+        dealt = list(held_out_keys(len(self.test), size, ranks))
         read = self._read(self.test, [[(0, i) for i in indices] for indices, _ in dealt], ranks)
-        # images in the place of a batch that cannot be read do not count
-        return (
-            (batch, counts and readable)
-            for (batch, readable), (_, counts) in zip(read, dealt, strict=True)
-        )
+        return zip(read, (counts for _, counts in dealt), strict=True)
 
-    def _count(self, images: Any) -> int:
-        return len(images if self.files else images[1])
-
-    def _read(
-        self, images: Any, keys: Iterable[list[Key]], ranks: Ranks
-    ) -> Iterator[tuple[Batch, bool]]:
-        """Return the batches of some keys, and whether each has an image of its own keys."""
+    def _read(self, images: Any, keys: Iterable[list[Key]], ranks: Ranks) -> Iterator[Batch]:
+        """Return the batches of some keys."""
         if not self.files:
-            return ((batch, True) for batch in in_memory(images, keys))
+            return in_memory(images.tensors, keys)
         from torch_thor.training.data.images import collate, normalised
 
         data = self.recipe.data
@@ -139,7 +131,7 @@ class ImageClassification(Task):
             images, keys, workers=data.workers.count, prefetch=data.workers.prefetch,
             device=ranks.device, max_broken=data.max_broken, say=self.say, collate=collate,
         )  # fmt: skip
-        return (((normalised(x, data.crops), labels), readable) for (x, labels), readable in raw)
+        return ((normalised(x, data.crops), labels) for x, labels in raw)
 
     def terms(self, batch: Batch) -> Terms:
         """Count the images."""
@@ -157,9 +149,8 @@ class ImageClassification(Task):
         """Return the summed unsmoothed cross-entropy, and counts of correctly classified images."""
         images, labels = batch
         scores = net(images)
-        best = scores.topk(min(5, self.outputs), dim=1).indices == labels[:, None]
         return {
             "loss": cross_entropy(scores, labels, reduction="sum"),
             "top1": (scores.argmax(dim=1) == labels).sum(),
-            "top5": best.sum(),
+            "top5": (scores.topk(min(5, self.outputs)).indices == labels[:, None]).sum(),
         }

@@ -81,9 +81,12 @@ class MaskedLM(Task):
         pairs = text.next_sentence and recipe.model in bert.BERTS
 
         def maker(side: str, length: int, seed: int) -> PairMaker:
-            corpus = Corpus(folder, side, length)
             return PairMaker(
-                corpus, text.masked, whole_words=text.whole_words, pairs=pairs, seed=seed
+                Corpus(folder, side, length),
+                text.masked,
+                whole_words=text.whole_words,
+                pairs=pairs,
+                seed=seed,
             )
 
         self._held_out = maker(HELD_OUT, text.length, 0)
@@ -161,7 +164,7 @@ class MaskedLM(Task):
 
     def _loaded(self, maker: PairMaker, keys: Iterator[list[Key]]) -> Iterator[Batch]:
         own, pinned = self.recipe.data.workers, self.device.type == "cuda"
-        for batch, _ in loaded(
+        for batch in loaded(
             maker, keys, workers=own.count, prefetch=own.prefetch, device=torch.device("cpu")
         ):
             yield {

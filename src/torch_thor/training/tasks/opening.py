@@ -2,20 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from torch_thor.training.recipe_model import Data, Recipe
 from torch_thor.training.tasks import TASKS
 from torch_thor.training.tasks.task import Task
-
-
-def task_class(name: str) -> type[Task]:
-    """Import the class of a task."""
-    module, kind = TASKS[name].place.split(".")
-    task: type[Task] = getattr(import_module(f"{__package__}.{module}"), kind)
-    return task
 
 
 def open_task(
@@ -38,7 +31,9 @@ def open_task(
     Raises:
         UserError: If the data are missing or unsuitable.
     """
-    return task_class(recipe.task)(recipe, device, say, train=train, data=data)
+    module, kind = TASKS[recipe.task].place.split(".")
+    task = getattr(import_module(f"{__package__}.{module}"), kind)
+    return cast(Task, task(recipe, device, say, train=train, data=data))
 
 
 def check_task(recipe: Recipe) -> list[str]:

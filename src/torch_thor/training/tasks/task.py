@@ -44,13 +44,11 @@ class Loss:
             differentiated; 0 where a part of a batch has no term.
         output: The output of the network, not detached.
         distribution: The distribution of the labels given the output, as for `THOR.sample_fisher`.
-        dim: The class dimension of categorical logits; None stands for the last of two dimensions.
     """
 
     mean: Tensor
     output: Any
     distribution: str | Callable[[Any], Distribution] = "categorical"
-    dim: int | None = None
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ ROWS = 1000  # documents that are written together
 @cache
 def _mapped(file: Path) -> pa.Table:
     """Open a file once per process; its contents are read from the disk where they are used."""
-    options = pa.ipc.IpcReadOptions(use_threads=False)  # a forked worker has none of its parent's
-    return pa.ipc.open_file(pa.memory_map(str(file)), options=options).read_all()
+    # a forked worker has none of its parent's threads
+    alone = pa.ipc.IpcReadOptions(use_threads=False)
+    return pa.ipc.open_file(pa.memory_map(str(file)), options=alone).read_all()
 
 
 class Passage(NamedTuple):
@@ -70,8 +71,7 @@ class Corpus:
         self.tokenizer, self.file, self.length = folder / TOKENIZER, folder / side, length
         self.checksums: dict[str, str] = manifest["sha256"]  # by the names of the files
         # They count the examples up to the end of each document.
-        examples = _mapped(self.file)[str(length)]
-        self._ends = np.cumsum(pc.list_value_length(examples).to_numpy())
+        self._ends = np.cumsum(pc.list_value_length(_mapped(self.file)[str(length)]).to_numpy())
 
     def __len__(self) -> int:
         """Return the number of examples."""

@@ -52,8 +52,9 @@ class PairMaker(Dataset[dict[str, Any]]):
         self.corpus, self.masked, self.whole_words = corpus, masked, whole_words
         self.pairs, self.seed = pairs, seed
         self.pieces = load_tokenizer(corpus.tokenizer).get_vocab()
-        ordinary = {*self.pieces.values()} - {self.pieces[piece] for piece in SPECIAL}
-        self._ordinary = np.array(sorted(ordinary))
+        self._ordinary = np.array(
+            sorted({*self.pieces.values()} - {self.pieces[piece] for piece in SPECIAL})
+        )
         self._continue = [number for piece, number in self.pieces.items() if piece[:2] == CONTINUES]
         require(
             not whole_words or self._continue != [],

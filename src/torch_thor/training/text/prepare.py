@@ -168,8 +168,8 @@ def _find(sources: Sequence[str], form: str | None) -> dict[str, str]:
 
 def _form_of(path: Path) -> str | None:
     """Return what a file contains, by its ending before that of a compression."""
-    endings = (ending.lower() for ending in reversed(path.suffixes))
-    return next((_FORM_OF[ending] for ending in endings if ending in _FORM_OF), None)
+    forms = (_FORM_OF.get(ending.lower()) for ending in reversed(path.suffixes))
+    return next(filter(None, forms), None)
 
 
 def _read(
@@ -177,9 +177,10 @@ def _read(
 ) -> datasets.Dataset:
     """Read the documents that have prose to a cache, as rows of `_ROWS`, a sentence a line."""
     datasets.disable_progress_bars()
-    given = {"forms": forms, "seed": seed}
     try:
-        read = datasets.Dataset.from_generator(_documents, _ROWS, str(folder), gen_kwargs=given)
+        read = datasets.Dataset.from_generator(
+            _documents, _ROWS, str(folder), gen_kwargs={"forms": forms, "seed": seed}
+        )
     except datasets.exceptions.DatasetGenerationError as error:
         raise error.__cause__ or error from None
     return read.map(
@@ -293,8 +294,8 @@ def python_corpus(
     cache: Path, vocab_size: int, lengths: Sequence[int], say: Callable[[str], None]
 ) -> Path:
     """Return the corpus of Python's language reference in a cache, prepared there at first use."""
-    facts = ("python-text", FORMAT, vocab_size, *lengths, platform.python_version())
-    folder = cache / "-".join(map(str, facts))
+    settings = f"{FORMAT}-{vocab_size}-{'-'.join(map(str, lengths))}"
+    folder = cache / f"python-text-{settings}-{platform.python_version()}"
     with FileLock(f"{folder}.lock"):  # several processes may call this function at the same time
         if not folder.exists():
             say(f"preparing the text that Python carries, in {folder}")
