@@ -139,8 +139,9 @@ def evaluate(
         ]
         for row in rows
     ]
-    headings = ["optimizer", "step", *(metric.title for metric in shown)]
-    Console().print(columns("", headings, cells, left=1))
+    Console().print(
+        columns("", ["optimizer", "step", *(metric.title for metric in shown)], cells, left=1)
+    )
 
 
 @app.command("prepare")

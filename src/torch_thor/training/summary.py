@@ -27,8 +27,10 @@ def report(folder: RunFolder, recipe: Recipe, task: Task, console: Console) -> N
     results = [
         Result(name, folder.metrics(name), primary(task.metrics)) for name in recipe.optimizer
     ]
-    content = json.dumps([as_json(result, recipe, task.unit) for result in results], indent=2)
-    write_text(folder.summary, content + "\n")
+    write_text(
+        folder.summary,
+        json.dumps([as_json(result, recipe, task.unit) for result in results], indent=2) + "\n",
+    )
     console.print(table(results, recipe))
     if sentence := compared(results):
         printer(console)(sentence)

@@ -45,7 +45,7 @@ def test_smoothing_is_cross_entropy_with_the_stated_distribution():
 def test_metrics_by_hand_for_any_number_of_processes():
     task = opened()
     model = task.model()
-    images, labels = task.test.tensors
+    images, labels = task.test
     scores = model.eval()(images).double()
     ranks = scores.argsort(dim=1, descending=True) == labels[:, None]
     found, number = evaluate(task, model, Ranks())

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
 
 from torch_thor.errors import is_first_rank, require
 from torch_thor.training.data.batches import (
@@ -43,7 +42,7 @@ MOST_FROM_FILES = 256
 class ImageClassification(Task):
     """The task of classifying images."""
 
-    train: Any  # `Images`, or a `TensorDataset` in memory; so is `test`
+    train: Any  # `Images`, or [images, labels] in memory; so is `test`
     test: Any
     unit = "images"
     metrics: Sequence[Metric] = (
@@ -77,10 +76,9 @@ class ImageClassification(Task):
             self.data = (self.train if train else self.test).data
         else:
             self.train, self.test = (
-                TensorDataset(*(tensor.to(device) for tensor in part))
-                for part in load_images(recipe.data)
+                [tensor.to(device) for tensor in part] for part in load_images(recipe.data)
             )
-            self.data = {"samples": len(self.train), "classes": CLASSES[recipe.data.name]}
+            self.data = {"samples": len(self.train[1]), "classes": CLASSES[recipe.data.name]}
             require(
                 classes in (None, self.data["classes"]),
                 f"data.name={recipe.data.name} has other classes than the data of the training: "
@@ -109,21 +107,24 @@ class ImageClassification(Task):
     def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
         """Return the training batches of a process."""
         keys = training_keys(
-            len(self.train), self.recipe.batch_size, self.recipe.seed, ranks, start
+            self._count(self.train), self.recipe.batch_size, self.recipe.seed, ranks, start
         )
         return self._read(self.train, keys, ranks)
 
     def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
         """Return the evaluation batches of a process."""
         size = min(self.recipe.batch_size, MOST_FROM_FILES) if self.files else EVALUATION_BATCH
-        dealt = list(held_out_keys(len(self.test), size, ranks))
+        dealt = list(held_out_keys(self._count(self.test), size, ranks))
         read = self._read(self.test, [[(0, i) for i in indices] for indices, _ in dealt], ranks)
         return zip(read, (counts for _, counts in dealt), strict=True)
+
+    def _count(self, images: Any) -> int:
+        return len(images if self.files else images[1])
 
     def _read(self, images: Any, keys: Iterable[list[Key]], ranks: Ranks) -> Iterator[Batch]:
         """Return the batches of some keys."""
         if not self.files:
-            return in_memory(images.tensors, keys)
+            return in_memory(images, keys)
         from torch_thor.training.data.images import collate, normalised
 
         data = self.recipe.data
