@@ -157,12 +157,16 @@ def loaded(
             if reason not in broken:
                 broken.add(reason)
                 say(f"{reason} and is left out")
+                require(
+                    len(broken) <= max_broken * size,
+                    f"{len(broken)} of {size} samples cannot be read, more than "
+                    f"data.max_broken={max_broken:g} allows; the latest: {reason}: repair or "
+                    "remove them, or raise data.max_broken",
+                )
         require(
-            len(broken) <= max_broken * size and batch is not None,
-            f"{len(broken)} of {size} samples cannot be read, more than "
-            f"data.max_broken={max_broken:g} allows, or all of a batch; the latest: "
-            f"{''.join(reasons[-1:])}: repair or remove them, or raise data.max_broken or "
-            "batch_size",
+            batch is not None,
+            f"no sample of a batch can be read ({'; '.join(reasons[:2])}): repair or remove them, "
+            "or raise batch_size",
         )
         yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch)
 

@@ -159,7 +159,7 @@ def _find(sources: Sequence[str], form: str | None) -> dict[str, str]:
         found = {str(path.absolute()): kind for path in visible if (kind := form or _form_of(path))}
         require(
             source == PYTHON or found != {},
-            f"{source} is or has no file that ends in {', '.join(_FORM_OF)}, perhaps compressed: "
+            f"{source}: no file ends in {', '.join(_FORM_OF)}, perhaps compressed: "
             f"say with --format what it is ({', '.join(FORMS)})",
         )
         forms |= {PYTHON: PYTHON} if source == PYTHON else found
