@@ -13,7 +13,7 @@ STATEMENTS = {
     "capture": 1_050,
     "distributed": 239,
     "split": 233,
-    "training": 2_641,
+    "training": 2_642,
     "tools": 280,
     "trainers": 61,
 }
