@@ -121,11 +121,16 @@ def orthogonal(matrix: Tensor, split_dim: int | None) -> Tensor:
     return torch.cat(polars)
 
 
+@dataclass
 class ReferenceThorMuon(Reference):
     """``u = ∇W + μ v``, ``d = orth(u (A + λ tr(A)/d_in · I)⁻¹)``; AdamW trains the biases."""
 
+    anytime: bool
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.squares = 0.0  # Σ lr²
+        self.z, self.x = ({W: W.detach().clone() for W in self.model.parameters()} for _ in "zx")
         biases = {"params": [layer.bias for layer in self.layers if layer.bias is not None]}
         self.adamw = torch.optim.AdamW([biases], 0.2 * self.lr, (0.9, 0.95), weight_decay=0.0)
 
@@ -133,6 +138,8 @@ class ReferenceThorMuon(Reference):
     def step(self) -> None:
         """Take a step, after the backward pass."""
         for parameter in self.model.parameters():
+            if self.anytime:  # gradients are taken at y, and z takes the step
+                parameter.copy_(self.z[parameter])
             parameter.mul_(1 - self.lr * self.weight_decay)
         self.adamw.step()
         lr = self.lr * math.sqrt(min(1.0, 10 / len(self.layers)))  # less in deep networks
@@ -147,6 +154,12 @@ class ReferenceThorMuon(Reference):
             d *= math.sqrt(min(W.shape) * max(1, len(W) / len(W.T))) / d.norm()
             W.sub_(lr * self.bounded(d, lr, W))
         self.steps += 1
+        self.squares += self.lr**2
+        for W in self.model.parameters() if self.anytime else ():
+            self.z[W].copy_(W)
+            self.x[W].lerp_(W, self.lr**2 / self.squares)  # x ← x + c (z - x)
+            beta = 1 - 0.2 * min(1, 100 / self.steps) ** 0.3
+            W.lerp_(self.x[W], beta)  # y = (1 - β) z + β x
 
     def refresh(self, layer: nn.Module) -> None:
         """Take a new A and invert it."""

@@ -98,6 +98,8 @@ CASES = [
     pytest.param("fsdp-4", "at", "fsdp-2", "plainly", {}, marks=pytest.mark.slow),
     pytest.param("hsdp", "at", "hsdp", "plainly", {}, marks=pytest.mark.slow),
     ("fsdp-2", "at", "fsdp-4", "in the background", {"method": ThorMuon}),
+    ("fsdp-2", "at", "ddp-1", "plainly", {"method": ThorMuon, "anytime": True}),
+    ("ddp-2", "after", "fsdp-2", "whole", {"method": ThorMuon, "anytime": True}),
     pytest.param(
         "fsdp-2",
         "after",

@@ -190,6 +190,7 @@ ON_FOUR_TOO = {
     "a third optimizer": {"method": NaturalSGD, "count": 7},
 }
 CASES = ON_FOUR_TOO | {
+    "anytime": {**MUON, "anytime": True},
     "padded": {"go": padded, "make": of_words},
     "followed": {"go": followed, "make": Labelled},
     "asked for": {"go": asked_for},

@@ -184,6 +184,7 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
     "plain": ([(1,), TWO, (4,), HSDP, (2, 1)], {}, 0),
     "accumulation": ([TWO, HSDP], AVERAGED, 0),
     "ThorMuon": ([TWO, HSDP], MUON, 0),
+    "ThorMuon, anytime": ([TWO, HSDP], {**MUON, "anytime": True}, 0),
     "ThorMuon, trained before": ([TWO, HSDP], {**MUON, **BEFORE}, 0),
     "kept after forward": ([TWO], {"momentum": 0.0, "fsdp": {"reshard_after_forward": False}}, 0),
     "cpu offload": ([TWO], {"fsdp": OFFLOADED}, 0),

@@ -36,6 +36,7 @@ def test_is_an_optimizer_with_the_methods_of_sgd(make):
     optimizer = make(mlp())
     assert isinstance(optimizer, torch.optim.Optimizer)
     apart = {"params", "model", "layers", "distributed", "loss_reduction", "fisher", "row_splits"}
+    apart |= {"anytime"}
     options = inspect.signature(make).parameters.keys() - apart - {"exclude"}
     assert options <= optimizer.defaults.keys() & optimizer.param_groups[0].keys()
 

@@ -234,6 +234,8 @@ class Batch:
     order: list[int]  # the places of the parameters in the model
     lr_factor: float = 1.0  # of the learning rate of its group
     gradients: list[Tensor] = field(default_factory=list)  # of this step
+    # of ThorMuon's average: what holds it, where the weights are those of the latest step
+    averages: list[Tensor] = field(default_factory=list)
     # what is preconditioned, or orthogonalised; none if the parameters are not
     stacks: list[Stack] = field(default_factory=list)
     # rows of preconditioned parameters that have no factors
@@ -258,6 +260,7 @@ class Rows:
     parameter: nn.Parameter
     local: Tensor
     state: dict[str, Any]
+    average: Tensor | None = None  # of ThorMuon's: what holds it
 
 
 def with_gradients(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -293,6 +296,7 @@ def batch_of(group: Group, rows: Sequence[Rows], keys: Sequence[str], binding: B
             for key in keys
         ],
         states=[each.state for each in rows],
+        averages=[each.average for each in rows if each.average is not None],
         order=[
             binding.plan.order.get(id(each.parameter), len(binding.plan.order)) for each in rows
         ],

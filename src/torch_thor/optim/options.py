@@ -92,6 +92,8 @@ _Chosen = str | tuple[str, ...] | None
 OPTIONS: dict[str, Option] = {
     "lr": Option(*_NOT_NEGATIVE, "learning rate; null: thor-muon finds it from the weights", float),
     "auto_lr": Option(*_FLAG, "whether lr was found and not given", default=False),
+    "lr_squares": Option(*_NOT_NEGATIVE, "sum of the squares of lr over all steps"),
+    "shows_average": Option(*_FLAG, "whether the parameters hold the average of the steps"),
     "trained": Option(
         optional(flag), "None, True or False", "whether the network was trained already"
     ),
@@ -166,6 +168,9 @@ OPTIONS: dict[str, Option] = {
         "layers whose curvature is used, by name or pattern; a leading minus leaves out",
         _Chosen,
         scope="optimizer",
+    ),
+    "anytime": Option(
+        *_FLAG, "average the steps, so that no schedule is needed", bool, False, scope="optimizer"
     ),
     "row_splits": Option(
         lambda v: v is None or isinstance(v, Mapping),

@@ -22,6 +22,7 @@ from torch_thor.curvature.geometry import Geometry
 from torch_thor.curvature.polar import unit_polars
 from torch_thor.curvature.view import RowShards, bounds_within, local
 from torch_thor.distributed.gathered_matrices import ShardedMatrix, orthogonalise_gathered_
+from torch_thor.optim.averaging import of_last_step
 from torch_thor.optim.batches import (
     SMALLEST_SHARE,
     Batch,
@@ -234,9 +235,13 @@ def _limits(
 # ---- made once between refreshes -----------------------------------------------------------------
 
 
-def batches_of(binding: Binding, group: Group, *, whole_matrices: bool) -> list[Batch]:
+def batches_of(
+    binding: Binding, group: Group, *, whole_matrices: bool, anytime: bool
+) -> list[Batch]:
     """Return the batches of a group: its matrices, and what AdamW trains."""
     rows = [each for each in rows_of(binding, group) if each.state]
+    if anytime:
+        rows = [of_last_step(each) for each in rows]
     matrices = [each for each in rows if binding.is_matrix(each.parameter)]
     others = [each for each in rows if not binding.is_matrix(each.parameter) and each.local.numel()]
     if not whole_matrices:  # else a shard without rows takes part
@@ -265,7 +270,8 @@ def _together(group: Group, rows: Rows) -> Any:
     """Return what parameters must have in common to take their step at once."""
     device = rows.local.device
     kernels = device if device.type == "cpu" else (device, rows.local.dtype)
-    return kernels, rows.state.get("lr_factor", 1.0) if group["auto_lr"] else 1.0
+    factor = rows.state.get("lr_factor", 1.0) if group["auto_lr"] else 1.0
+    return kernels, factor, "x" in rows.state
 
 
 def _shape_of(part: Projection) -> Any:

@@ -28,7 +28,7 @@ from torch_thor.optim.options import COUNTERS, OPTIONS, check, scoped
 StateDict = dict[str, Any]
 
 # The entries of an optimizer's state that have the shape of their parameter.
-MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "z", "x")
 # The numbers in a state, all others being tensors.
 NUMBERS = (*LAYER_NUMBERS, SHARDS, "lr_factor", "preconditioned")
 # Options that trainers leave in the groups of any optimizer.

@@ -17,6 +17,7 @@ from torch_thor.curvature.communication import SINGLE_PROCESS
 from torch_thor.distributed.options import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim import trained
+from torch_thor.optim.averaging import averaged, show
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.batches import Binding, momentum_, shrink_, with_gradients
 from torch_thor.optim.model_argument import Group
@@ -113,8 +114,10 @@ class ThorMuon(CurvatureOptimizer):
         whole_matrices = self.distributed.whole_matrices
         shards = binding.plan.first_shards if whole_matrices else None
         processes = self._curvature.processes if binding.plan.sharded else SINGLE_PROCESS
-        batches = binding.batches(partial(batches_of, whole_matrices=whole_matrices))
-        for batch in with_gradients(batches):
+        batches = binding.batches(
+            partial(batches_of, whole_matrices=whole_matrices, anytime=self.anytime)
+        )
+        for batch in (averaged if self.anytime else with_gradients)(batches):
             # of the group, and less where the weights were trained already
             lr = float(batch.group["lr"]) * batch.lr_factor
             gradients = dense_gradients(batch)
@@ -145,14 +148,34 @@ class ThorMuon(CurvatureOptimizer):
         model: nn.Module | None = None,
         layers: Patterns = None,
         row_splits: RowSplits = None,
+        anytime: bool = False,
         distributed: Distributed | None = None,
     ) -> None:
         given = locals() | {
             "lr": self.usual_lr if lr is None else lr,
             "auto_lr": lr is None,
             "trained": None,
+            "lr_squares": 0.0,
+            "shows_average": False,
         }
+        self.anytime = anytime
         super().__init__(params, model, given)
+        if anytime:
+            self.register_step_pre_hook(_refuse_average)
+
+    def eval(self) -> None:
+        """Put the average of the steps into the parameters, for an evaluation or a checkpoint.
+
+        Without ``anytime`` it does nothing; nor does ``train``, which puts back where gradients are
+        taken.
+        """
+        if self.anytime:
+            show(self.param_groups, self.state, average=True)
+
+    def train(self) -> None:
+        """Put back into the parameters where gradients are taken; see ``eval``."""
+        if self.anytime:
+            show(self.param_groups, self.state, average=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, with options of their own.
@@ -207,6 +230,20 @@ class ThorMuon(CurvatureOptimizer):
         is_matrix = binding.is_matrix(parameter)
         if not is_matrix:
             state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
+        dtype = factor_dtype(parameter.dtype)
         # as torch.optim.AdamW has them
         for key in ("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"):
-            state.setdefault(key, torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype)))
+            state.setdefault(key, torch.zeros_like(parameter, dtype=dtype))
+        for key in ("z",) if dtype == parameter.dtype else ("z", "x"):
+            if self.anytime:
+                state.setdefault(key, parameter.detach().to(dtype, copy=True))
+            else:
+                state.pop(key, None)  # of a run with the average
+
+
+def _refuse_average(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if any(group["shows_average"] for group in optimizer.param_groups):
+        raise RuntimeError(
+            "the parameters hold the average of the steps, because optimizer.eval() was called: "
+            "call optimizer.train() before the next forward pass"
+        )

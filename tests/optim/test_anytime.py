@@ -1,0 +1,227 @@
+"""ThorMuon(anytime=True): z takes the steps, x averages them, and parameters hold y between both.
+
+tests/test_readable_reference.py compares the first steps with those of the reference.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+from test_state import EVERY_WAY
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from tiny import assert_same, backward, batches, mlp, train, twins, weights
+from torch_thor import ThorMuon
+
+STREAM = batches(8)
+
+
+def made(build=mlp, **options):
+    model = build()
+    return model, ThorMuon(model, **{"lr": 0.05, "update_interval": 2, "anytime": True, **options})
+
+
+def last_steps(model, optimizer):
+    return {
+        name: optimizer.state[parameter]["z"].clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def averages(model, optimizer):
+    """x, which the evaluation mode shows."""
+    before = weights(model)
+    optimizer.eval()
+    found = weights(model)
+    optimizer.train()
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value, before[name], rtol=1e-12, atol=1e-14)
+    return found
+
+
+def beta(steps):
+    return 1 - 0.2 * min(1.0, 100 / steps) ** 0.3
+
+
+def assert_close(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_the_average_has_the_weights_of_the_squared_rates_and_a_rate_of_0_counts_nothing():
+    """Beyond 100 steps too, from which on β grows. A scheduler may begin at 0."""
+    rates = [0.0, *(0.05 * (1 - step / 200) for step in range(129)), 0.0, 0.01]
+    model, optimizer = made(lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda step: rates[min(step, len(rates) - 1)])
+    total, average = 0.0, weights(model)
+    for step, (rate, batch) in enumerate(zip(rates, batches(len(rates)), strict=True), 1):
+        assert optimizer.param_groups[0]["lr"] == rate
+        train(model, optimizer, [batch])
+        scheduler.step()
+        total += rate**2
+        z = last_steps(model, optimizer)
+        for name, x in average.items():
+            x.lerp_(z[name], rate**2 / max(total, 1e-300))
+        y = {name: z[name].lerp(average[name], beta(step)) for name in z}
+        assert_close(weights(model), y)
+    assert_close(averages(model, optimizer), average)
+    assert optimizer.param_groups[0]["lr_squares"] == pytest.approx(total)
+
+
+def test_gradients_are_taken_at_y_and_decay_and_bound_act_on_z():
+    """One step from z and y that differ is that of a plain ThorMuon whose weights are z."""
+    options = {"weight_decay": 0.3, "max_update_ratio": 0.01, "update_interval": 100}
+    model, optimizer = made(**options)
+    train(model, optimizer, STREAM[:4])
+    z = last_steps(model, optimizer)
+    twin = mlp()
+    plain = ThorMuon(twin, lr=0.05, **options)
+    train(twin, plain, STREAM[:1])
+    plain.load_state_dict(optimizer.state_dict())
+    backward(model, STREAM[4])
+    with torch.no_grad():
+        for (name, parameter), given in zip(
+            twin.named_parameters(), model.parameters(), strict=True
+        ):
+            parameter.copy_(z[name])
+            parameter.grad = given.grad.clone()
+    optimizer.step()
+    plain.step()
+    assert_close(last_steps(model, optimizer), weights(twin))
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_resume_is_never_having_stopped(way, evaluates):
+    """In the middle, and between the modes."""
+    model, optimizer = made()
+    train(model, optimizer, STREAM[:3])
+    if evaluates:
+        optimizer.eval()
+    other = mlp()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    again = ThorMuon(other, lr=0.05, update_interval=2, anytime=True)
+    way((model, optimizer), (other, again))
+    assert_same(weights(other), weights(model))
+    for each in (optimizer, again):
+        each.train()
+    for each in ((model, optimizer), (other, again)):
+        train(*each, STREAM[3:])
+    assert_same(weights(other), weights(model))
+    assert_same(again.state_dict(), optimizer.state_dict())
+
+
+def test_a_checkpoint_without_the_option_begins_an_average_and_one_with_it_ends_it():
+    model, plain, twin, optimizer = twins(ThorMuon, lr=0.05, update_interval=2)
+    optimizer = ThorMuon(twin, lr=0.05, update_interval=2, anytime=True)
+    train(model, plain, STREAM[:3])
+    twin.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(plain.state_dict())
+    for each in ((model, plain), (twin, optimizer)):
+        train(*each, STREAM[3:4])
+    assert_close(weights(twin), weights(model))  # the first step of an average is all of it
+    train(twin, optimizer, STREAM[4:6])
+    plain.load_state_dict(optimizer.state_dict())
+    model.load_state_dict(twin.state_dict())
+    train(model, plain, STREAM[6:7])
+    assert not any("z" in state for state in plain.state.values())
+
+
+def test_a_step_of_the_average_is_an_error_and_the_modes_may_be_called_at_any_time():
+    model, optimizer = made()
+    for call in (optimizer.train, optimizer.eval, optimizer.eval, optimizer.train):
+        call()
+    backward(model, STREAM[0])
+    optimizer.step()
+    optimizer.eval()
+    before = copy.deepcopy((weights(model), optimizer.state_dict()))
+    backward(model, STREAM[1])
+    with pytest.raises(RuntimeError, match=r"because optimizer.eval\(\) was called: call optimiz"):
+        optimizer.step()
+    assert_same((weights(model), optimizer.state_dict()), before)
+    optimizer.train()
+    optimizer.step()
+    # without the option they do nothing, because trainers call them
+    model, plain = made(anytime=False)
+    train(model, plain, STREAM[:2])
+    before = weights(model)
+    plain.eval()
+    plain.step()
+    plain.train()
+    assert_same(weights(model), before)
+
+
+def low(dtype):
+    def build():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+
+    return build
+
+
+def test_parameters_of_bfloat16_lose_nothing_of_the_average():
+    """z and x are float32, and the parameters are y rounded."""
+    model, optimizer = made(low(torch.bfloat16))
+    stream = batches(300, dtype=torch.bfloat16)
+    train(model, optimizer, stream)
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        assert (state["z"].dtype, state["x"].dtype) == (torch.float32, torch.float32), name
+        y = torch.lerp(state["x"], state["z"], 1 - beta(300))
+        assert torch.equal(parameter, y.bfloat16())
+    optimizer.eval()
+    for parameter in model.parameters():
+        assert torch.equal(parameter, optimizer.state[parameter]["x"].bfloat16())
+    optimizer.train()
+    # float32 beside it in one model: neither disturbs the other
+    mixed = low(torch.float32)()
+    mixed[2].to(torch.bfloat16)
+    optimizer = ThorMuon(mixed, lr=0.05, anytime=True)
+    hidden = mixed[1](mixed[0](torch.randn(8, 5)))
+    mixed[2](hidden.bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    assert ["x" in optimizer.state[p] for p in mixed.parameters()] == [False, False, True, True]
+
+
+def test_frozen_and_added_parameters():
+    model, _ = made()
+    *first, last = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for parameter in first[0].parameters():
+        parameter.requires_grad_(False)
+    early = [p for module in first for p in module.parameters()]
+    optimizer = ThorMuon(early, model=model, lr=0.05, update_interval=2, anytime=True)
+    train(model, optimizer, STREAM[:3])
+    optimizer.add_param_group({"params": last.parameters(), "lr": 0.02})
+    frozen = first[0].weight.detach().clone()
+    train(model, optimizer, STREAM[3:5])
+    assert torch.equal(first[0].weight, frozen)
+    assert [group["lr_squares"] for group in optimizer.param_groups] == pytest.approx(
+        [5 * 0.05**2, 2 * 0.02**2]
+    )
+    for parameter in first[0].parameters():
+        parameter.requires_grad_(True)
+    train(model, optimizer, STREAM[5:])
+    assert not torch.equal(first[0].weight, frozen)
+    assert torch.isfinite(model(STREAM[0][0])).all()
+
+
+def test_saved_files_are_plain():
+    model, optimizer = made()
+    train(model, optimizer, STREAM[:2])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert_same(loaded, optimizer.state_dict())
+    # z is all that is added to the state of a plain ThorMuon
+    other, plain = made(anytime=False)
+    train(other, plain, STREAM[:2])
+    for more, less in zip(
+        loaded["state"].values(), plain.state_dict()["state"].values(), strict=True
+    ):
+        assert more.keys() - less.keys() == {"z"}
