@@ -10,7 +10,7 @@ from torch import nn
 
 import every_kind
 from reference import by_stages
-from tiny import batches, conv_model, cross_entropy, train, weights
+from tiny import batches, conv_model, cross_entropy, mlp, told, train, weights
 from torch_thor import ThorMuon, param_groups
 
 ADAMW_SHARE = 0.2  # of lr, for what is no matrix
@@ -195,3 +195,20 @@ def test_no_step_is_longer_than_a_share_of_the_weight():
     torch.testing.assert_close(moved[0.02][0], moved[None][0])  # short, compared with its weights
     shortened = moved[None][1] * (0.02 * 0.03 * math.sqrt(3) / moved[None][1].norm())
     torch.testing.assert_close(moved[0.02][1], shortened)
+
+
+@pytest.mark.parametrize(
+    ("anytime", "changes", "times"), [(False, False, 1), (False, True, 0), (True, False, 0)]
+)
+def test_a_rate_that_never_moves_is_said_once(anytime, changes, times):
+    model = mlp()
+    optimizer = ThorMuon(model, anytime=anytime)
+    batch = batches(1)[0]
+
+    def go():
+        for step in range(310):
+            if changes and step == 200:
+                optimizer.param_groups[0]["lr"] *= 0.5
+            train(model, optimizer, [batch])
+
+    assert sum("lr has not changed in 300 steps. Let a sch" in text for text in told(go)) == times

@@ -18,7 +18,7 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.options import Distributed
 from torch_thor.intervals import as_interval, as_saved
-from torch_thor.optim import report
+from torch_thor.optim import report, trained
 from torch_thor.optim.batches import Binding
 from torch_thor.optim.gradients import creates_state_only
 from torch_thor.optim.model_argument import Closure, Group, check_known, parameters_of_model
@@ -81,6 +81,9 @@ class CurvatureOptimizer(CheckedOptimizer):
 
     # the factors that it uses, and how it trains what has none
     form: ClassVar[Form] = Form("plain momentum")
+    # the learning rate where none is given, of a network that is not trained already; None if one
+    # must be given
+    usual_lr: ClassVar[float | None] = None
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Refuse a keyword of another optimizer by naming its counterpart."""
@@ -93,6 +96,10 @@ class CurvatureOptimizer(CheckedOptimizer):
     ) -> None:
         label = type(self).__name__
         params, model = parameters_of_model(params, model, label)
+        if self.usual_lr is not None:
+            lr = given["lr"]
+            found = {"lr": self.usual_lr if lr is None else lr, "auto_lr": lr is None}
+            given = {**given, **found, "trained": None}
         options = options_in(given)
         more = {name: given.get(name, OPTIONS[name].default) for name in scoped("optimizer")}
         check({**options, **more, "layers": None})  # they are selected in the model
@@ -171,8 +178,15 @@ class CurvatureOptimizer(CheckedOptimizer):
         return loss
 
     def _complete(self, binding: Binding) -> Binding:
-        """Make the state that is missing: in the first step, and after parameters were added."""
-        return self._curvature.complete(binding, self._make_parameter_state)
+        """Make the state that is missing, and decide on learning rates that are not given."""
+        binding = self._curvature.complete(binding, self._make_parameter_state)
+        if self.usual_lr is not None:
+            rates = trained.decide(binding, self._curvature.processes)
+            binding.note_state()
+            if rates:
+                text = f"{rates}. Give lr=... for a rate that counts as it is"
+                self._curvature.warnings.note(text)
+        return binding
 
     def _update(self, binding: Binding) -> None:
         """Update every parameter with a gradient."""
@@ -219,6 +233,23 @@ class CurvatureOptimizer(CheckedOptimizer):
     def _binding(self, *, modules: bool = True) -> Binding:
         """Return the plan, bound to the groups and the state as they are now."""
         return self._curvature.current(self.param_groups, self.state, modules=modules)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model, with options of their own.
+
+        Args:
+            param_group: as for ``torch.optim.Optimizer.add_param_group``. Its ``lr`` counts as it
+                is, and so does the optimizer's; without one, see ``lr`` of the class.
+
+        Raises:
+            ValueError: an option is out of range, or a parameter is not in the model.
+            TypeError: it is no dict.
+        """
+        group = dict(param_group)
+        if self.usual_lr is not None:
+            group = {key: value for key, value in group.items() if key != "lr" or value is not None}
+            group.setdefault("auto_lr", self.defaults["auto_lr"] and "lr" not in group)
+        super().add_param_group(group)
 
     def _take(self, group: Group) -> None:
         check_known(group["params"], self.model)
@@ -310,7 +341,10 @@ class CurvatureOptimizer(CheckedOptimizer):
         return Coverage(report.current(self._binding()))
 
     def __repr__(self) -> str:
-        return report.described(self)
+        text = report.described(self)
+        if any(group.get("auto_lr") for group in self.param_groups):
+            text += f"\nlr=None: {trained.described(self._binding())}"
+        return text
 
 
 def _save_intervals(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

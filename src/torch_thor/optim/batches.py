@@ -260,6 +260,7 @@ class Rows:
     parameter: nn.Parameter
     local: Tensor
     state: dict[str, Any]
+    lr_factor: float  # of the learning rate of its group, where that was not given
     average: Tensor | None = None  # of ThorMuon's: what holds it
 
 
@@ -276,7 +277,12 @@ def with_gradients(batches: Iterable[Batch]) -> Iterator[Batch]:
 def rows_of(binding: Binding, group: Group) -> list[Rows]:
     """Return the parameters of a group that have a gradient in this step."""
     return [
-        Rows(p, local(p) if binding.plan.sharded else p, binding.states.get(p, {}))
+        Rows(
+            p,
+            local(p) if binding.plan.sharded else p,
+            state := binding.states.get(p, {}),
+            state.get("lr_factor", 1.0) if group.get("auto_lr") else 1.0,
+        )
         for p in group["params"]
         if p.grad is not None
     ]
@@ -296,6 +302,7 @@ def batch_of(group: Group, rows: Sequence[Rows], keys: Sequence[str], binding: B
             for key in keys
         ],
         states=[each.state for each in rows],
+        lr_factor=rows[0].lr_factor,
         averages=[each.average for each in rows if each.average is not None],
         order=[
             binding.plan.order.get(id(each.parameter), len(binding.plan.order)) for each in rows

@@ -148,19 +148,19 @@ def batches_of(binding: Binding, group: Group) -> list[Batch]:
         if any(layer.refreshes for layer, _ in binding.shares_of.get(id(each.parameter), ()))
     ]
     batches = []
-    for alike in grouped([each for each in rows if each not in natural], _KERNELS):
+    for alike in grouped([each for each in rows if each not in natural], _TOGETHER):
         batches.append(batch_of(group, alike, _momentum(group), binding))
     # one parameter after the other: it and its direction then stay in the cache of a CPU
     one_by_one = group.get("momentum") and not group.get("nesterov") and not group.get("kl_clip")
-    for alike in grouped(natural, _KERNELS):
+    for alike in grouped(natural, _TOGETHER):
         is_single = bool(one_by_one) and alike[0].local.device.type == "cpu"
         for part in [[each] for each in alike] if is_single else [alike]:
             batches.append(_natural_batch(group, part, binding, is_single=is_single))
     return batches
 
 
-# what parameters must have in common to share kernels
-_KERNELS = attrgetter("local.device", "local.dtype")
+# what parameters must have in common to take their step at once
+_TOGETHER = attrgetter("local.device", "local.dtype", "lr_factor")
 
 
 def _momentum(group: Group) -> tuple[str, ...]:

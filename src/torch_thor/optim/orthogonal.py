@@ -9,7 +9,6 @@ own; rows that belong to no layer are one where they adjoin.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -246,9 +245,8 @@ def batches_of(
     others = [each for each in rows if not binding.is_matrix(each.parameter) and each.local.numel()]
     if not whole_matrices:  # else a shard without rows takes part
         matrices = [each for each in matrices if each.local.numel()]
-    together = partial(_together, group)
     batches = []
-    for alike in grouped(matrices, together):
+    for alike in grouped(matrices, _together):
         batch = batch_of(group, alike, ("momentum_buffer",), binding)
         parts = [
             part
@@ -259,19 +257,16 @@ def batches_of(
         ]
         batch.stacks = [Stack(same) for same in grouped(parts, id if batch.on_cpu else _shape_of)]
         batches.append(batch)
-    for alike in grouped(others, together):
+    for alike in grouped(others, _together):
         batches.append(batch_of(group, alike, ("exp_avg", "exp_avg_sq"), binding))
-    for batch in batches if group["auto_lr"] else ():
-        batch.lr_factor = batch.states[0].get("lr_factor", 1.0)
     return batches
 
 
-def _together(group: Group, rows: Rows) -> Any:
+def _together(rows: Rows) -> Any:
     """Return what parameters must have in common to take their step at once."""
     device = rows.local.device
     kernels = device if device.type == "cpu" else (device, rows.local.dtype)
-    factor = rows.state.get("lr_factor", 1.0) if group["auto_lr"] else 1.0
-    return kernels, factor, "x" in rows.state
+    return kernels, rows.lr_factor, "x" in rows.state
 
 
 def _shape_of(part: Projection) -> Any:

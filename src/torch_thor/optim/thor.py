@@ -55,9 +55,9 @@ class THOR(CurvatureOptimizer):
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
         lr: learning rate, a float or a one-element tensor. The length of a natural-gradient step
-            depends on lr and damping together, so a learning rate of SGD does not transfer. The
-            default is for new networks and ruins one that is trained already; 0.005 with
-            ``max_update_ratio=0.001`` does not (docs/measurements/fine-tuning.md).
+            depends on lr and damping together, so a learning rate of SGD does not transfer. None:
+            0.05, and less where the first step finds that the network is trained already, as for
+            ``torch_thor.ThorMuon``. A learning rate that is given counts as it is.
         damping: λ > 0; ``√(λ/T)`` is added to the diagonal of both factors. Schedule it like lr:
             every parameter group holds it. Inverses have the damping of the refresh that made them.
         momentum: μ in [0, 1).
@@ -101,6 +101,8 @@ class THOR(CurvatureOptimizer):
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
+    usual_lr = 0.05
+
     def _update(self, binding: Binding) -> None:
         """Take the step of every parameter with a gradient."""
         processes = self._curvature.processes if binding.plan.sharded else SINGLE_PROCESS
@@ -112,12 +114,13 @@ class THOR(CurvatureOptimizer):
         directions = within_ratio(directions)  # lr ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)
         directions = with_momentum(directions)  # v ← μ v + d,  d ← v  (Nesterov: d ← d + μ v)
         for batch, d in directions:
-            subtract_(batch.weights, d, float(batch.group["lr"]))  # W ← W - lr · d
+            # W ← W - lr · d, and less where the weights were trained already
+            subtract_(batch.weights, d, float(batch.group["lr"]) * batch.lr_factor)
 
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 0.05,
+        lr: float | Tensor | None = None,
         damping: float | Tensor = 0.03,
         momentum: float = 0.9,
         nesterov: bool = False,

@@ -16,7 +16,6 @@ from torch_thor.curvature.blocks import factor_dtype
 from torch_thor.curvature.communication import SINGLE_PROCESS
 from torch_thor.distributed.options import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
-from torch_thor.optim import trained
 from torch_thor.optim.averaging import averaged, show
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.batches import Binding, momentum_, shrink_, with_gradients
@@ -34,6 +33,11 @@ from torch_thor.optim.projections import RowSplits
 
 _USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced
 _ADAMW_SHARE = 0.2  # the learning rate of AdamW as a share of lr
+_LONG = 300  # steps after which a learning rate is expected to have changed
+_CONSTANT = (
+    f"lr has not changed in {_LONG} steps. Let a scheduler of torch lower it to 0 by the end of "
+    "the training, or give anytime=True, which needs no schedule"
+)
 
 
 class ThorMuon(CurvatureOptimizer):
@@ -86,6 +90,10 @@ class ThorMuon(CurvatureOptimizer):
             as in ``{"*.qkv": 3}`` or ``{"*.qkv": (768, 128, 128)}``; 1 for one matrix. Those of
             ``torch.nn.MultiheadAttention``, of the attention of GPT-2, GPT-NeoX and Bloom in
             transformers and of timm are known.
+        anytime: train without a schedule, to stop or to go on at any time: the steps are averaged
+            (docs/explanation/thor-muon.md), at 4 bytes for each parameter. The parameters can be
+            evaluated and saved as they are; ``eval`` shows the average itself, which is better, and
+            ``train`` goes on, as with schedule_free.
         distributed: how to train with other processes; None: with those of the default group, if
             there is one.
 
@@ -103,6 +111,7 @@ class ThorMuon(CurvatureOptimizer):
         orthogonalises=True,
     )
     usual_lr = 0.08
+    _rates: list[float] | None = None  # of the groups, in the first step
     row_splits = property(
         attrgetter("_curvature.form.row_splits"),
         doc="The layers that compute several projections at once, as they were given.",
@@ -110,6 +119,8 @@ class ThorMuon(CurvatureOptimizer):
 
     def _update(self, binding: Binding) -> None:
         """Take the step of every parameter with a gradient."""
+        if binding.groups[0]["step"] in (0, _LONG):
+            self._compare_rates(binding)
         of_depth = math.sqrt(min(1.0, _USUAL_DEPTH / max(1, binding.depth)))
         whole_matrices = self.distributed.whole_matrices
         shards = binding.plan.first_shards if whole_matrices else None
@@ -151,15 +162,8 @@ class ThorMuon(CurvatureOptimizer):
         anytime: bool = False,
         distributed: Distributed | None = None,
     ) -> None:
-        given = locals() | {
-            "lr": self.usual_lr if lr is None else lr,
-            "auto_lr": lr is None,
-            "trained": None,
-            "lr_squares": 0.0,
-            "shows_average": False,
-        }
         self.anytime = anytime
-        super().__init__(params, model, given)
+        super().__init__(params, model, locals() | {"lr_squares": 0.0, "shows_average": False})
         if anytime:
             self.register_step_pre_hook(_refuse_average)
 
@@ -177,20 +181,12 @@ class ThorMuon(CurvatureOptimizer):
         if self.anytime:
             show(self.param_groups, self.state, average=False)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model, with options of their own.
-
-        Args:
-            param_group: as for ``torch.optim.Optimizer.add_param_group``. Its ``lr`` counts as it
-                is, and so does the optimizer's; without one, see ``lr`` of the class.
-
-        Raises:
-            ValueError: an option is out of range, or a parameter is not in the model.
-            TypeError: it is no dict.
-        """
-        group = {k: v for k, v in param_group.items() if k != "lr" or v is not None}
-        group.setdefault("auto_lr", self.defaults["auto_lr"] and "lr" not in group)
-        super().add_param_group(group)
+    def _compare_rates(self, binding: Binding) -> None:
+        """Warn of learning rates that are those of the first step."""
+        rates = [float(group["lr"]) for group in binding.groups]
+        if rates == self._rates and not self.anytime:
+            self._curvature.warnings.note(_CONSTANT)
+        self._rates = rates
 
     def coverage(self) -> Coverage:
         """List how each parameter of the model is trained.
@@ -208,21 +204,6 @@ class ThorMuon(CurvatureOptimizer):
             else entry
             for entry in entries
         )
-
-    def _complete(self, binding: Binding) -> Binding:
-        """Make the state that is missing, and decide on learning rates that are not given."""
-        binding = super()._complete(binding)
-        rates = trained.decide(binding, self._curvature.processes)
-        binding.note_state()
-        if rates:
-            text = f"{rates}. Give lr=... for a rate that counts as it is"
-            self._curvature.warnings.note(text)
-        return binding
-
-    def __repr__(self) -> str:
-        if not any(group["auto_lr"] for group in self.param_groups):
-            return super().__repr__()
-        return f"{super().__repr__()}\nlr=None: {trained.described(self._binding())}"
 
     def _make_parameter_state(
         self, binding: Binding, parameter: Tensor, state: dict[str, Any], group: Group
