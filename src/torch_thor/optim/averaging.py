@@ -41,13 +41,12 @@ def averaged(batches: Iterable[Batch]) -> Iterator[Batch]:
         c = weight / (group["lr_squares"] + weight) if weight else 0.0
         before, after = (share_of_average(group["step"] + n) for n in (0, 1))
         in_state = "x" in batch.states[0]
-        old, new = (1.0, 1.0) if in_state else (before, after)
-        # what y keeps, as x = (y - (1 - β) z) / β before the step
-        kept = new * (1 - c) / old
-        torch._foreach_mul_(batch.averages, kept)
-        torch._foreach_add_(batch.averages, batch.weights, alpha=-kept * (1 - old))
+        if not in_state:  # x ← (y - (1 - β) z) / β
+            torch._foreach_lerp_(batch.averages, batch.weights, 1 - 1 / before)
         yield batch
-        torch._foreach_add_(batch.averages, batch.weights, alpha=1 - new * (1 - c))
+        # x ← x + c (z - x), and where the parameters hold it y ← (1 - β) z + β x
+        beta = 1.0 if in_state else after
+        torch._foreach_lerp_(batch.averages, batch.weights, 1 - beta * (1 - c))
         if in_state:
             trained = zip(batch.parameters, batch.averages, batch.weights, strict=True)
             for parameter, x, z in trained:

@@ -1,0 +1,202 @@
+"""Without a schedule: ThorMuon(anytime=True) and others that ask for no rate, on the suite.
+
+    python -m benchmarks anytime            # runs what is missing, then the table
+    python -m benchmarks anytime --table
+
+Problems, batches and held-out data are those of suite_problems.py; the half that chose nothing is
+reported, for three seeds. Learning rates grow over the first 5 % of the steps. Then they stay for
+ThorMuon with `anytime`, schedule-free AdamW (0.0025 and the betas of its README), Prodigy and
+D-Adaptation (DAdaptAdam), which have no option. With them stand ThorMuon with its schedule, and
+AdamW as tuned for each problem in the suite, whose rates fall linearly to 0, and Prodigy and
+D-Adaptation under the cosine that Prodigy's README recommends.
+
+An optimizer with `eval` and `train` is evaluated after `eval`. The statistics of BatchNorm are then
+taken anew from 20 batches, as the README of schedule_free asks. For ThorMuon the figure of the
+parameters as they are, without a mode, stands beside it.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from benchmarks import suite
+from benchmarks.runner.markdown import number, with_error
+from benchmarks.runner.markdown import table as markdown
+from benchmarks.runner.stores import Lines, key_of
+from benchmarks.suite_optimizers import CONTENDERS, as_one_matrix
+from benchmarks.suite_problems import PROBLEMS, Batch, Problem
+from torch_thor import ThorMuon
+
+SEEDS = (0, 1, 2)
+BATCHES = 20  # for the statistics of BatchNorm
+# schedules by the names of contestants
+NAMES = {
+    "thor-muon": "linear",
+    "anytime": "constant",
+    "adamw": "linear",
+    "schedule-free": "constant",
+    "prodigy": "constant",
+    "prodigy, cosine": "cosine",
+    "d-adaptation": "constant",
+    "d-adaptation, cosine": "cosine",
+}
+TITLES = {
+    "thor-muon": "ThorMuon with its schedule",
+    "anytime": "ThorMuon(anytime=True)",
+    "as it is": "the same, without a mode",
+    "adamw": "AdamW, tuned, with a schedule",
+    "schedule-free": "schedule-free AdamW",
+    "prodigy": "Prodigy",
+    "prodigy, cosine": "Prodigy, cosine",
+    "d-adaptation": "D-Adaptation",
+    "d-adaptation, cosine": "D-Adaptation, cosine",
+}
+Job = dict[str, Any]
+Rows = dict[str, dict[str, Any]]
+
+
+def make(model: nn.Module, job: Job) -> torch.optim.Optimizer:
+    """Make the optimizer of a job."""
+    name = job["name"].partition(",")[0]
+    if name in ("thor-muon", "anytime"):
+        return ThorMuon(
+            model, weight_decay=0.01, row_splits=as_one_matrix(model), anytime=name == "anytime"
+        )
+    if name == "adamw":
+        return CONTENDERS["adamw"].make(model, **job["options"])
+    import pytorch_optimizer as others  # the extra `bench`
+
+    kind: Any = {
+        "schedule-free": others.ScheduleFreeAdamW,
+        "prodigy": others.Prodigy,
+        "d-adaptation": others.DAdaptAdam,
+    }[name]
+    optimizer: torch.optim.Optimizer = kind(model.parameters())
+    return optimizer
+
+
+def share_of_lr(step: int, steps: int, schedule: str) -> float:
+    """Return the learning rate of a step, from 0, as a share of the highest."""
+    fallen = {
+        "constant": 1.0,
+        "linear": (steps - step) / ((1 - suite.WARM_UP) * steps),
+        "cosine": (1 + math.cos(math.pi * step / steps)) / 2,
+    }[schedule]
+    return min(1.0, (step + 1) / (suite.WARM_UP * steps)) * min(1.0, fallen)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train once."""
+    torch.set_num_threads(1)
+    problem = PROBLEMS[job["task"]]
+    torch.manual_seed(job["seed"])
+    model = problem.model().train()
+    optimizer: Any = make(model, job)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: share_of_lr(step, problem.steps, NAMES[job["name"]])
+    )
+    batches = problem.batches(problem.batch, job["seed"])
+    for step in range(problem.steps):
+        loss = problem.loss(model, next(batches))
+        loss.backward()
+        problem.prepare(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if not math.isfinite(loss.item()) or loss.item() > suite.HIGHEST_LOSS:
+            return {"value": None, "failure": f"loss {loss.item()} in step {step}"}
+    result = {"as it is": figure(problem, model)}
+    if job["name"] in ("anytime", "schedule-free"):
+        optimizer.eval()
+        take_statistics(problem, model, batches)
+    return result | {"value": figure(problem, model)}
+
+
+@torch.no_grad()
+def take_statistics(problem: Problem, model: nn.Module, batches: Iterator[Batch]) -> None:
+    """Take the statistics of BatchNorm anew."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain mean of all batches
+    for _ in range(BATCHES if norms else 0):
+        problem.loss(model, next(batches))
+
+
+@torch.no_grad()
+def figure(problem: Problem, model: nn.Module) -> float:
+    """Return the problem's figure on the half of the held-out data that is reported."""
+    model.eval()
+    found = torch.cat([problem.score(model, batch) for batch in problem.held_out(1)])
+    model.train()
+    return found.mean().item()
+
+
+def optimizers(job: Job) -> list[str]:
+    """Name ours."""
+    return ["ThorMuon"] if job["name"] in ("thor-muon", "anytime") else []
+
+
+@cache
+def _chosen() -> dict[tuple[str, str], Job]:
+    rows = Lines(Path(__file__).with_name("results") / "suite.jsonl").rows
+    return suite.chosen(rows)
+
+
+def jobs(rows: Rows) -> list[Job]:
+    """List all jobs."""
+    found = []
+    for name in NAMES:
+        for task in PROBLEMS:
+            given = {}
+            if name == "adamw":
+                best = _chosen()[task, "adamw"]
+                given["options"] = {
+                    key: value
+                    for key, value in best.items()
+                    if key not in ("task", "optimizer", "seed")
+                }
+            found += [{"task": task, "name": name, "seed": seed, **given} for seed in SEEDS]
+    return found
+
+
+def table(rows: Rows) -> str:
+    """Return each contestant's figures, and how far they are from ThorMuon's with its schedule."""
+    own: dict[tuple[str, str], list[float]] = {}
+    for job in jobs(rows):
+        row = rows.get(key_of(job), {})
+        for name, key in ((job["name"], "value"), ("as it is", "as it is")):
+            if row.get(key) is not None and (name != "as it is" or job["name"] == "anytime"):
+                own.setdefault((job["task"], name), []).append(row[key])
+    lines = [
+        [task, *(with_error(own[task, n]) if (task, n) in own else "–" for n in TITLES)]
+        for task in PROBLEMS
+    ]
+    figures = markdown(["problem", *TITLES.values()], lines)
+    summary = []
+    for name, title in TITLES.items():
+        found = {t: v for t in PROBLEMS if (v := _excess(own, t, name)) is not None}
+        if found:
+            ahead = sum(_excess(own, t, "adamw") > v for t, v in found.items())  # type: ignore[operator]
+            within = sum(v <= 0.02 for v in found.values())
+            middle = number(100 * statistics.median(found.values()), ".1f")
+            summary.append([title, f"{middle} %", f"{within} of {len(found)}", str(ahead)])
+    heads = ["", "median excess", "within 2 %", "ahead of tuned AdamW"]
+    return f"{figures}\n\n{markdown(heads, summary)}"
+
+
+def _excess(own: dict[tuple[str, str], list[float]], task: str, name: str) -> float | None:
+    """Return the loss, or the share of errors, relative to that of ThorMuon with its schedule."""
+    if (task, name) not in own or (task, "thor-muon") not in own:
+        return None
+    value, base = (statistics.fmean(own[task, key]) for key in (name, "thor-muon"))
+    if PROBLEMS[task].higher:
+        value, base = 1 - value, 1 - base
+    return value / base - 1
