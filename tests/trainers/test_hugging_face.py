@@ -279,3 +279,32 @@ def test_a_training_that_an_error_ended_is_not_followed_twice(tmp_path):
     assert optimizer.param_groups[0]["last_loss_terms"] == 4 * 5
     model(input_ids=tokens(), labels=tokens(), attention_mask=torch.ones_like(tokens()))
     assert (optimizer.loss_terms, optimizer.row_mask) == (None, None)
+
+
+def test_the_trainer_calls_the_modes_of_an_average(tmp_path):
+    """It evaluates and saves the average, trains where gradients are taken, and resumes."""
+    data = [{"input_ids": one, "labels": one} for one in tokens(16)]
+
+    class Watch(transformers.TrainerCallback):
+        def on_evaluate(self, args, state, control, optimizer=None, **given):
+            seen.append((state.global_step, optimizer.param_groups[0]["shows_average"]))
+
+    def fit(folder, steps, **given):
+        torch.manual_seed(0)
+        model = gpt2()
+        optimizer = ThorMuon(model, anytime=True, update_interval=2)
+        trainer = trainer_of(
+            tmp_path / folder, model, callbacks=[Watch()], max_steps=steps, eval_strategy="steps",
+            eval_steps=2, save_strategy="steps", save_steps=2, lr_scheduler_type="constant",
+            given={"optimizers": (optimizer, None), "eval_dataset": data},
+        )  # fmt: skip
+        trainer.train(**given)
+        return model, optimizer
+
+    seen = []
+    model, optimizer = fit("whole", 4)
+    assert seen == [(2, True), (4, True)]
+    assert optimizer.param_groups[0]["step"] == 4
+    fit("half", 2)
+    again, _ = fit("half", 4, resume_from_checkpoint=str(tmp_path / "half/checkpoint-2"))
+    assert_same(weights(again), weights(model))

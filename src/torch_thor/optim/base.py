@@ -83,7 +83,7 @@ class CurvatureOptimizer(CheckedOptimizer):
     form: ClassVar[Form] = Form("plain momentum")
     # the learning rate where none is given, of a network that is not trained already; None if one
     # must be given
-    usual_lr: ClassVar[float | None] = None
+    usual_lr: float | None = None
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Refuse a keyword of another optimizer by naming its counterpart."""

@@ -60,15 +60,16 @@ class ThorMuon(CurvatureOptimizer):
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
-        lr: learning rate: the spectral norm of the step of a square matrix. None: 0.08, which the
-            groups hold, and less where the first step finds that the network is trained already: a
-            matrix whose entries are dependent then takes 0.125 of it, one that does not tell (of
-            zeros, of one sign, or with equal rows or columns) 0.25, what is no matrix 0.0125
-            (docs/explanation/thor-muon.md). The network is trained if frozen or quantised weights
-            hold more numbers than the trained matrices, or if these tell so. ``group["trained"]``
-            holds the answer, ``state[p]["lr_factor"]`` the shares, and ``print(optimizer)`` says
-            them. A learning rate that is given counts as it is, also in one group alone;
-            ``learning_rate`` of a Trainer's arguments is not given to the optimizer.
+        lr: learning rate: the spectral norm of the step of a square matrix. None: 0.08, or 0.12
+            with ``anytime``, which the groups hold, and less where the first step finds that the
+            network is trained already: a matrix whose entries are dependent then takes 0.125 of it,
+            one that does not tell (of zeros, of one sign, or with equal rows or columns) 0.25, what
+            is no matrix 0.0125 (docs/explanation/thor-muon.md). The network is trained if frozen or
+            quantised weights hold more numbers than the trained matrices, or if these tell so.
+            ``group["trained"]`` holds the answer, ``state[p]["lr_factor"]`` the shares, and
+            ``print(optimizer)`` says them. A learning rate that is given counts as it is, also in
+            one group alone; ``learning_rate`` of a Trainer's arguments is not given to the
+            optimizer.
         damping: λ, relative to the mean diagonal of A. Every parameter group holds it.
         momentum: μ in [0, 1).
         nesterov: ``u = ∇W + μ v`` instead of ``u = v``.
@@ -163,6 +164,8 @@ class ThorMuon(CurvatureOptimizer):
         distributed: Distributed | None = None,
     ) -> None:
         self.anytime = anytime
+        if anytime:
+            self.usual_lr = 0.12
         super().__init__(params, model, locals() | {"lr_squares": 0.0, "shows_average": False})
         if anytime:
             self.register_step_pre_hook(_refuse_average)
