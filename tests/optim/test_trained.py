@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from tiny import assert_same, weights
-from torch_thor import ThorMuon, param_groups
+from torch_thor import THOR, ThorMuon, param_groups
 from torch_thor.optim import trained as trained_weights
 from torch_thor.optim.trained import (
+    ALL,
     LEARNED,
     NEW,
     REST,
@@ -171,11 +172,12 @@ def test_networks_of_torchvision_are_untrained(name):
 # ---- an untrained network ------------------------------------------------------------------------
 
 
-def test_from_scratch_the_steps_are_those_of_an_explicit_rate():
+@pytest.mark.parametrize(("make", "rate"), [(THOR, 0.05), (ThorMuon, 0.08)])
+def test_from_scratch_the_steps_are_those_of_an_explicit_rate(make, rate):
     found = []
-    for options in ({}, {"lr": 0.08}, {"lr": None}):
+    for options in ({}, {"lr": rate}, {"lr": None}):
         model = net(trained=False)
-        found.append(train(model, ThorMuon(model, **options), data(4)))
+        found.append(train(model, make(model, **options), data(4)))
     assert_same(found[0], found[1])
     assert_same(found[0], found[2])
 
@@ -237,6 +239,28 @@ def test_a_trained_network_takes_the_steps_of_groups_with_these_rates():
         assert_same(*runs)
         assert factors(optimizer, model) == expected
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.08 / 6)
+
+
+def test_thor_takes_a_share_of_the_rate_and_of_its_bound():
+    """And a resumed run goes on with it."""
+    model = net()
+    optimizer = THOR(model, update_interval=2)
+    twin = copy.deepcopy(model)
+    other = THOR(twin, lr=0.05 * ALL, max_update_ratio=0.01 * ALL, update_interval=2)
+    before = weights(model)
+    with pytest.warns(
+        RuntimeWarning, match=r"lr is multiplied by 0\.1 for 13 parameters\. Give lr="
+    ):
+        found = train(model, optimizer, data(5))
+    wanted = train(twin, other, data(5))
+    for name, value in wanted.items():
+        assert not torch.equal(value, before[name])
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
+    assert set(factors(optimizer, model).values()) == {ALL}
+    again = copy.deepcopy(model)
+    resumed = THOR(again, update_interval=2)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert_same(train(model, optimizer, data(3)), train(again, resumed, data(3)))
 
 
 def test_weights_are_looked_at_in_the_first_step_and_not_before():

@@ -181,7 +181,7 @@ class CurvatureOptimizer(CheckedOptimizer):
         """Make the state that is missing, and decide on learning rates that are not given."""
         binding = self._curvature.complete(binding, self._make_parameter_state)
         if self.usual_lr is not None:
-            rates = trained.decide(binding, self._curvature.processes)
+            rates = trained.decide(binding, self._curvature.processes, alike=self.form.has_g)
             binding.note_state()
             if rates:
                 text = f"{rates}. Give lr=... for a rate that counts as it is"

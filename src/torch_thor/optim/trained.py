@@ -32,10 +32,13 @@ NEW = 1.0
 DEPENDENT = 5.0
 # Of the matrices that tell, a larger share is dependent in a network that is trained already.
 LEAST_SHARE = 0.25
-_MATRICES = {
+ALL = 0.1  # of every parameter, with THOR
+_WORDS = {
     LEARNED: "matrices whose entries are dependent, as training leaves them",
     UNTOLD: "matrices that do not tell (of zeros, of one sign, or with equal rows or columns)",
     NEW: "matrices whose entries are independent, as initializers leave them",
+    REST: "other parameters",
+    ALL: "parameters",
 }
 MOST_ROWS = 512  # that are looked at, evenly spaced, and as many columns
 _ROUNDING = 1e-14
@@ -80,10 +83,10 @@ def _without_equal_rows(matrix: Tensor) -> Tensor:
     return matrix * ~equal.tril(-1).any(1, keepdim=True)
 
 
-def decide(binding: Binding, processes: Processes) -> str:
+def decide(binding: Binding, processes: Processes, *, alike: bool) -> str:
     """Store the factor of each parameter of a group with ``auto_lr``, and return what they are.
 
-    Parameters that have one keep it.
+    Parameters that have one keep it. ``alike``: all have the same.
 
     Returns:
         The factors in words, where the network is found to be trained; empty otherwise.
@@ -110,7 +113,8 @@ def decide(binding: Binding, processes: Processes) -> str:
         group["trained"] = trained
     for parameter in undecided:
         value = values.get(id(parameter), math.nan)
-        factor = factor_of(value, binding.is_matrix(parameter)) if trained else NEW
+        factor = ALL if alike else factor_of(value, binding.is_matrix(parameter))
+        factor = factor if trained else NEW
         binding.states[parameter]["lr_factor"] = factor
     return described(binding) if trained and is_first else ""
 
@@ -139,14 +143,8 @@ def described(binding: Binding) -> str:
         return "the network was not trained before, so lr is that of all parameters"
     parameters = [p for group in binding.groups if group["auto_lr"] for p in group["params"]]
     decided = [p for p in parameters if "lr_factor" in binding.states.get(p, {})]
-    matrices = Counter(binding.states[p]["lr_factor"] for p in decided if binding.is_matrix(p))
-    parts = [
-        f"{factor:g} for {matrices[factor]} {what}"
-        for factor, what in _MATRICES.items()
-        if matrices[factor]
-    ]
-    rest = len(decided) - matrices.total()
-    parts += [f"{REST:g} for {rest} other parameters"] if rest else []
+    counts = Counter(binding.states[p]["lr_factor"] for p in decided)
+    parts = [f"{f:g} for {counts[f]} {what}" for f, what in _WORDS.items() if counts[f]]
     return f"the network is trained already, so lr is multiplied by {', '.join(parts)}"
 
 
