@@ -199,8 +199,8 @@ MUTATIONS = {
         Node("operator", ">"), "False", TRAINED,
     ),
     "ThorMuon's rate without the factor": Mutation(
-        "optim/orthogonal.py", "batches_of",
-        Node("call", "get"), "1.0", TRAINED,
+        "optim/batches.py", "rows_of",
+        Node("call", "get", 2), "1.0", TRAINED,
     ),
     "polar factors of one matrix": Mutation(
         "curvature/polar.py", "_roots",

@@ -66,9 +66,10 @@ def jobs_of(
             recipe[0], [f"optimizer={optimizer}", f"seed={seed}", *recipe[1], *words]
         )
         tree = chosen.model_dump(mode="json", exclude=UNUSED)
-        tree["optimizers"] = {
-            optimizer: {**settings_of(optimizer), **chosen.optimizers.get(optimizer, {})}
-        }
+        every: Row = {**settings_of(optimizer), **chosen.optimizers.get(optimizer, {})}
+        if not every.get("anytime"):  # a job is known by what it had when it ran
+            every.pop("anytime", None)
+        tree["optimizers"] = {optimizer: every}
         found.append({**own, "seed": seed, "recipe": tree, "device": str(device_of(device))})
     return list(json.loads(json.dumps(found)))
 

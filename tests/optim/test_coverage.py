@@ -29,7 +29,7 @@ def test_every_parameter_is_listed_once_and_in_order():
     assert [entry.name for entry in entries] == [name for name, _ in model.named_parameters()]
     for entry in entries:
         assert (entry.reason is None) == (entry.factor_sizes is not None) == entry.preconditioned
-    assert str(entries).splitlines()[1:] == repr(optimizer).splitlines()[-len(entries) :]
+    assert str(entries).partition("\n")[2] in repr(optimizer)
     with pytest.raises(TypeError):
         optimizer.curvature["head"] = None
     words = "damping", "MultiheadAttention", "Conv2d", "4 x 4 x 3 groups", "a normalisation layer"

@@ -158,7 +158,7 @@ def options_of(label, name):
 def count_waits(label, name):
     training = Training(OPTIMIZERS[label], **options_of(label, name))
     (first,) = training.waits()
-    assert len(first) <= (3 if label == "ThorMuon" else 2), first
+    assert len(first) <= 3, first  # the weights are looked at
     # two rounds: what is kept between two refreshes is made again in the first step after one
     for _ in range(2):
         assert training.waits(INTERVAL - 1) == [[]] * (INTERVAL - 1)

@@ -15,7 +15,10 @@ from torch_thor.curvature.view import local
 from torch_thor.optim.batches import Binding
 from torch_thor.optim.options import COUNTERS
 
-NO_OPTIONS = {"params", "param_names", *COUNTERS}  # entries of a parameter group
+# entries of a parameter group that nobody has given
+NO_OPTIONS = {
+    "params", "param_names", "auto_lr", "trained", "lr_squares", "shows_average", *COUNTERS,
+}  # fmt: skip
 _UNCALLED = "the weight of its layer is used without calling the module"
 
 
