@@ -12,8 +12,8 @@ from command_line import assert_refused
 
 NAMES = [
     "anytime", "cifar10", "defaults", "figures", "finetuning", "front", "gpu", "gpu_airbench",
-    "gpu_nanogpt", "loop_time", "many_devices", "models", "nanogpt", "resnet18", "step_time", "suite",
-    "untrained", "wikitext",
+    "gpu_nanogpt", "loop_time", "many_devices", "models", "nanogpt", "resnet18", "step_time",
+    "suite", "untrained", "wikitext",
 ]  # fmt: skip
 
 
