@@ -10,14 +10,19 @@ D-Adaptation (DAdaptAdam), which have no option. With them stand ThorMuon with i
 AdamW as tuned for each problem in the suite, whose rates fall linearly to 0, and Prodigy and
 D-Adaptation under the cosine that Prodigy's README recommends.
 
+Beside them nanoGPT's CPU example (nanogpt.py), whose rates grow over its 100 steps of warm-up, with
+the cosine of the example where there is one, and MiniLM on SST-2, all weights (finetuning.py).
+
 An optimizer with `eval` and `train` is evaluated after `eval`. The statistics of BatchNorm are then
 taken anew from 20 batches, as the README of schedule_free asks. For ThorMuon the figure of the
 parameters as they are, without a mode, stands beside it.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +31,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks import suite
+from benchmarks import finetuning, nanogpt, suite
 from benchmarks.runner.markdown import number, with_error
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.stores import Lines, key_of
@@ -58,6 +63,8 @@ TITLES = {
     "d-adaptation": "D-Adaptation",
     "d-adaptation, cosine": "D-Adaptation, cosine",
 }
+BESIDE = ("nanogpt", "minilm-sst2")
+WITHOUT_RATE = ("anytime", "schedule-free", "prodigy", "prodigy, cosine")
 Job = dict[str, Any]
 Rows = dict[str, dict[str, Any]]
 
@@ -95,7 +102,10 @@ def share_of_lr(step: int, steps: int, schedule: str) -> float:
 def run(job: Job) -> dict[str, Any]:
     """Train once."""
     torch.set_num_threads(1)
-    problem = PROBLEMS[job["task"]]
+    if job["task"] == "nanogpt":
+        with redirect_stdout(None):  # nanoGPT prints its numbers of parameters
+            return run_nanogpt(job)
+    problem = (PROBLEMS | finetuning.PROBLEMS)[job["task"]]
     torch.manual_seed(job["seed"])
     model = problem.model().train()
     optimizer: Any = make(model, job)
@@ -117,6 +127,31 @@ def run(job: Job) -> dict[str, Any]:
         optimizer.eval()
         take_statistics(problem, model, batches)
     return result | {"value": figure(problem, model)}
+
+
+def run_nanogpt(job: Job) -> dict[str, Any]:
+    """Train nanoGPT's example once."""
+    own = nanogpt.example()
+    torch.manual_seed(job["seed"])
+    model = own.network()
+    optimizer: Any = make(model, job)
+    generator = torch.Generator().manual_seed(job["seed"])
+    steps, warm_up = own.config["max_iters"], own.config["warmup_iters"]
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: (
+            nanogpt.share(step, own.config)
+            if NAMES[job["name"]] == "cosine"
+            else min(1.0, (step + 1) / warm_up)
+        ),
+    )
+    for _ in range(steps):
+        nanogpt.take_step(own, model, optimizer, own.batch(own.train_text, generator))
+        schedule.step()
+    result = {"as it is": own.loss(model)}
+    if job["name"] in ("anytime", "schedule-free"):
+        optimizer.eval()
+    return result | {"value": own.loss(model)}
 
 
 @torch.no_grad()
@@ -164,6 +199,8 @@ def jobs(rows: Rows) -> list[Job]:
                     if key not in ("task", "optimizer", "seed")
                 }
             found += [{"task": task, "name": name, "seed": seed, **given} for seed in SEEDS]
+    for task, name in itertools.product(BESIDE, WITHOUT_RATE):
+        found += [{"task": task, "name": name, "seed": seed} for seed in SEEDS]
     return found
 
 
@@ -177,7 +214,7 @@ def table(rows: Rows) -> str:
                 own.setdefault((job["task"], name), []).append(row[key])
     lines = [
         [task, *(with_error(own[task, n]) if (task, n) in own else "–" for n in TITLES)]
-        for task in PROBLEMS
+        for task in (*PROBLEMS, *BESIDE)
     ]
     figures = markdown(["problem", *TITLES.values()], lines)
     summary = []

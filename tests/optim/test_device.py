@@ -144,8 +144,9 @@ OPTIONS = {
     "projections": {"net": SplitNet, "row_splits": SPLITS, "split_dim": 16},
     # a tensor without memory of its own does not tell by an address what is a copy of it
     "copies": {"net": CopyNet},
+    "average": {"anytime": True},
 }
-OTHERS = {("ThorMuon", "clip"), ("THOR", "projections")}
+OTHERS = {("ThorMuon", "clip"), ("THOR", "projections"), ("THOR", "average")}
 CASES = [case for case in itertools.product(OPTIMIZERS, OPTIONS) if case not in OTHERS]
 
 
