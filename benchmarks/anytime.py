@@ -31,7 +31,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks import finetuning, nanogpt, suite
+from benchmarks import nanogpt, suite
+from benchmarks.finetuning_problems import PROBLEMS as FINE_TUNING
+from benchmarks.gpu_nanogpt import share
 from benchmarks.runner.markdown import number, with_error
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.stores import Lines, key_of
@@ -105,7 +107,7 @@ def run(job: Job) -> dict[str, Any]:
     if job["task"] == "nanogpt":
         with redirect_stdout(None):  # nanoGPT prints its numbers of parameters
             return run_nanogpt(job)
-    problem = (PROBLEMS | finetuning.PROBLEMS)[job["task"]]
+    problem = (PROBLEMS | FINE_TUNING)[job["task"]]
     torch.manual_seed(job["seed"])
     model = problem.model().train()
     optimizer: Any = make(model, job)
@@ -140,7 +142,7 @@ def run_nanogpt(job: Job) -> dict[str, Any]:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: (
-            nanogpt.share(step, own.config)
+            share(step, own.config)
             if NAMES[job["name"]] == "cosine"
             else min(1.0, (step + 1) / warm_up)
         ),
