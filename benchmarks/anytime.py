@@ -10,8 +10,8 @@ D-Adaptation (DAdaptAdam), which have no option. With them stand ThorMuon with i
 AdamW as tuned for each problem in the suite, whose rates fall linearly to 0, and Prodigy and
 D-Adaptation under the cosine that Prodigy's README recommends.
 
-Beside them nanoGPT's CPU example (nanogpt.py), whose rates grow over its 100 steps of warm-up, with
-the cosine of the example where there is one, and MiniLM on SST-2, all weights (finetuning.py).
+Beside them nanoGPT's CPU example (nanogpt.py), whose rates grow over its 100 steps of warm-up, then
+fall along its cosine where they have a schedule, and MiniLM on SST-2, all weights (finetuning.py).
 
 An optimizer with `eval` and `train` is evaluated after `eval`. The statistics of BatchNorm are then
 taken anew from 20 batches, as the README of schedule_free asks. For ThorMuon the figure of the
@@ -66,7 +66,7 @@ TITLES = {
     "d-adaptation, cosine": "D-Adaptation, cosine",
 }
 BESIDE = ("nanogpt", "minilm-sst2")
-WITHOUT_RATE = ("anytime", "schedule-free", "prodigy", "prodigy, cosine")
+CONTESTANTS = ("thor-muon", "anytime", "schedule-free", "prodigy", "prodigy, cosine")
 Job = dict[str, Any]
 Rows = dict[str, dict[str, Any]]
 
@@ -143,7 +143,7 @@ def run_nanogpt(job: Job) -> dict[str, Any]:
         optimizer,
         lambda step: (
             share(step, own.config)
-            if NAMES[job["name"]] == "cosine"
+            if NAMES[job["name"]] != "constant"
             else min(1.0, (step + 1) / warm_up)
         ),
     )
@@ -201,7 +201,7 @@ def jobs(rows: Rows) -> list[Job]:
                     if key not in ("task", "optimizer", "seed")
                 }
             found += [{"task": task, "name": name, "seed": seed, **given} for seed in SEEDS]
-    for task, name in itertools.product(BESIDE, WITHOUT_RATE):
+    for task, name in itertools.product(BESIDE, CONTESTANTS):
         found += [{"task": task, "name": name, "seed": seed} for seed in SEEDS]
     return found
 
