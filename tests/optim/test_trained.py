@@ -249,7 +249,7 @@ def test_thor_takes_a_share_of_the_rate_and_of_its_bound():
     other = THOR(twin, lr=0.05 * ALL, max_update_ratio=0.01 * ALL, update_interval=2)
     before = weights(model)
     with pytest.warns(
-        RuntimeWarning, match=r"lr is multiplied by 0\.1 for 13 parameters\. Give lr="
+        RuntimeWarning, match=r"lr is multiplied by 0\.05 for 13 parameters\. Give lr="
     ):
         found = train(model, optimizer, data(5))
     wanted = train(twin, other, data(5))

@@ -32,7 +32,7 @@ NEW = 1.0
 DEPENDENT = 5.0
 # Of the matrices that tell, a larger share is dependent in a network that is trained already.
 LEAST_SHARE = 0.25
-ALL = 0.1  # of every parameter, with THOR
+ALL = 0.05  # of every parameter, with THOR
 _WORDS = {
     LEARNED: "matrices whose entries are dependent, as training leaves them",
     UNTOLD: "matrices that do not tell (of zeros, of one sign, or with equal rows or columns)",
