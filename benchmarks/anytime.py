@@ -10,15 +10,14 @@ D-Adaptation (DAdaptAdam), which have no option. With them stand ThorMuon with i
 AdamW as tuned for each problem in the suite, whose rates fall linearly to 0, and Prodigy and
 D-Adaptation under the cosine that Prodigy's README recommends.
 
-Beside them nanoGPT's CPU example (nanogpt.py), whose rates grow over its 100 steps of warm-up, then
-fall along its cosine where they have a schedule, and MiniLM on SST-2, all weights (finetuning.py).
+Beside them stands nanoGPT's CPU example (nanogpt.py): its rates grow over 100 steps, then stay, or
+fall along its cosine.
 
 An optimizer with `eval` and `train` is evaluated after `eval`. The statistics of BatchNorm are then
 taken anew from 20 batches, as the README of schedule_free asks. For ThorMuon the figure of the
 parameters as they are, without a mode, stands beside it.
 """
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks import nanogpt, suite
-from benchmarks.finetuning_problems import PROBLEMS as FINE_TUNING
 from benchmarks.gpu_nanogpt import share
 from benchmarks.runner.markdown import number, with_error
 from benchmarks.runner.markdown import table as markdown
@@ -65,8 +63,7 @@ TITLES = {
     "d-adaptation": "D-Adaptation",
     "d-adaptation, cosine": "D-Adaptation, cosine",
 }
-BESIDE = ("nanogpt", "minilm-sst2")
-CONTESTANTS = ("thor-muon", "anytime", "schedule-free", "prodigy", "prodigy, cosine")
+ON_NANOGPT = ("thor-muon", "anytime", "schedule-free", "prodigy", "prodigy, cosine")
 Job = dict[str, Any]
 Rows = dict[str, dict[str, Any]]
 
@@ -107,7 +104,7 @@ def run(job: Job) -> dict[str, Any]:
     if job["task"] == "nanogpt":
         with redirect_stdout(None):  # nanoGPT prints its numbers of parameters
             return run_nanogpt(job)
-    problem = (PROBLEMS | FINE_TUNING)[job["task"]]
+    problem = PROBLEMS[job["task"]]
     torch.manual_seed(job["seed"])
     model = problem.model().train()
     optimizer: Any = make(model, job)
@@ -201,8 +198,8 @@ def jobs(rows: Rows) -> list[Job]:
                     if key not in ("task", "optimizer", "seed")
                 }
             found += [{"task": task, "name": name, "seed": seed, **given} for seed in SEEDS]
-    for task, name in itertools.product(BESIDE, CONTESTANTS):
-        found += [{"task": task, "name": name, "seed": seed} for seed in SEEDS]
+    for name in ON_NANOGPT:
+        found += [{"task": "nanogpt", "name": name, "seed": seed} for seed in SEEDS]
     return found
 
 
@@ -216,7 +213,7 @@ def table(rows: Rows) -> str:
                 own.setdefault((job["task"], name), []).append(row[key])
     lines = [
         [task, *(with_error(own[task, n]) if (task, n) in own else "–" for n in TITLES)]
-        for task in (*PROBLEMS, *BESIDE)
+        for task in (*PROBLEMS, "nanogpt")
     ]
     figures = markdown(["problem", *TITLES.values()], lines)
     summary = []

@@ -18,7 +18,7 @@ from golden.runs import RUNS_OF
 
 ROOT = Path(__file__).parents[2]
 STUDIES = (
-    "cifar10", "defaults", "finetuning", "many_devices", "models", "nanogpt", "resnet18",
+    "anytime", "cifar10", "defaults", "finetuning", "many_devices", "models", "nanogpt", "resnet18",
     "step_time", "untrained", "wikitext",
 )  # fmt: skip
 
