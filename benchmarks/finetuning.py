@@ -41,8 +41,8 @@ WARM_UP = 0.05  # of the steps
 ADAMW = {False: (2e-5, 5e-5, 1e-4, 2e-4), True: (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)}  # LoRA or not
 BEYOND = {False: (5e-4, 1e-3, 2e-3), True: (5e-3, 1e-2)}  # LoRA or not; more than is usual
 RATE = 0.08  # ThorMuon's
-# a tenth, a twentieth and a fortieth of THOR's learning rate and bound
-SHARES = ((0.005, 0.001), (0.0025, 0.0005), (0.00125, 0.00025))
+THOR_RATES = ((0.005, 0.001), (0.0025, 0.0005), (0.00125, 0.00025))  # and bounds, of all parameters
+SHARES = (0.1, 0.05, 0.025)  # without a rate: of all parameters but new matrices
 OURS = {"optimizer": "thor-muon"}
 README = ("minilm-sst2", "minilm-trec", "minilm-subj")
 PICTURE = Path("docs/images/fine-tuning.png")
@@ -100,6 +100,8 @@ def make(
         own["row_splits"] = as_one_matrix(model)
     if "max_update_ratio" in job:
         own["max_update_ratio"] = job["max_update_ratio"]
+    if "share" in job:
+        trained_weights.ALL, own["lr"], rate = job["share"], None, 0.05
     if job.get("way") == "known":  # as without a learning rate, with factors to choose from
         trained_weights.LEARNED, trained_weights.UNTOLD = job["trained"], job["zero"]
         trained_weights.REST, own["lr"] = job["rest"], None
@@ -146,7 +148,12 @@ def jobs(rows: Rows) -> list[Job]:
     for lr, ratio in ((0.05, 0.01), (0.005, 0.01), (5e-4, 0.01), (0.05, 1e-3)):
         job = {"optimizer": "thor", "lr": lr, "max_update_ratio": ratio}
         found.append({**job, "task": "minilm-sst2", "seed": CHOOSING[0]})
-    for lr, ratio in SHARES:
+    for share in SHARES:
+        job = {"optimizer": "thor", "share": share}
+        found += [
+            {**job, "task": task, "seed": CHOOSING[0]} for task in ("minilm-sst2", "minilm-trec")
+        ]
+    for lr, ratio in THOR_RATES:
         job = {"optimizer": "thor", "lr": lr, "max_update_ratio": ratio}
         found += [{**job, "task": "minilm-sst2", "seed": seed} for seed in CHOOSING]
         found.append({**job, "task": "minilm-trec", "seed": CHOOSING[0]})
@@ -250,14 +257,10 @@ def table(rows: Rows) -> str:
         [name, *(cell(rows, problem, job, CHOOSING) for problem in PROBLEMS)]
         for name, job in ways.items()
     ]
-    settings = {
-        (row["job"]["lr"], row["job"]["max_update_ratio"]): row["job"]
-        for row in rows.values()
-        if row["job"]["optimizer"] == "thor"
-    }
+    settings = {setting_of(row["job"]): row["job"] for row in rows.values() if is_thor(row["job"])}
     thor = [
         [
-            *(f"{value:g}" for value in setting),
+            *setting,
             *(cell(rows, problem, job, CHOOSING) for problem in ("minilm-sst2", "minilm-trec")),
         ]
         for setting, job in sorted(settings.items(), reverse=True)
@@ -268,6 +271,18 @@ def table(rows: Rows) -> str:
         markdown(["lr", "max_update_ratio", "SST-2", "TREC"], thor),
     )
     return "\n\n".join(tables)
+
+
+def is_thor(job: Job) -> bool:
+    """Whether THOR trains."""
+    return bool(job["optimizer"] == "thor")
+
+
+def setting_of(job: Job) -> tuple[str, str]:
+    """Return THOR's learning rate and bound in words."""
+    if "share" in job:
+        return f"none: {job['share']:g} of 0.05", f"{job['share']:g} of 0.01"
+    return f"{job['lr']:g}", f"{job['max_update_ratio']:g}"
 
 
 def name_of(job: Job) -> str:

@@ -242,21 +242,25 @@ def test_a_trained_network_takes_the_steps_of_groups_with_these_rates():
 
 
 def test_thor_takes_a_share_of_the_rate_and_of_its_bound():
-    """And a resumed run goes on with it."""
+    """But for a new head; and a resumed run goes on with it."""
     model = net()
     optimizer = THOR(model, update_interval=2)
     twin = copy.deepcopy(model)
-    other = THOR(twin, lr=0.05 * ALL, max_update_ratio=0.01 * ALL, update_interval=2)
+    expected = {name: NEW if name == "head.weight" else ALL for name, _ in model.named_parameters()}
+    groups = [
+        {"params": [p], "lr": 0.05 * expected[name], "max_update_ratio": 0.01 * expected[name]}
+        for name, p in twin.named_parameters()
+    ]
+    other = THOR(groups, lr=0.05, model=twin, update_interval=2)
     before = weights(model)
-    with pytest.warns(
-        RuntimeWarning, match=r"lr is multiplied by 0\.05 for 13 parameters\. Give lr="
-    ):
+    said = r"multiplied by 1 for 1 matrices .*, 0\.05 for 12 other parameters\. Give lr="
+    with pytest.warns(RuntimeWarning, match=said):
         found = train(model, optimizer, data(5))
     wanted = train(twin, other, data(5))
     for name, value in wanted.items():
         assert not torch.equal(value, before[name])
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
-    assert set(factors(optimizer, model).values()) == {ALL}
+    assert factors(optimizer, model) == expected
     again = copy.deepcopy(model)
     resumed = THOR(again, update_interval=2)
     resumed.load_state_dict(optimizer.state_dict())

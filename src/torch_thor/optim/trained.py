@@ -32,13 +32,13 @@ NEW = 1.0
 DEPENDENT = 5.0
 # Of the matrices that tell, a larger share is dependent in a network that is trained already.
 LEAST_SHARE = 0.25
-ALL = 0.05  # of every parameter, with THOR
+ALL = 0.05  # with THOR, of every parameter but new matrices
 _WORDS = {
     LEARNED: "matrices whose entries are dependent, as training leaves them",
     UNTOLD: "matrices that do not tell (of zeros, of one sign, or with equal rows or columns)",
     NEW: "matrices whose entries are independent, as initializers leave them",
     REST: "other parameters",
-    ALL: "parameters",
+    ALL: "other parameters",
 }
 MOST_ROWS = 512  # that are looked at, evenly spaced, and as many columns
 _ROUNDING = 1e-14
@@ -86,7 +86,7 @@ def _without_equal_rows(matrix: Tensor) -> Tensor:
 def decide(binding: Binding, processes: Processes, *, alike: bool) -> str:
     """Store the factor of each parameter of a group with ``auto_lr``, and return what they are.
 
-    Parameters that have one keep it. ``alike``: all have the same.
+    Parameters that have one keep it. ``alike``: all but new matrices have the same.
 
     Returns:
         The factors in words, where the network is found to be trained; empty otherwise.
@@ -113,8 +113,8 @@ def decide(binding: Binding, processes: Processes, *, alike: bool) -> str:
         group["trained"] = trained
     for parameter in undecided:
         value = values.get(id(parameter), math.nan)
-        factor = ALL if alike else factor_of(value, binding.is_matrix(parameter))
-        factor = factor if trained else NEW
+        factor = factor_of(value, binding.is_matrix(parameter)) if trained else NEW
+        factor = ALL if alike and factor != NEW else factor
         binding.states[parameter]["lr_factor"] = factor
     return described(binding) if trained and is_first else ""
 
