@@ -173,14 +173,13 @@ class ThorMuon(CurvatureOptimizer):
     def eval(self) -> None:
         """Put the average of the steps into the parameters, for an evaluation or a checkpoint.
 
-        Without ``anytime`` it does nothing; nor does ``train``, which puts back where gradients are
-        taken.
+        Without ``anytime`` both ``eval`` and ``train`` do nothing.
         """
         if self.anytime:
             show(self.param_groups, self.state, average=True)
 
     def train(self) -> None:
-        """Put back into the parameters where gradients are taken; see ``eval``."""
+        """Put the weights at which gradients are taken back into the parameters, after ``eval``."""
         if self.anytime:
             show(self.param_groups, self.state, average=False)
 
