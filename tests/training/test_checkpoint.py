@@ -203,6 +203,13 @@ def test_round_trip(trained, tmp_path):
     assert (again.score, again.best) == (trained.score, trained.best)
 
 
+def test_none_is_made_where_none_is_kept(tmp_path):
+    run = build(noisy.recipe(keep_checkpoints=0), "thor", noisy.Noisy(), Ranks())
+    train(run, [Saver(tmp_path, lambda: 0)])
+    assert run.done
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("kind", ["middle", "cut", "empty", "missing"])
 def test_damage_is_named_and_the_one_before_is_taken(trained, tmp_path, kind):
     old = save(tmp_path, trained, 1)

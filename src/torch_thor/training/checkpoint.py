@@ -267,7 +267,9 @@ class Saver(Observer):
         stops = run.stopping and (run.unevaluated or not run.done)
         interval = run.recipe.checkpoint_interval or run.task.steps_per_epoch
         is_best = run.recipe.keep_best and run.best is not None and run.best.step == run.step
-        if stops or run.done or is_best or run.step % interval == 0:
+        if run.recipe.keep_checkpoints and (
+            stops or run.done or is_best or run.step % interval == 0
+        ):
             save(self.folder, run, self.offset() if run.ranks.first else 0)
         if stops:
             raise StoppedError(run.step)

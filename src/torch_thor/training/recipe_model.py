@@ -404,7 +404,9 @@ class Recipe(Training):
     checkpoint_interval: Count | None = Field(
         None, description="steps between checkpoints; null: an epoch"
     )
-    keep_checkpoints: Count = Field(2, description="newest checkpoints that are kept")
+    keep_checkpoints: Annotated[Whole, Field(ge=0)] = Field(
+        2, description="newest checkpoints that are kept; 0: none is made"
+    )
     keep_best: bool = Field(True, description="keep the checkpoint of the best evaluation too")
     log_interval: Count | None = Field(
         100, description="steps between printed lines; null: evaluations only"
