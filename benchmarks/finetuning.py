@@ -49,9 +49,9 @@ PICTURE = Path("docs/images/fine-tuning.png")
 COLOURS = {  # of Okabe and Ito
     "AdamW, tuned": "#e69f00",
     "ThorMuon, 0.08 for all": "#999999",
-    "ThorMuon, no option": "#0072b2",
+    "ThorMuon, no learning rate": "#0072b2",
 }
-FRONT = ("AdamW, tuned", "ThorMuon, no option")  # on the front page
+FRONT = ("AdamW, tuned", "ThorMuon, no learning rate")  # on the front page
 
 Job = dict[str, Any]
 Rows = dict[str, dict[str, Any]]

@@ -1,9 +1,9 @@
 """The problems of the study of fine-tuning: networks that are trained, and data to adapt to.
 
-The data lie in ``corpora/fine-tuning`` (docs/measurements/fine-tuning.md says where they come
-from). What is held out is cut in two halves: settings are chosen by the figure on the first, and
-the second is read once. Two networks are trained here first, each by AdamW and by ThorMuon, and
-kept beside the data.
+The data lie in ``corpora/fine-tuning``; benchmarks/results/tried.md says where they come from.
+What is held out is cut in two halves: settings are chosen by the figure on the first, and the
+second is read once. Two networks are trained here first, each by AdamW and by ThorMuon, and kept
+beside the data.
 """
 
 from collections.abc import Callable

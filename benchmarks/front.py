@@ -1,35 +1,35 @@
-"""README's first table and picture, from the raw data of four studies.
+"""README's table and picture, from the raw data of the studies.
 
     python -m benchmarks front
 
-The table answers what somebody gains who uses AdamW today: AdamW is tuned on each task, ThorMuon
-is not, and *steps* and *seconds* are what ThorMuon needs to be where AdamW ends, as a share of what
-AdamW needs. Fine-tuning has no curves in its raw data.
+The table has tasks that chose no default of ThorMuon. *Steps* and *seconds* are those after which
+ThorMuon has reached AdamW's result, as shares of AdamW's. Fine-tuning has no curves.
 """
 
+import json
 from typing import Any
 
-from benchmarks import cifar10, finetuning, nanogpt, suite, suite_report
-from benchmarks.gpu_airbench import OWN, THOR_MUON
+from benchmarks import finetuning, nanogpt, suite, suite_report
+from benchmarks.gpu_nanogpt import best, first_at
 from benchmarks.runner.drawing import save
 from benchmarks.runner.markdown import table as markdown
-from benchmarks.runner.markdown import with_error
 from benchmarks.runner.stores import Lines, key_of
 from benchmarks.runner.study import RESULTS
 
-STUDIES = ("nanogpt", "finetuning", "suite", "cifar10")
+STUDIES = ("nanogpt", "finetuning", "suite")
 PICTURE = suite_report.PICTURES / "front.png"
 MINILM = {"minilm-sst2": "SST-2", "minilm-trec": "TREC", "minilm-subj": "films"}
-NONE, OURS, PEERS = "–", "ThorMuon", ("Muon", "SOAP")
-AIRBENCH_EPOCHS = 8
+UNSEEN = "minilm-subj"
+NONE, OURS, ADAMW, MUON = "–", "ThorMuon", "AdamW, tuned", "Muon, tuned"
 FONT = 14  # legible where the picture is 400 pixels wide
-Rows = dict[str, dict[str, Any]]
+Row = dict[str, Any]
+Rows = dict[str, Row]
 
 
 def main() -> None:
     """Print the table, and draw the picture."""
-    of_gpt, of_minilm, of_problems, of_images = map(rows_of, STUDIES)
-    print(table(of_gpt, of_minilm, of_problems, of_images))
+    of_gpt, of_minilm, of_problems = map(rows_of, STUDIES)
+    print(table(of_gpt, of_minilm, of_problems, of_gpu()))
     draw(of_gpt, of_minilm)
 
 
@@ -38,31 +38,29 @@ def rows_of(study: str) -> Rows:
     return Lines(RESULTS / f"{study}.jsonl").rows
 
 
-def table(of_gpt: Rows, of_minilm: Rows, of_problems: Rows, of_images: Rows) -> str:
-    """Return the table from the raw data of each study."""
-    heads = ("task", "AdamW, tuned", "ThorMuon", "steps", "seconds", "Muon, tuned", "SOAP, tuned")
-    lines = [*of_nanogpt(of_gpt), *of_suite(of_problems), *of_finetuning(of_minilm)]
-    return markdown(heads, [*lines, of_airbench(of_images)])
+def of_gpu() -> list[Row]:
+    """Return the trainings of nanoGPT's example for a GPU."""
+    found: list[Row] = json.loads((RESULTS / "gpu-h200.json").read_text())[
+        "Shakespeare with nanoGPT"
+    ]
+    return found
+
+
+def table(of_gpt: Rows, of_minilm: Rows, of_problems: Rows, trained: list[Row]) -> str:
+    """Return the table of tasks that chose no default, from the raw data of each study."""
+    heads = ("task", "AdamW", "Muon, tuned", "ThorMuon", "steps", "seconds")
+    lines = [*of_nanogpt(of_gpt), *of_suite(of_problems), of_finetuning(of_minilm)]
+    return markdown(heads, [*lines, of_the_gpu(trained)])
 
 
 def of_nanogpt(rows: Rows) -> list[list[str]]:
-    """Return the lines of nanoGPT's example: its own AdamW, and the tuned one."""
+    """Return the line of nanoGPT's example for a CPU, once all have run."""
     ends = {cells[0]: cells for cells in nanogpt.ends(rows)}
-    if OURS not in ends:
+    if not {OURS, ADAMW, MUON} <= ends.keys():
         return []
-    titles = {
-        "nanoGPT's AdamW": "nanoGPT's CPU example (0.8 M), its own AdamW untuned: loss ↓",
-        "AdamW, tuned": "nanoGPT's CPU example (0.8 M), AdamW tuned: loss ↓",
-    }
-    lines = []
-    for name in titles:
-        if name in ends:
-            _, _, loss, steps, seconds, *_ = ends[name]
-            others = [
-                ends[f"{one}, tuned"][2] if f"{one}, tuned" in ends else NONE for one in PEERS
-            ]
-            lines.append([titles[name], loss, ends[OURS][2], steps, seconds, *others])
-    return lines
+    _, _, loss, steps, seconds, *_ = ends[ADAMW]
+    title = "nanoGPT's CPU example (0.8 M), characters: loss ↓"
+    return [[title, loss, ends[MUON][2], ends[OURS][2], steps, seconds]]
 
 
 def of_suite(rows: Rows) -> list[list[str]]:
@@ -73,13 +71,9 @@ def of_suite(rows: Rows) -> list[list[str]]:
     for problem, title in suite_report.README.items():
         if problem in by_name:
             one = by_name[problem]
-            shown = {
-                name: suite_report.shown(one, one.setting(name))
-                for name in ("adamw", "thor-muon", "muon", "soap")
-            }
-            own = shown["adamw"], shown["thor-muon"]
-            cells = [*own, *shares(one), shown["muon"], shown["soap"]]
-            lines.append([title, *cells])
+            names = ("adamw", "muon", "thor-muon")
+            shown = [suite_report.shown(one, one.setting(name)) for name in names]
+            lines.append([title, *shown, *shares(one)])
     return lines
 
 
@@ -90,29 +84,27 @@ def shares(one: suite_report.Contest) -> tuple[str, str]:
     return suite_report.ratio(steps), suite_report.ratio(seconds)
 
 
-def of_finetuning(rows: Rows) -> list[list[str]]:
-    """Return a line for each set of sentences; AdamW's rate is the best of all."""
-    lines = []
-    for problem, name in MINILM.items():
-        adamw = {"optimizer": "adamw", "lr": finetuning.chosen_rate(rows, problem, None)}
-        cells = [
-            finetuning.cell(rows, problem, job, finetuning.SEEDS)
-            for job in (adamw, finetuning.FINALISTS[0])
-        ]
-        title = f"MiniLM, fine-tuned on {name}: accuracy ↑"
-        lines.append([title, *cells, NONE, NONE, NONE, NONE])
-    return lines
-
-
-def of_airbench(rows: Rows) -> list[str]:
-    """Return the line of airbench94, with its own optimizers in the place of Muon."""
-    jobs = [{"epochs": AIRBENCH_EPOCHS, "seed": seed} for seed in cifar10.SEEDS]
+def of_finetuning(rows: Rows) -> list[str]:
+    """Return the line of the sentences that chose nothing; AdamW's rate is the best of all."""
+    adamw = {"optimizer": "adamw", "lr": finetuning.chosen_rate(rows, UNSEEN, None)}
     theirs, ours = (
-        with_error([rows[key_of({**job, "optimizer": name})]["value"] for job in jobs])
-        for name in (OWN, THOR_MUON)
+        finetuning.cell(rows, UNSEEN, job, finetuning.SEEDS)
+        for job in (adamw, finetuning.FINALISTS[0])
     )
-    title = f"airbench94, {AIRBENCH_EPOCHS} epochs of CIFAR-10 (JPEG copies): accuracy ↑"
-    return [title, NONE, ours, NONE, NONE, f"its own {theirs}", NONE]
+    return ["MiniLM, fine-tuned on films: accuracy ↑", theirs, NONE, ours, NONE, NONE]
+
+
+def of_the_gpu(trained: list[Row]) -> list[str]:
+    """Return the line of nanoGPT's example for a GPU: where ThorMuon is at AdamW's best."""
+    theirs, ours = (
+        [row for row in trained if row["job"]["optimizer"] == n] for n in ("AdamW", OURS)
+    )
+    step, loss, seconds = best(theirs[0])
+    there = first_at(ours[0], loss)
+    assert there is not None
+    title = "nanoGPT's GPU example (10.7 M), H200, its own AdamW: loss ↓"
+    ends = [title, f"{loss:.4f}", NONE, f"{best(ours[0])[1]:.4f}"]
+    return [*ends, f"{there[0] / step:.2f}", f"{there[1] / seconds:.2f}"]
 
 
 # ---- the picture ---------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ Also what bfloat16 and divided matrices cost.
     python -m benchmarks many_devices --table
 
 - `bytes`: what one process sends, with rings: THOR's on a refresh in which all layers take new
-  factors, those of Shampoo and Muon in every step, in addition to the gradients (docs/how-to/ddp.md
-  has the formulas).
+  factors, those of Shampoo and Muon in every step, in addition to the gradients.
 - `scaling`: BERT-mini (64 tokens, 8 samples for each process) on 1, 2 and 4 processes of one
   thread. In each round a session with each number is started, in which SGD and THOR with DDP, AdamW
   and THOR with FSDP2 take turns. The result is the time of a step over that on one process in the

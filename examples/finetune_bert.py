@@ -39,7 +39,7 @@ def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
         thor = THOR(model, lr=0.005, max_update_ratio=0.001, update_interval=20)
         follow_labels(thor)
         return [thor]
-    # the best of 2e-5 to 2e-4 for MiniLM (docs/measurements/fine-tuning.md); BERT's is 2e-5 to 5e-5
+    # the best of 2e-5 to 2e-4 for MiniLM (docs/how-to/fine-tuning.md); BERT's is 2e-5 to 5e-5
     lr = 2e-4
     if name == "adamw":
         return [torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)]

@@ -29,6 +29,7 @@ from benchmarks.runner.machine import provenance
 from benchmarks.runner.options import Parser
 from benchmarks.runner.stores import Lines, key_of
 from torch_thor.errors import first_line, require
+from torch_thor.files import write_text
 from torch_thor.training.data.batches import allowed_cores
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -37,20 +38,27 @@ Job = Mapping[str, Any]
 
 
 def main(study: ModuleType) -> None:
-    """Run what is missing of a study, then print its tables and draw its pictures."""
+    """Run what is missing of a study, then print and write its tables, and draw its pictures."""
     options, name = _options(study), study.__name__
     store = Lines(RESULTS / f"{_short(name)}.jsonl")
     if options.verify:
         raise SystemExit(verify(name, store, options.workers, options.only))
     if not options.table:
         complete(name, study.jobs, store, workers=options.workers, only=options.only)
-    print(study.table(store.rows))
+    tables = study.table(store.rows)
+    print(tables)
+    write_text(store.path.with_suffix(".md"), page(_short(name), tables))
     if hasattr(study, "draw"):
         study.draw(store.rows)
     stale = sum(map(is_stale, store.rows.values()))
     if stale:
         what = "whose optimizers take other steps by now"
         print(f"\nstale: {stale} of {len(store.rows)} rows are of earlier numbers, {what}")
+
+
+def page(name: str, tables: str) -> str:
+    """Return the file of a study's tables, which lies beside its raw data."""
+    return f"# python -m benchmarks {name}\n\n{tables}\n"
 
 
 def _options(study: ModuleType) -> Namespace:

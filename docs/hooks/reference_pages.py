@@ -1,4 +1,4 @@
-"""The lists of two pages of reference/, written from the program at each build of the site.
+"""The lists of reference/api.md, written from the program at each build of the site.
 
 Where a page says `<!-- generated: NAME -->`, MkDocs puts the list of this name (see `hooks` in
 mkdocs.yml), so it cannot be out of date: keys, defaults and meanings come from the models of a
@@ -22,7 +22,7 @@ from torch_thor.training.recipes import PARTS, keys, load_recipe, recipe_names
 if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
-PAGES = ("reference/command-line.md", "reference/options.md")
+PAGES = ("reference/api.md",)
 
 
 def on_page_markdown(markdown: str, /, *, page: "Page", **_: object) -> str:

@@ -9,13 +9,12 @@ from benchmarks.suite_problems import PROBLEMS
 ROOT = Path(__file__).parents[2]
 
 
-def test_readme_shows_the_raw_data_in_few_short_lines():
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 120
-    assert max(map(len, lines)) <= 200
-    table = front.table(*map(front.rows_of, front.STUDIES))
-    assert table in "\n".join(lines)
-    assert table.count("\n") > 10
+def test_readme_shows_the_raw_data():
+    text = (ROOT / "README.md").read_text()
+    table = front.table(*map(front.rows_of, front.STUDIES), front.of_gpu())
+    assert table in text
+    assert table.count("\n") == 7
+    assert len(text.split()) <= 700
     assert suite_report.README.keys() <= PROBLEMS.keys()
 
 
@@ -50,8 +49,5 @@ def test_the_picture_needs_times_and_is_drawn_with_them(tmp_path, monkeypatch):
     assert not front.PICTURE.exists()
     front.draw(rows | {key_of(front.nanogpt.SINGLE_PROCESS): times}, tuned)
     assert front.PICTURE.exists()
-    theirs, own = front.of_nanogpt(rows)
-    assert own[1:3] == ["2.0100 ± 0.0058", "1.5100 ± 0.0058"]
-    assert theirs[0] == "nanoGPT's CPU example (0.8 M), its own AdamW untuned: loss ↓"
-    assert theirs[1] == "4.0100 ± 0.0058"
-    assert own[5:] == theirs[5:] == ["2.0100 ± 0.0058"] * 2
+    (line,) = front.of_nanogpt(rows)
+    assert line[1:4] == ["2.0100 ± 0.0058", "2.0100 ± 0.0058", "1.5100 ± 0.0058"]

@@ -1,6 +1,4 @@
-"""The studies beside the suite: what they compute from raw data, by hand, and that their pages show
-it.
-"""
+"""The studies beside the suite: what they compute from raw data, by hand, and their tables."""
 
 import importlib
 import math
@@ -12,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from benchmarks.figures import FIGURES
+from benchmarks.runner import study as runner
 from benchmarks.runner.golden import present_numbers
 from benchmarks.runner.stores import Lines, key_of
 from golden.runs import RUNS_OF
@@ -44,7 +43,7 @@ def test_rows_have_the_numbers_of_the_optimizers_that_made_them():
     assert seen == {"THOR", "ThorMuon", "LAMB"}
 
 
-FIGURE_OPTIONS = {  # those of docs/how-to/paper.md
+FIGURE_OPTIONS = {  # those of docs/measurements/paper.md
     "fisher-norm": [{"seeds": (0, 1, 2)}, {"seeds": (0, 1, 2), "data": "digits"}],
     "split-dim": [{}],
 }
@@ -129,19 +128,20 @@ def by_data(rows):
     return found
 
 
-def test_the_docs_show_the_raw_data():
-    text = "".join(
-        page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    )
+@pytest.mark.parametrize("name", [*STUDIES, "suite"])
+def test_the_tables_beside_the_raw_data_are_theirs(name):
     results = ROOT / "benchmarks" / "results"
-    shown = {name: study(name).table(Lines(results / f"{name}.jsonl").rows) for name in STUDIES}
-    for name, figure in FIGURES.items():
-        for data, rows in by_data(Lines(results / "figures" / f"{name}.jsonl").rows).items():
-            shown[f"{name}, {data}"] = figure.table(rows)
-    for name, tables in shown.items():
-        parts = tables.split("\n\n")
-        assert parts[0].count("\n") > 1, name
-        assert [part for part in parts if part not in text] == [], name
+    tables = study(name).table(Lines(results / f"{name}.jsonl").rows)
+    assert tables.count("\n") > 1
+    assert (results / f"{name}.md").read_text() == runner.page(name, tables)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_tables_of_a_figure_are_those_of_its_raw_data(name):
+    results = ROOT / "benchmarks" / "results" / "figures"
+    page = (results / f"{name}.md").read_text()
+    for rows in by_data(Lines(results / f"{name}.jsonl").rows).values():
+        assert FIGURES[name].table(rows) in page
 
 
 @pytest.mark.parametrize("name", ["cifar10", "finetuning", "nanogpt", "step_time", "suite"])
