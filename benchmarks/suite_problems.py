@@ -49,6 +49,7 @@ class Problem:
         loss: Returns the training loss of a batch.
         score: Returns the figure of a batch for each of its samples, as one dimension.
         prepare: Called with the network between the backward pass and the optimizer's step.
+        schedule: How the learning rate falls, by its name in training.py.
     """
 
     title: str
@@ -62,6 +63,7 @@ class Problem:
     loss: Callable[[nn.Module, Batch], Tensor]
     score: Callable[[nn.Module, Batch], Tensor]
     prepare: Callable[[nn.Module], object] = lambda model: None
+    schedule: str = "linear"
 
 
 # ---- data ----------------------------------------------------------------------------------------
