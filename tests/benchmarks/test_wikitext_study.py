@@ -344,7 +344,11 @@ def test_a_row_is_verified(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "measure", here)
     store = Lines(tmp_path / "wikitext.jsonl")
     here("benchmarks.wikitext", store, wikitext.headlines({}), 1)
-    assert [row["numbers"].keys() for row in store.rows.values()] == [set(), {"ThorMuon"}, {"ThorMuon"}]
+    assert [row["numbers"].keys() for row in store.rows.values()] == [
+        set(),
+        {"ThorMuon"},
+        {"ThorMuon"},
+    ]
     assert study.verify("benchmarks.wikitext", store, 1) == 0
     assert capsys.readouterr().out.count("agrees\n") == 3
     next(iter(store.rows.values()))["value"] *= 1.05
