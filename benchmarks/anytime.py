@@ -10,12 +10,13 @@ D-Adaptation (DAdaptAdam), which have no option. With them stand ThorMuon with i
 AdamW as tuned for each problem in the suite, whose rates fall linearly to 0, and Prodigy and
 D-Adaptation under the cosine that Prodigy's README recommends.
 
-Beside them stands nanoGPT's CPU example (nanogpt.py): its rates grow over 100 steps, then stay, or
-fall along its cosine.
+Beside them stand nanoGPT's CPU example (nanogpt.py), whose rates grow over 100 steps and then stay,
+or fall along its cosine, and the fine-tuning of MiniLM (finetuning_problems.py).
 
 An optimizer with `eval` and `train` is evaluated after `eval`. The statistics of BatchNorm are then
-taken anew from 20 batches, as the README of schedule_free asks. For ThorMuon the figure of the
-parameters as they are, without a mode, stands beside it.
+taken anew from 20 batches, as the README of schedule_free asks; the figure with those of the
+training stands beside it. For ThorMuon so does the figure of the parameters as they are, without a
+mode.
 """
 
 import math
@@ -30,7 +31,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks import nanogpt, suite
+from benchmarks import finetuning_problems, nanogpt, suite
 from benchmarks.gpu_nanogpt import share
 from benchmarks.runner.markdown import number, with_error
 from benchmarks.runner.markdown import table as markdown
@@ -63,7 +64,10 @@ TITLES = {
     "d-adaptation": "D-Adaptation",
     "d-adaptation, cosine": "D-Adaptation, cosine",
 }
-ON_NANOGPT = ("thor-muon", "anytime", "schedule-free", "prodigy", "prodigy, cosine")
+# problems beside those of the suite, and who trains on them
+FINE_TUNED = {name: finetuning_problems.PROBLEMS[name] for name in ("minilm-sst2", "minilm-trec")}
+OTHERS = ("nanogpt", *FINE_TUNED)
+ON_OTHERS = ("thor-muon", "anytime", "schedule-free", "prodigy", "prodigy, cosine")
 Job = dict[str, Any]
 Rows = dict[str, dict[str, Any]]
 
@@ -104,7 +108,7 @@ def run(job: Job) -> dict[str, Any]:
     if job["task"] == "nanogpt":
         with redirect_stdout(None):  # nanoGPT prints its numbers of parameters
             return run_nanogpt(job)
-    problem = PROBLEMS[job["task"]]
+    problem = (PROBLEMS | FINE_TUNED)[job["task"]]
     torch.manual_seed(job["seed"])
     model = problem.model().train()
     optimizer: Any = make(model, job)
@@ -124,7 +128,9 @@ def run(job: Job) -> dict[str, Any]:
     result = {"as it is": figure(problem, model)}
     if job["name"] in ("anytime", "schedule-free"):
         optimizer.eval()
-        take_statistics(problem, model, batches)
+        if any(isinstance(module, _BatchNorm) for module in model.modules()):
+            result["kept statistics"] = figure(problem, model)
+            take_statistics(problem, model, batches)
     return result | {"value": figure(problem, model)}
 
 
@@ -156,11 +162,11 @@ def run_nanogpt(job: Job) -> dict[str, Any]:
 @torch.no_grad()
 def take_statistics(problem: Problem, model: nn.Module, batches: Iterator[Batch]) -> None:
     """Take the statistics of BatchNorm anew."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the plain mean of all batches
-    for _ in range(BATCHES if norms else 0):
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.reset_running_stats()
+            module.momentum = None  # the plain mean of all batches
+    for _ in range(BATCHES):
         problem.loss(model, next(batches))
 
 
@@ -198,8 +204,8 @@ def jobs(rows: Rows) -> list[Job]:
                     if key not in ("task", "optimizer", "seed")
                 }
             found += [{"task": task, "name": name, "seed": seed, **given} for seed in SEEDS]
-    for name in ON_NANOGPT:
-        found += [{"task": "nanogpt", "name": name, "seed": seed} for seed in SEEDS]
+    for name in ON_OTHERS:
+        found += [{"task": task, "name": name, "seed": seed} for task in OTHERS for seed in SEEDS]
     return found
 
 
@@ -208,12 +214,15 @@ def table(rows: Rows) -> str:
     own: dict[tuple[str, str], list[float]] = {}
     for job in jobs(rows):
         row = rows.get(key_of(job), {})
-        for name, key in ((job["name"], "value"), ("as it is", "as it is")):
-            if row.get(key) is not None and (name != "as it is" or job["name"] == "anytime"):
+        kinds = {job["name"]: "value"}
+        if job["name"] == "anytime":
+            kinds |= {"as it is": "as it is", "kept": "kept statistics"}
+        for name, key in kinds.items():
+            if row.get(key) is not None:
                 own.setdefault((job["task"], name), []).append(row[key])
     lines = [
         [task, *(with_error(own[task, n]) if (task, n) in own else "–" for n in TITLES)]
-        for task in (*PROBLEMS, "nanogpt")
+        for task in (*PROBLEMS, *OTHERS)
     ]
     figures = markdown(["problem", *TITLES.values()], lines)
     summary = []
@@ -225,7 +234,13 @@ def table(rows: Rows) -> str:
             middle = number(100 * statistics.median(found.values()), ".1f")
             summary.append([title, f"{middle} %", f"{within} of {len(found)}", str(ahead)])
     heads = ["", "median excess", "within 2 %", "ahead of tuned AdamW"]
-    return f"{figures}\n\n{markdown(heads, summary)}"
+    statistics_of = [
+        [task, *(with_error(own[task, name]) for name in ("anytime", "kept"))]
+        for task in PROBLEMS
+        if (task, "kept") in own
+    ]
+    norms = markdown(["problem", "new statistics of BatchNorm", "kept"], statistics_of)
+    return f"{figures}\n\n{markdown(heads, summary)}\n\n{norms}"
 
 
 def _excess(own: dict[tuple[str, str], list[float]], task: str, name: str) -> float | None:

@@ -13,6 +13,7 @@ main.py keeps. There is one seed.
 
 - "their SGD" has the learning rate of their README: 20 for the LSTM, 5 for the transformer.
 - ThorMuon has no option but the model.
+- ThorMuon with `anytime` keeps its rate, is evaluated after `eval`, and goes on after `train`.
 
 A training that is cut off goes on after its last whole epoch, if the commit is the same.
 
@@ -24,6 +25,7 @@ do not count, refreshes count where they happen.
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -54,8 +56,8 @@ THEIR_RATES = {"LSTM": 20.0, "Transformer": 5.0}
 EPOCHS, SEED = 3, 0
 EVALUATIONS = 2  # in an epoch
 HIGHEST_LOSS = 50.0  # a run whose loss exceeds it, or is no number, has diverged
-NAMES = {"sgd": "their SGD", "thor-muon": "ThorMuon"}
-COLOURS = {"sgd": "#999999", "thor-muon": "#0072b2"}  # of Okabe and Ito
+NAMES = {"sgd": "their SGD", "thor-muon": "ThorMuon", "anytime": "ThorMuon(anytime=True)"}
+COLOURS = {"sgd": "#999999", "thor-muon": "#0072b2", "anytime": "#d55e00"}  # of Okabe and Ito
 SPANS = 5  # of ten rounds
 PICTURE = Path("docs/images/wikitext.png")
 UNFINISHED = Path("build/wikitext")  # where trainings that were cut off go on
@@ -166,8 +168,8 @@ def run(job: Job) -> dict[str, Any]:
 
 def make(model: nn.Module, job: Job) -> torch.optim.Optimizer:
     """Return the optimizer of a job."""
-    if job["optimizer"] == "thor-muon":
-        return ThorMuon(model)
+    if job["optimizer"] != "sgd":
+        return ThorMuon(model, anytime=job["optimizer"] == "anytime")
     return torch.optim.SGD(model.parameters(), lr=job["lr"])
 
 
@@ -190,20 +192,32 @@ def train(job: Job) -> dict[str, Any]:
             past.refreshes += bool(getattr(optimizer, "last_refresh", ()))
             if number not in after:
                 continue
-            step, loss = epoch * max(after) + number, held_out_loss(model, own.held_out)
+            with averaged(optimizer):
+                step, loss = epoch * max(after) + number, held_out_loss(model, own.held_out)
             if not loss <= HIGHEST_LOSS:
                 saved.unlink(missing_ok=True)
                 return {"value": None, "failure": f"loss {loss} after {step} steps"}
             past.curve.append((step, math.exp(loss), past.refreshes))
         if loss < past.lowest:
             past.lowest = loss
-        else:
+        elif job["optimizer"] != "anytime":
             for group in optimizer.param_groups:
                 group["lr"] /= 4
         past.epochs = epoch + 1
         save_unfinished(saved, model, optimizer, past)
     saved.unlink()
     return {"value": math.exp(past.lowest), "curve": past.curve}
+
+
+@contextmanager
+def averaged(optimizer: Any) -> Iterator[None]:
+    """Put the average of an optimizer that has one into the parameters, for an evaluation."""
+    if not getattr(optimizer, "anytime", False):
+        yield
+        return
+    optimizer.eval()
+    yield
+    optimizer.train()
 
 
 @dataclass
@@ -281,7 +295,7 @@ def made(own: Example, network: str, name: str) -> tuple[nn.Module, torch.optim.
 
 def optimizers(job: Job) -> list[str]:
     """Name ours among those that a job trains with or times."""
-    return ["ThorMuon"] if job.get("optimizer", "thor-muon") == "thor-muon" else []
+    return [] if job.get("optimizer") == "sgd" else ["ThorMuon"]
 
 
 # ---- what is run ---------------------------------------------------------------------------------

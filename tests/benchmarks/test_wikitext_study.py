@@ -61,6 +61,7 @@ TEXTS = ("to be or not to be . " * 10, "to be or not to be . " * 4, "be . ")
 SETTINGS = {
     "sgd": {"optimizer": "sgd", "lr": 1.0},
     "thor-muon": {"optimizer": "thor-muon"},
+    "anytime": {"optimizer": "anytime"},
 }
 NETWORKS = ("LSTM", "Transformer")
 
@@ -147,11 +148,11 @@ def test_a_training_gives_the_same_again_and_learns(small, network, name):
     assert [point[0] for point in first["curve"]] == [3, 6, 9, 12]
     assert first["value"] == min(point[1] for point in first["curve"][1::2])
     assert first["value"] < first["curve"][0][1]
-    ours = name == "thor-muon"
+    ours = name != "sgd"
     assert (first["curve"][-1][2] > 0) == ours == bool(wikitext.optimizers(job))
 
 
-@pytest.mark.parametrize("name", ["sgd", "thor-muon"])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_one_that_was_cut_off_ends_as_if_it_had_not_been(small, monkeypatch, name):
     job = a_job("LSTM", name, epochs=3)
     whole, taken = wikitext.run(job), wikitext.take_step
@@ -210,6 +211,22 @@ def test_rates_are_divided_after_an_epoch_that_is_not_the_best(
     assert row["value"] == pytest.approx(math.exp(value))
 
 
+def test_without_a_schedule_the_average_is_evaluated_and_the_rate_stays(small, monkeypatch):
+    seen = []
+
+    def loss(model, text):
+        seen.append((made[0].param_groups[0]["shows_average"], made[0].param_groups[0]["lr"]))
+        return 2.0
+
+    made, make = [], wikitext.make
+    monkeypatch.setattr(
+        wikitext, "make", lambda model, job: made.append(make(model, job)) or made[0]
+    )
+    monkeypatch.setattr(wikitext, "held_out_loss", loss)
+    wikitext.run(a_job("LSTM", "anytime", epochs=3))
+    assert seen == [(True, 0.12)] * 6
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1000.0])
 def test_one_that_diverges_is_a_row_without_a_value(small, monkeypatch, loss):
     monkeypatch.setattr(wikitext, "held_out_loss", lambda model, text: loss)
@@ -225,7 +242,11 @@ def test_one_that_diverges_is_a_row_without_a_value(small, monkeypatch, loss):
 def test_steps_of_all_are_timed(small):
     job = wikitext.timing("LSTM")
     row = wikitext.run(job)
-    assert row["milliseconds"].keys() == {*SETTINGS, "thor-muon refresh"}
+    assert row["milliseconds"].keys() == {
+        *SETTINGS,
+        "thor-muon refresh",
+        "anytime refresh",
+    }
     assert all(len(own) == 1 and own[0] > 0 for own in row["milliseconds"].values())
     assert row["state_bytes"]["sgd"] == 0
     assert row["state_bytes"]["thor-muon"] > 4
@@ -248,26 +269,28 @@ def told(ends):
     for job in wikitext.jobs({}):
         if job.get("alone"):
             one = {"milliseconds": {"sgd": [20.0, 40.0], "thor-muon": [40.0, 80.0]}}
+            one["milliseconds"]["anytime"] = [40.0, 80.0]
             one["milliseconds"]["thor-muon refresh"] = [200.0, 400.0]
-            one["state_bytes"] = {"sgd": 0.0, "thor-muon": 6.0}
+            one["milliseconds"]["anytime refresh"] = [200.0, 400.0]
+            one["state_bytes"] = {"sgd": 0.0, "thor-muon": 6.0, "anytime": 10.0}
         else:
-            end = ends[job["optimizer"]]
+            end = ends.get(job["optimizer"], 150.0)
             one = {"value": end, "curve": [[50, 300.0, 2], [100, end, 4]]}
         rows[key_of(job)] = {"job": job, **one}
     return rows
 
 
-def test_each_network_is_trained_by_both_and_the_steps_of_both_are_timed():
+def test_each_network_is_trained_by_all_and_the_steps_of_all_are_timed():
     jobs = wikitext.jobs({})
     assert [job for job in jobs if job.get("optimizer") == "sgd"] == [
         {"network": network, "optimizer": "sgd", "lr": lr, "epochs": 3, "seed": 0}
         for network, lr in (("LSTM", 20.0), ("Transformer", 5.0))
     ]
-    assert [job for job in jobs if job.get("optimizer") == "thor-muon"] == [
-        {"network": network, "optimizer": "thor-muon", "epochs": 3, "seed": 0}
-        for network in NETWORKS
-    ]
-    assert len({key_of(job) for job in jobs}) == len(jobs) == 6
+    for name in ("thor-muon", "anytime"):
+        assert [job for job in jobs if job.get("optimizer") == name] == [
+            {"network": network, "optimizer": name, "epochs": 3, "seed": 0} for network in NETWORKS
+        ]
+    assert len({key_of(job) for job in jobs}) == len(jobs) == 8
 
 
 def test_table_and_picture_say_when_ours_is_where_theirs_ends(monkeypatch):
@@ -287,7 +310,7 @@ def test_table_and_picture_say_when_ours_is_where_theirs_ends(monkeypatch):
     drawn = []
     monkeypatch.setattr(drawing, "save", lambda figure, path: drawn.append(figure))
     wikitext.draw(rows)
-    assert [len(panel.lines) for panel in drawn[0].axes] == [2] * 4
+    assert [len(panel.lines) for panel in drawn[0].axes] == [3] * 4
     wikitext.draw({})
     assert len(drawn) == 1
 
@@ -321,8 +344,12 @@ def test_a_row_is_verified(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "measure", here)
     store = Lines(tmp_path / "wikitext.jsonl")
     here("benchmarks.wikitext", store, wikitext.headlines({}), 1)
-    assert [row["numbers"].keys() for row in store.rows.values()] == [set(), {"ThorMuon"}]
+    assert [row["numbers"].keys() for row in store.rows.values()] == [
+        set(),
+        {"ThorMuon"},
+        {"ThorMuon"},
+    ]
     assert study.verify("benchmarks.wikitext", store, 1) == 0
-    assert capsys.readouterr().out.count("agrees\n") == 2
+    assert capsys.readouterr().out.count("agrees\n") == 3
     next(iter(store.rows.values()))["value"] *= 1.05
     assert study.verify("benchmarks.wikitext", store, 1) == 1
