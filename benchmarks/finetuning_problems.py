@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.suite_optimizers import as_one_matrix
+from benchmarks.optimizers import as_one_matrix
 from benchmarks.suite_problems import PROBLEMS as SUITE
 from benchmarks.suite_problems import Batch, Problem, classify, halves, images, is_right, shuffled
 from torch_thor import ThorMuon

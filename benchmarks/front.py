@@ -15,6 +15,7 @@ from benchmarks.runner.drawing import save
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.stores import Lines, key_of
 from benchmarks.runner.study import RESULTS
+from benchmarks.training import cell
 
 STUDIES = ("nanogpt", "finetuning", "suite")
 PICTURE = suite_report.PICTURES / "front.png"
@@ -86,11 +87,8 @@ def shares(one: suite_report.Contest) -> tuple[str, str]:
 
 def of_finetuning(rows: Rows) -> list[str]:
     """Return the line of the sentences that chose nothing; AdamW's rate is the best of all."""
-    adamw = {"optimizer": "adamw", "lr": finetuning.chosen_rate(rows, UNSEEN, None)}
-    theirs, ours = (
-        finetuning.cell(rows, UNSEEN, job, finetuning.SEEDS)
-        for job in (adamw, finetuning.FINALISTS[0])
-    )
+    settings = finetuning.adamw(rows, UNSEEN), {"task": UNSEEN, "optimizer": "thor-muon"}
+    theirs, ours = (cell(rows, setting) for setting in settings)
     return ["MiniLM, fine-tuned on films: accuracy ↑", theirs, NONE, ours, NONE, NONE]
 
 
@@ -115,13 +113,12 @@ def draw(of_nanogpt: Rows, of_finetuning: Rows) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    times = of_nanogpt.get(key_of(nanogpt.SINGLE_PROCESS))
-    if times is None:
+    if key_of(nanogpt.TIMES) not in of_nanogpt:
         return
     with rc_context({"font.size": FONT}):
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         left, right = figure.subplots(1, 2)
-        nanogpt.against(left, of_nanogpt, times)
+        nanogpt.against(left, of_nanogpt, timed=True)
         left.set(title="nanoGPT's CPU example", ylabel="validation loss")
         left.legend(frameon=False, fontsize=FONT - 1)
         problems = MINILM | {f"{problem}-lora": f"{name}, LoRA" for problem, name in MINILM.items()}

@@ -1,61 +1,123 @@
-"""All optimizers of the studies, by name: each is made of a network and options."""
+"""All optimizers of the studies, by name, and over what those of the suite are tuned."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import filter as matching
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.suite_optimizers import CONTENDERS, as_one_matrix
-from torch_thor import ThorMuon
+from benchmarks import nanogpt_problem
+from torch_thor import THOR, ThorMuon
 from torch_thor.curvature import polar
 from torch_thor.training.muon import MuonAdamW
 
 NO_CURVATURE = 1e8  # a damping with which the inverse of A is a multiple of the identity
+Make = Callable[..., torch.optim.Optimizer]
+# learning rates that each optimizer is tried with, a factor of two apart; more if the best is an
+# end
+FEWEST_RATES = 6
 
 
-def make(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """Make an optimizer."""
-    optimizer: torch.optim.Optimizer = MAKERS[name](model, **options)
-    return optimizer
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer.
+
+    Args:
+        lr: The middle of the three learning rates that are tried first.
+        others: What is tried with the best learning rate: arguments of `make`; `factor` multiplies
+            the learning rate.
+        make: Makes the optimizer of a model from its learning rate and such arguments.
+    """
+
+    lr: float
+    others: tuple[dict[str, float], ...]
+    make: Make
 
 
-def is_ours(name: str) -> list[str]:
-    """Name our class that an optimizer is, if it is one."""
-    kinds = {"thor-muon": ThorMuon, "thor-muon by products": ThorMuon}
-    return [kinds[name].__name__] if name in kinds else []
+def _momentum(value: float) -> tuple[dict[str, float], ...]:
+    return {"momentum": value}, {"momentum": value, "factor": 2.0}
 
 
-def thor_muon(model: nn.Module, **options: Any) -> ThorMuon:
-    """Return ThorMuon; `curvature=False` takes the identity in the place of A."""
-    if not options.pop("curvature", True):
+def _sgd(model: nn.Module, lr: float, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=5e-4)
+
+
+def _adamw(model: nn.Module, lr: float, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(momentum, 0.99), weight_decay=0.01)
+
+
+def _muon(
+    model: nn.Module, lr: float, momentum: float = 0.95, adamw_share: float = 1.0
+) -> torch.optim.Optimizer:
+    # AdamW trains embeddings, biases and normalisation, as Muon's author recommends
+    return MuonAdamW(
+        model,
+        lr=lr,
+        momentum=momentum,
+        adamw_lr=lr * adamw_share,
+        weight_decay=0.01,
+        adamw_embeddings=True,
+    )
+
+
+def _soap(model: nn.Module, lr: float, momentum: float = 0.95) -> torch.optim.Optimizer:
+    from pytorch_optimizer import SOAP  # the extra `bench`
+
+    # the side of a vocabulary is left out, as by its authors
+    rest: dict[str, Any] = {"weight_decay": 0.01, "precondition_frequency": 10}
+    rest["max_precondition_dim"] = 2000
+    return SOAP(model.parameters(), lr=lr, betas=(momentum, 0.95), **rest)
+
+
+def _kron(model: nn.Module, lr: float, momentum: float = 0.9) -> torch.optim.Optimizer:
+    from pytorch_optimizer import Kron
+
+    return Kron(
+        model.parameters(), lr=lr, momentum=momentum, weight_decay=0.01, max_size_triangular=2000
+    )
+
+
+def _schedule_free(model: nn.Module, lr: float, momentum: float = 0.9) -> torch.optim.Optimizer:
+    from pytorch_optimizer import ScheduleFreeAdamW
+
+    return ScheduleFreeAdamW(model.parameters(), lr=lr, betas=(momentum, 0.99), weight_decay=0.01)
+
+
+def as_one_matrix(model: nn.Module) -> dict[str, int]:
+    """Return the ``row_splits`` of the results: query, key and value were one matrix in all."""
+    names = [name for name, _ in model.named_modules()]
+    return {pattern: 1 for pattern in ("*.qkv", "*.c_attn") if matching(names, pattern)}
+
+
+def _paper(model: nn.Module, lr: float, damping: float = 0.03) -> torch.optim.Optimizer:
+    return THOR(model, lr=lr, weight_decay=5e-4, **THOR.preset("paper"), damping=damping)
+
+
+def thor_muon(
+    model: nn.Module, *, curvature: bool = True, products: bool = False, **options: Any
+) -> ThorMuon:
+    """Return ThorMuon, perhaps with the identity for A, or with polar factors by products."""
+    if not curvature:
         options["damping"] = NO_CURVATURE
-    return ThorMuon(model, row_splits=as_one_matrix(model), **{"weight_decay": 0.01, **options})
+    kind = ByProducts if products else ThorMuon
+    return kind(model, row_splits=as_one_matrix(model), **{"weight_decay": 0.01, **options})
 
 
-def by_products(model: nn.Module, **options: Any) -> ThorMuon:
-    """Return ThorMuon with the polar factors of a GPU: six rounds of Polar Express."""
+class ByProducts(ThorMuon):
+    """ThorMuon with the polar factors of a GPU: six rounds of Polar Express in bfloat16."""
 
-    class ByProducts(ThorMuon):
-        def step(self, closure: Any = None) -> Any:
-            with _products():
-                return super().step(closure)
-
-    options = {"weight_decay": 0.01, **options}
-    if not options.pop("curvature", True):
-        options["damping"] = NO_CURVATURE
-    return ByProducts(model, row_splits=as_one_matrix(model), **options)
+    def step(self, closure: Any = None) -> Any:
+        """Take a step."""
+        with mock.patch.object(polar, "_polar", _products):
+            return super().step(closure)
 
 
-@contextmanager
-def _products() -> Iterator[None]:
-    def rounds(parts: list[Tensor]) -> list[Tensor]:
-        return [polar._by_products(polar._with_largest_entry_1(p), torch.bfloat16) for p in parts]
-
-    with mock.patch.object(polar, "_polar", rounds):
-        yield
+def _products(parts: list[Tensor]) -> list[Tensor]:
+    return [polar._by_products(polar._with_largest_entry_1(p), torch.bfloat16) for p in parts]
 
 
 class NewtonMuon(MuonAdamW):
@@ -103,9 +165,60 @@ def newton_muon(model: nn.Module, lr: float, momentum: float = 0.95) -> torch.op
     )
 
 
-MAKERS: dict[str, Callable[..., Any]] = {
-    **{name: contender.make for name, contender in CONTENDERS.items()},
-    "thor-muon": thor_muon,
-    "thor-muon by products": by_products,
-    "newton-muon": newton_muon,
+PEERS = {
+    "sgd": Contender(0.1, _momentum(0.8), _sgd),
+    "adamw": Contender(0.004, _momentum(0.8), _adamw),
+    "muon": Contender(0.02, (*_momentum(0.8), {"adamw_share": 0.25}, {"adamw_share": 4.0}), _muon),
+    "soap": Contender(0.004, _momentum(0.8), _soap),
+    "kron": Contender(0.002, _momentum(0.8), _kron),
+    "schedule-free": Contender(0.004, _momentum(0.98), _schedule_free),
 }
+OURS = {
+    "thor-muon": Contender(0.08, _momentum(0.9), thor_muon),
+    "thor": Contender(0.1, _momentum(0.8), partial(THOR, weight_decay=5e-4)),
+    "thor-paper": Contender(0.05, ({"damping": 0.1}, {"damping": 0.3}), _paper),
+}
+CLASSES = {"thor-muon": "ThorMuon", "thor": "THOR", "thor-paper": "THOR"}  # of ours
+CONTENDERS = {**PEERS, **OURS}
+TRAINED = ("fine-tuning",)  # problems whose networks are trained already
+
+
+def own_setting(task: str) -> dict[str, Any]:
+    """Return ThorMuon's setting for all problems: its default, which is 0.08 for new networks."""
+    return {"optimizer": "thor-muon"} if task in TRAINED else {"optimizer": "thor-muon", "lr": 0.08}
+
+
+def _of_others(name: str) -> Make:
+    def made(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        import pytorch_optimizer as others  # the extra `bench`
+
+        optimizer: torch.optim.Optimizer = getattr(others, name)(model.parameters(), **options)
+        return optimizer
+
+    return made
+
+
+def _torch_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+
+
+MAKERS: dict[str, Make] = {
+    **{name: contender.make for name, contender in CONTENDERS.items()},
+    "newton-muon": newton_muon,
+    "torch-adamw": _torch_adamw,
+    "nanogpt-adamw": nanogpt_problem.adamw,
+    # without options: 0.0025 and the betas of schedule_free's README; Prodigy and DAdaptAdam
+    "schedule-free at 0.0025": _of_others("ScheduleFreeAdamW"),
+    "prodigy": _of_others("Prodigy"),
+    "d-adaptation": _of_others("DAdaptAdam"),
+}
+
+
+def make(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Make an optimizer."""
+    return MAKERS[name](model, **options)
+
+
+def is_ours(name: str | None) -> list[str]:
+    """Name our class that an optimizer is, if it is one."""
+    return [CLASSES[name]] if name in CLASSES else []

@@ -6,14 +6,13 @@
 Problems, seeds and halves are those of finetuning.py, in which AdamW and ThorMuon are trained.
 """
 
-from benchmarks.finetuning import SEEDS
+from benchmarks.optimizers import CONTENDERS
 from benchmarks.problems import PROBLEMS
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.trials import best_of, rates_around, shown
-from benchmarks.suite_optimizers import CONTENDERS
-from benchmarks.training import TUNING_SEED, Job, Rows, compare, confirm, optimizers, run
+from benchmarks.training import TUNING_SEEDS, Job, Rows, compare, confirm, optimizers, run
 
-__all__ = ["SEEDS", "jobs", "optimizers", "run", "table"]
+__all__ = ["jobs", "optimizers", "run", "table"]
 
 TASKS = tuple(task for task in PROBLEMS if task.startswith("minilm"))
 NAMES = {"muon": "Muon, tuned", "soap": "SOAP, tuned"}
@@ -23,7 +22,7 @@ TRIALS = 5
 
 def trials(rows: Rows, task: str, name: str) -> list[Job]:
     """Return the trials of a learning rate, as far as they are known."""
-    setting = {"task": task, "optimizer": name, "seed": TUNING_SEED}
+    setting = {"task": task, "optimizer": name, "seed": TUNING_SEEDS[0]}
     middle = CONTENDERS[name].lr * (1.0 if "lora" in task else FULL)
     return rates_around(rows, setting, middle, count=TRIALS, higher=True)
 

@@ -11,8 +11,8 @@ suite_optimizers.py. The learning rate grows over the first 5 % of the steps, th
 one half of the held-out data: six learning rates a factor of two apart, chosen around the best so
 far, more while the best is at an end; then another momentum with the best learning rate and with
 twice that, and for Muon two learning rates of its AdamW. The best setting runs with three other
-seeds, and the other half of the held-out data gives its figures. ThorMuon has its default setting
-with a weight decay of 0.01 for all problems; it is also tuned, to see what that is worth. A job
+seeds, and the other half of the held-out data gives its figures. ThorMuon has its default
+with a weight decay of 0.01 on all problems; it is also tuned, to see what that is worth. A job
 with the entry ``half`` is judged by that half: where defaults are chosen with several seeds, by
 half 0. Optimizers' names with `one:` have the learning rate that serves all problems best on the
 whole, chosen with the tuning seed. Everything is trained on one thread. Raw data say `task` for a
@@ -24,166 +24,20 @@ named `alone`).
 
 import math
 import statistics
-import time
 from collections.abc import Iterator
-from typing import Any
 
-import torch
-
+from benchmarks.optimizers import CONTENDERS, FEWEST_RATES, PEERS, own_setting
 from benchmarks.runner.numbers import apart
 from benchmarks.runner.stores import key_of
-from benchmarks.runner.timing import state_bytes, take_turns
-from benchmarks.suite_optimizers import CLASSES, CONTENDERS, FEWEST_RATES, ONE, PEERS, make
-from benchmarks.suite_problems import PROBLEMS, Batch, Problem
+from benchmarks.suite_problems import PROBLEMS
 from benchmarks.suite_report import README, Contest, contests, picture, tables
+from benchmarks.training import SEEDS, TUNING_SEEDS, Job, Rows, confirm, optimizers, run
 
-TUNING_SEED, SEEDS, MORE_SEEDS = 10, (0, 1, 2), tuple(range(3, 10))
-WARM_UP = 0.05  # of the steps
-EVALUATIONS = 16
+__all__ = ["draw", "headlines", "jobs", "optimizers", "run", "table", "tolerance"]
+
+TUNING_SEED, MORE_SEEDS = TUNING_SEEDS[0], tuple(range(3, 10))
 MOST_RATES = 10
-HIGHEST_LOSS = 1e5  # a run whose loss exceeds it, or is no number, has diverged
 THOR_PROBLEMS = ("resnet128", "resnet1024", "autoencoder")  # those that THOR is meant to serve
-SPAN = 10  # rounds
-
-Job = dict[str, Any]
-Rows = dict[str, dict[str, Any]]
-
-
-# ---- one run -------------------------------------------------------------------------------------
-
-
-def run(job: Job) -> dict[str, Any]:
-    """Train once, or time the steps of a problem."""
-    torch.set_num_threads(1)
-    problem = PROBLEMS[job["task"]]
-    return time_steps(problem, job) if job.get("alone") else train(problem, job)
-
-
-def train(problem: Problem, job: Job) -> dict[str, Any]:
-    """Train; a tuning run is evaluated at its end alone."""
-    tuning = job["seed"] == TUNING_SEED
-    torch.manual_seed(job["seed"])
-    model = problem.model().train()
-    optimizer = make(model, job)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: share_of_lr(step, problem.steps, job)
-    )
-    batches, losses, curve, seconds, refreshes = (
-        problem.batches(problem.batch, job["seed"]),
-        [],
-        [],
-        0.0,
-        0,
-    )
-    for step in range(1, problem.steps + 1):
-        batch = next(batches)
-        started = time.perf_counter()
-        loss = problem.loss(model, batch)
-        loss.backward()
-        problem.prepare(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.item())
-        seconds += time.perf_counter() - started
-        refreshes += bool(getattr(optimizer, "last_refresh", ()))
-        if not math.isfinite(losses[-1]) or losses[-1] > HIGHEST_LOSS:
-            return {"value": None, "failure": f"loss {losses[-1]} in step {step}"}
-        if step == problem.steps or (
-            not tuning and step % max(1, problem.steps // EVALUATIONS) == 0
-        ):
-            curve.append(
-                (step, evaluate(problem, model, optimizer, job.get("half", int(not tuning))))
-            )
-    result = {
-        "value": curve[-1][1],
-        "loss": statistics.fmean(losses[-max(1, problem.steps // 20) :]),
-    }
-    own = {"curve": curve, "seconds": round(seconds, 2), "refreshes": refreshes}
-    return result | ({} if tuning else own)
-
-
-def share_of_lr(step: int, steps: int, job: Job) -> float:
-    """Return the learning rate of a step, from 0, as a share of the highest."""
-    grown = (step + 1) / max(1.0, WARM_UP * steps)
-    return min(
-        1.0,
-        grown,
-        1.0 if job["optimizer"] == "schedule-free" else (steps - step) / ((1 - WARM_UP) * steps),
-    )
-
-
-@torch.no_grad()
-def evaluate(
-    problem: Problem, model: torch.nn.Module, optimizer: torch.optim.Optimizer, half: int
-) -> float:
-    """Return the problem's figure on half of the held-out data."""
-    for part in (model, optimizer):  # schedule-free AdamW evaluates other weights than it trains
-        getattr(part, "eval", lambda: None)()
-    found = (
-        torch.cat([problem.score(model, batch) for batch in problem.held_out(half)]).mean().item()
-    )
-    for part in (model, optimizer):
-        getattr(part, "train", lambda: None)()
-    return found
-
-
-def time_steps(problem: Problem, job: Job) -> dict[str, Any]:
-    """Time the steps of all optimizers in turns.
-
-    The result has the milliseconds of a step, and the bytes of state for each parameter.
-    """
-    batches, steps, optimizers, weights = problem.batches(problem.batch, 0), {}, {}, 0
-    now: list[Batch] = []
-    for name, setting in job["settings"].items():
-        torch.manual_seed(0)
-        model = problem.model().train()
-        optimizers[name] = optimizer = make(model, setting)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-6  # the weights hardly change, so that none diverges
-            if name == "thor-muon":
-                group["update_interval"] = SPAN
-        weights = sum(parameter.numel() for parameter in model.parameters())
-
-        def step(
-            model: torch.nn.Module = model, optimizer: torch.optim.Optimizer = optimizer
-        ) -> None:
-            problem.loss(model, now[-1]).backward()
-            problem.prepare(model)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        steps[name] = step
-
-    def name_of(name: str) -> str:
-        return f"{name} refresh" if getattr(optimizers[name], "last_refresh", ()) else name
-
-    times = take_turns(
-        steps,
-        3 * SPAN,
-        warm_up=SPAN,
-        prepare=lambda: now.__setitem__(slice(None), [next(batches)]),
-        name_of=name_of,
-    )
-    # Means within spans: SOAP computes its bases anew every 10 steps. ThorMuon's two kinds of steps
-    # are told apart.
-    spans = {
-        name: statistics.median(
-            statistics.fmean(own[i : i + SPAN]) for i in range(0, len(own), SPAN)
-        )
-        for name, own in times.items()
-    }
-    own = {name: state_bytes(o) / weights for name, o in optimizers.items()}
-    return {
-        "milliseconds": {name: round(1000 * value, 3) for name, value in spans.items()},
-        "state_bytes": {name: round(value, 2) for name, value in own.items()},
-    }
-
-
-def optimizers(job: Job) -> list[str]:
-    """Name ours among those that a job trains or times."""
-    names = job.get("settings", [job.get("optimizer")])
-    return sorted({CLASSES[name] for name in names if name in CLASSES})
 
 
 # ---- what is run ---------------------------------------------------------------------------------
@@ -200,24 +54,22 @@ def jobs(rows: Rows) -> list[Job]:
             if its == problem
             for job in confirm(setting)
         ]
-        own += confirm({"task": problem, **ONE})
+        own += confirm({"task": problem, **own_setting(problem)})
         found += own
         if all(key_of(job) in rows for job in own):
             settings = {name: best_ones[problem, name] for name in PEERS} | {
-                "thor-muon": {"task": problem, **ONE}
+                "thor-muon": {"task": problem, **own_setting(problem)}
             }
             settings |= {
                 name: best_ones[problem, name] for name in ("thor",) if problem in THOR_PROBLEMS
             }
             found.append({"task": problem, "settings": settings, "alone": True})
-            for one in contests(
-                rows, {key: value for key, value in best_ones.items() if key[0] == problem}, {}
-            ):
-                rival = one.chosen[one.rival]
-                if is_close(one, rival):
-                    found += confirm(rival, MORE_SEEDS) + confirm(
-                        {"task": problem, **ONE}, MORE_SEEDS
-                    )
+            own_best = {key: value for key, value in best_ones.items() if key[0] == problem}
+            for contest in contests(rows, own_best, {}):
+                rival = contest.chosen[contest.rival]
+                if is_close(contest, rival):
+                    ours = {"task": problem, **own_setting(problem)}
+                    found += confirm(rival, MORE_SEEDS) + confirm(ours, MORE_SEEDS)
     if all(key_of(job) in rows for job in found):
         rates = one_rates(rows)
         for name in PEERS:
@@ -229,12 +81,13 @@ def jobs(rows: Rows) -> list[Job]:
     return found
 
 
-def is_close(one: Contest, rival: Job) -> bool:
+def is_close(contest: Contest, rival: Job) -> bool:
     """Return whether three seeds' figures differ by less than two standard errors.
 
     The standard error is that of the difference.
     """
-    own, other = one.values(ONE)[: len(SEEDS)], one.values(rival)[: len(SEEDS)]
+    ours = own_setting(contest.problem)
+    own, other = (contest.values(setting)[: len(SEEDS)] for setting in (ours, rival))
     error = math.sqrt(sum(statistics.variance(values) / len(values) for values in (own, other)))
     return abs(statistics.fmean(own) - statistics.fmean(other)) < 2 * error
 
@@ -263,11 +116,6 @@ def draw(rows: Rows) -> None:
 def contenders(problem: str) -> list[str]:
     """List the optimizers that are tuned on a problem."""
     return [*PEERS, "thor-muon", *(["thor", "thor-paper"] if problem in THOR_PROBLEMS else [])]
-
-
-def confirm(setting: Job, seeds: tuple[int, ...] = SEEDS) -> list[Job]:
-    """Return the runs of a setting with the seeds that count."""
-    return [{**setting, "seed": seed} for seed in seeds]
 
 
 def tuning(rows: Rows, problem: str, name: str) -> Iterator[Job]:
@@ -363,7 +211,11 @@ def one_rate(rows: Rows, name: str) -> float | None:
 
 def headlines(rows: Rows) -> list[Job]:
     """Return one seed of ThorMuon on each problem whose row README shows."""
-    return [{"task": problem, **ONE, "seed": 0} for problem in PROBLEMS if problem in README]
+    return [
+        {"task": problem, **own_setting(problem), "seed": 0}
+        for problem in PROBLEMS
+        if problem in README
+    ]
 
 
 def tolerance(rows: Rows, job: Job) -> float:

@@ -10,12 +10,12 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from benchmarks.optimizers import CLASSES, PEERS, own_setting
 from benchmarks.runner.drawing import label_in_full, legend_below, marker
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.numbers import steps_to
 from benchmarks.runner.stores import key_of
-from benchmarks.suite_optimizers import ONE, PEERS
 from benchmarks.suite_problems import PROBLEMS
 from torch_thor.files import whole_file
 
@@ -52,7 +52,7 @@ class Contest:
     """
 
     problem: str
-    rows: Mapping[str, Row]
+    rows: Mapping[str, Any]
     chosen: Mapping[str, Row]
     rates: Mapping[str, float]
 
@@ -110,26 +110,28 @@ class Contest:
 
     def milliseconds(self, name: str) -> float | None:
         """Return the mean time of a step in a run, with its share of refreshes."""
-        if not self.times or name not in (known := self.times["milliseconds"]):
+        measured = self.times.get("milliseconds", {})
+        if name not in measured:
             return None
+        known = {
+            key: statistics.median(value) if isinstance(value, list) else float(value)
+            for key, value in measured.items()
+        }
         refresh = known.get(f"{name} refresh", known[name])
         runs = self.runs(self.setting(name))
-        share = (
-            statistics.fmean(run["refreshes"] for run in runs) / PROBLEMS[self.problem].steps
-            if runs
-            else 0.0
-        )
-        return float(known[name] + share * (refresh - known[name]))
+        taken = [run.get("refreshes") or run["curve"][-1][-1] for run in runs if name in CLASSES]
+        share = statistics.fmean(taken or [0]) / PROBLEMS[self.problem].steps
+        return known[name] + share * (refresh - known[name])
 
     def setting(self, name: str) -> Mapping[str, Any]:
         """Return the setting that is shown: ThorMuon's only one, the tuned one of others."""
-        return ONE if name == "thor-muon" else self.chosen[name]
+        return own_setting(self.problem) if name == "thor-muon" else self.chosen[name]
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Return steps and mean held-out figures."""
         runs = [row["curve"] for row in self.runs(self.setting(name))]
         return [
-            (points[0][0], statistics.fmean(value for _, value in points))
+            (points[0][0], statistics.fmean(point[1] for point in points))
             for points in zip(*runs, strict=True)
         ]
 
@@ -155,19 +157,19 @@ class Contest:
 
 
 def contests(
-    rows: Mapping[str, Row], chosen: Mapping[tuple[str, str], Row], rates: Mapping[str, float]
+    rows: Mapping[str, Any], chosen: Mapping[tuple[str, str], Row], rates: Mapping[str, float]
 ) -> list[Contest]:
     """Return the problems whose runs are there."""
     found = []
     for problem in PROBLEMS:
         own = {name: setting for (its, name), setting in chosen.items() if its == problem}
-        one = Contest(problem, rows, own, rates)
+        contest = Contest(problem, rows, own, rates)
         if (
             set(PEERS) <= set(own)
-            and one.values(ONE)
-            and all(one.runs(own[name]) for name in PEERS)
+            and contest.values(own_setting(contest.problem))
+            and all(contest.runs(own[name]) for name in PEERS)
         ):
-            found.append(one)
+            found.append(contest)
     return found
 
 
@@ -177,7 +179,7 @@ def tables(found: list[Contest]) -> str:
         "### Each other optimizer tuned for each problem, ThorMuon with one setting",
         tuned(found),
     ]
-    if found and all(one.rates and one.all_ran() for one in found):
+    if found and all(contest.rates and contest.all_ran() for contest in found):
         parts += [
             "### One setting for all problems",
             one_setting(found),
@@ -211,19 +213,19 @@ def tuned(found: list[Contest]) -> str:
         "tuned ThorMuon",
     ]
     rows = []
-    for one in found:
-        best = one.chosen.get("thor-muon")
+    for contest in found:
+        best = contest.chosen.get("thor-muon")
         cells = [
-            PROBLEMS[one.problem].title,
-            PROBLEMS[one.problem].metric,
-            NAMES[one.rival],
-            shown(one, one.chosen[one.rival]),
+            PROBLEMS[contest.problem].title,
+            PROBLEMS[contest.problem].metric,
+            NAMES[contest.rival],
+            shown(contest, contest.chosen[contest.rival]),
         ]
         cells += [
-            shown(one, ONE),
-            ratio(one.steps()),
-            ratio(one.seconds()),
-            shown(one, best) if best else "",
+            shown(contest, own_setting(contest.problem)),
+            ratio(contest.steps()),
+            ratio(contest.seconds()),
+            shown(contest, best) if best else "",
         ]
         rows.append(cells)
     return markdown(heads, rows)
@@ -236,10 +238,13 @@ def every(found: list[Contest]) -> str:
         ["problem", *(NAMES[name] for name in names)],
         [
             [
-                one.problem,
-                *(shown(one, one.chosen[name]) if name in one.chosen else "" for name in names),
+                contest.problem,
+                *(
+                    shown(contest, contest.chosen[name]) if name in contest.chosen else ""
+                    for name in names
+                ),
             ]
-            for one in found
+            for contest in found
         ],
     )
 
@@ -248,8 +253,11 @@ def rates(found: list[Contest]) -> str:
     """Return the learning rates that were chosen."""
     names = [*PEERS, "thor-muon"]
     lines = [
-        [one.problem, *(f"{one.chosen[name]['lr']:g}" for name in names if name in one.chosen)]
-        for one in found
+        [
+            contest.problem,
+            *(f"{contest.chosen[name]['lr']:g}" for name in names if name in contest.chosen),
+        ]
+        for contest in found
     ]
     return markdown(
         ["problem", *(NAMES[name] for name in names)],
@@ -266,39 +274,31 @@ def shares(found: list[Contest]) -> str:
         ["problem", *(NAMES[name] for name in PEERS)],
         [
             [
-                one.problem if own == "thor-muon" else f"{one.problem}: {NAMES[own]}",
+                contest.problem if own == "thor-muon" else f"{contest.problem}: {NAMES[own]}",
                 *(
-                    ratio(one.steps(name, own)) if one.values(one.chosen[name]) else ""
+                    ratio(contest.steps(name, own)) if contest.values(contest.chosen[name]) else ""
                     for name in PEERS
                 ),
             ]
-            for one in found
+            for contest in found
             for own in ("thor-muon", "thor", "thor-paper")
-            if own in one.chosen
+            if own in contest.chosen
         ],
     )
 
 
 def one_setting(found: list[Contest]) -> str:
     """Return the figures with the learning rate of each optimizer that serves all problems best."""
-    settings = {name: {"optimizer": name, "lr": lr} for name, lr in found[0].rates.items()} | {
-        "thor-muon": ONE
-    }
-    heads = [
-        "problem",
-        *(f"{NAMES[name]} ({setting['lr']:g})" for name, setting in settings.items()),
-    ]
+    peers = {name: {"optimizer": name, "lr": lr} for name, lr in found[0].rates.items()}
+    heads = [f"{NAMES[name]} ({setting['lr']:g})" for name, setting in peers.items()]
     rows = []
-    for one in found:
-        best = min(settings, key=lambda name: one.error(settings[name]))
-        cells = {name: shown(one, setting) or "diverged" for name, setting in settings.items()}
-        rows.append(
-            [
-                one.problem,
-                *(f"**{cell}**" if name == best else cell for name, cell in cells.items()),
-            ]
-        )
-    return markdown(heads, rows)
+    for contest in found:
+        settings = {**peers, "thor-muon": own_setting(contest.problem)}
+        best = min(settings, key=lambda name: contest.error(settings[name]))
+        cells = {name: shown(contest, own) or "diverged" for name, own in settings.items()}
+        shown_cells = (f"**{cell}**" if name == best else cell for name, cell in cells.items())
+        rows.append([contest.problem, *shown_cells])
+    return markdown(["problem", *heads, "ThorMuon"], rows)
 
 
 def profile(found: list[Contest]) -> str:
@@ -314,14 +314,14 @@ def profiles(found: list[Contest]) -> dict[str, list[float]]:
     """Return the lines of the performance profile (Dolan and Moré 2002)."""
     lines: dict[str, list[float]] = {}
     errors: dict[str, list[float]] = {}
-    for one in found:
+    for contest in found:
         settings = {
             f"{NAMES[name]}, one setting": {"optimizer": name, "lr": lr}
-            for name, lr in one.rates.items()
+            for name, lr in contest.rates.items()
         }
-        settings |= {f"{NAMES[name]}, tuned": one.chosen[name] for name in PEERS}
-        settings["ThorMuon, one setting"] = ONE
-        own = {label: one.error(setting) for label, setting in settings.items()}
+        settings |= {f"{NAMES[name]}, tuned": contest.chosen[name] for name in PEERS}
+        settings["ThorMuon, one setting"] = own_setting(contest.problem)
+        own = {label: contest.error(setting) for label, setting in settings.items()}
         least = min(own.values())
         for label, error in own.items():
             errors.setdefault(label, []).append(error / least)
@@ -334,16 +334,18 @@ def costs(found: list[Contest]) -> str:
     """Return milliseconds of a step over SGD's, and bytes of state a parameter."""
     names = [name for name in [*PEERS, "thor-muon"] if name != "sgd"]
     rows = []
-    for one in (one for one in found if one.times):
-        sgd, state = one.milliseconds("sgd") or 1.0, one.times["state_bytes"]
-        cells = [f"{(one.milliseconds(name) or 0) / sgd:.2f} ({state[name]:.0f})" for name in names]
-        rows.append([one.problem, f"{sgd:.1f} ms", *cells])
+    for contest in (each for each in found if each.times):
+        sgd, state = contest.milliseconds("sgd") or 1.0, contest.times["state_bytes"]
+        cells = [
+            f"{(contest.milliseconds(name) or 0) / sgd:.2f} ({state[name]:.0f})" for name in names
+        ]
+        rows.append([contest.problem, f"{sgd:.1f} ms", *cells])
     return markdown(["problem", "SGD", *(NAMES[name] for name in names)], rows)
 
 
-def shown(one: Contest, setting: Mapping[str, Any]) -> str:
+def shown(contest: Contest, setting: Mapping[str, Any]) -> str:
     """Format the mean and the standard error of a setting."""
-    values = one.values(setting)
+    values = contest.values(setting)
     return with_error(values) if values else ""
 
 
@@ -354,28 +356,28 @@ def ratio(value: float | None) -> str:
 
 def picture(found: list[Contest]) -> None:
     """Draw held-out figures against seconds."""
-    by_name = {one.problem: one for one in found}
+    by_name = {contest.problem: contest for contest in found}
     problems = [by_name[name] for name in PANELS if name in by_name and by_name[name].times]
     if not problems:
         return
     figure, axes = pyplot.subplots(
         1, len(problems), figsize=(4 * len(problems), 3.8), squeeze=False, layout="constrained"
     )
-    for one, panel in zip(problems, axes[0], strict=True):
-        curves(panel, one)
+    for contest, panel in zip(problems, axes[0], strict=True):
+        curves(panel, contest)
     legend_below(figure, axes[0])
     with whole_file(PICTURES / "suite.png") as temporary:
         figure.savefig(temporary, dpi=110)
     pyplot.close(figure)
 
 
-def curves(panel: Axes, one: Contest) -> None:
+def curves(panel: Axes, contest: Contest) -> None:
     """Draw one problem: mean over seeds, on the time of the steps alone."""
-    problem = PROBLEMS[one.problem]
-    for name in [*PEERS, *(["thor"] if one.problem.startswith("resnet") else []), "thor-muon"]:
-        cost = one.milliseconds(name)
+    problem = PROBLEMS[contest.problem]
+    for name in [*PEERS, *(["thor"] if contest.problem.startswith("resnet") else []), "thor-muon"]:
+        cost = contest.milliseconds(name)
         if name in COLOURS and cost is not None:
-            steps, values = zip(*one.curve(name), strict=True)
+            steps, values = zip(*contest.curve(name), strict=True)
             label = f"{NAMES[name]}, {'one setting' if name == 'thor-muon' else 'tuned'}"
             wide = 2.4 if name == "thor-muon" else 1.2
             panel.plot(
@@ -391,9 +393,9 @@ def curves(panel: Axes, one: Contest) -> None:
     )
     label_in_full(panel)
     panel.set_xlabel("seconds")
-    panel.set_xlim(0, 1.3 * problem.steps * (one.milliseconds("thor-muon") or 0.0) / 1000)
+    panel.set_xlim(0, 1.3 * problem.steps * (contest.milliseconds("thor-muon") or 0.0) / 1000)
     panel.set_ylabel(problem.metric)
-    ends = sorted(value for name in [*PEERS, "thor-muon"] for _, value in one.curve(name)[4:])
+    ends = sorted(value for name in [*PEERS, "thor-muon"] for _, value in contest.curve(name)[4:])
     low, high = ends[0], ends[-1]
     panel.set_ylim(
         low - 0.05 * (high - low), ends[int(0.9 * len(ends))]

@@ -1,9 +1,9 @@
-"""One training of a problem by an optimizer, which all studies of this folder share.
+"""One training of a problem by an optimizer, which all studies share, and the times of steps.
 
-A job names its `task` (problems.py), its `optimizer` (optimizers.py) and its `seed`; `schedule`
-replaces the problem's own, `half` says which half of the held-out data is read (otherwise 0 with
-a seed that chooses, 1 with one that is reported), and every other key is an option of the
-optimizer. Learning rates grow over the first 5 % of the steps.
+A job names its `task` (problems.py), its `optimizer` (optimizers.py) and its `seed`. `schedule`
+replaces the problem's own, `half` says which half of the held-out data is read (otherwise the first
+with a seed that chooses, the second with one that is reported), and every other key is an option of
+the optimizer. Learning rates grow over the first 5 % of the steps.
 """
 
 import math
@@ -11,6 +11,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.optimizers import is_ours, make
-from benchmarks.problems import PROBLEMS
+from benchmarks.problems import PROBLEMS, Batch, Problem
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
 from benchmarks.runner.stores import key_of
-from benchmarks.suite_problems import Batch, Problem
+from benchmarks.runner.timing import RATE, time_optimizers
 
-TUNING_SEED, SEEDS = 10, (0, 1, 2)
+TUNING_SEEDS, SEEDS = (10, 11, 12), (0, 1, 2)
 WARM_UP = 0.05  # of the steps
 EVALUATIONS = 16
 HIGHEST_LOSS = 1e5  # a run whose loss exceeds it, or is no number, has diverged
@@ -35,17 +36,20 @@ Job = dict[str, Any]
 Rows = Mapping[str, Mapping[str, Any]]
 
 
+# ---- one run -------------------------------------------------------------------------------------
+
+
 def run(job: Job) -> dict[str, Any]:
-    """Train once: the figure at the end, a curve of (step, figure, refreshes so far), seconds."""
+    """Train, or time steps: the figure at the end, and a curve of (step, figure, refreshes)."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    problem = PROBLEMS[job["task"]]
-    tuning = job["seed"] == TUNING_SEED
+    if job.get("alone"):
+        return time_steps(job)
+    problem, tuning = PROBLEMS[job["task"]], job["seed"] in TUNING_SEEDS
     half = job.get("half", int(not tuning))
     torch.manual_seed(job["seed"])
     model = problem.model().train()
-    options = {key: value for key, value in job.items() if key not in WORDS}
-    optimizer = make(job["optimizer"], model, **options)
+    optimizer = make(job["optimizer"], model, **options_of(job))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: share_of_lr(step, problem.steps, job.get("schedule", problem.schedule)),
@@ -54,13 +58,8 @@ def run(job: Job) -> dict[str, Any]:
     losses, curve, refreshes, seconds = list[float](), list[Any](), 0, 0.0
     for step in range(1, problem.steps + 1):
         batch, started = next(batches), time.perf_counter()
-        loss = problem.loss(model, batch)
-        loss.backward()
-        problem.prepare(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(take_step(problem, model, optimizer, batch))
         schedule.step()
-        losses.append(loss.item())
         seconds += time.perf_counter() - started
         refreshes += bool(getattr(optimizer, "last_refresh", ()))
         if not losses[-1] <= HIGHEST_LOSS:
@@ -69,7 +68,27 @@ def run(job: Job) -> dict[str, Any]:
         if evaluated or step == problem.steps:
             curve.append((step, evaluate(problem, model, optimizer, batches, half), refreshes))
     mean_loss = statistics.fmean(losses[-max(1, problem.steps // 20) :])
-    return {"value": curve[-1][1], "loss": mean_loss, "curve": curve, "seconds": round(seconds, 2)}
+    found = {"value": curve[-1][1], "loss": mean_loss, "seconds": round(seconds, 2)}
+    if averages(optimizer):
+        found |= without_a_mode(problem, model, optimizer, half)
+    return found if tuning else {**found, "curve": curve}
+
+
+def options_of(job: Job) -> dict[str, Any]:
+    """Return the options of a job's optimizer."""
+    return {key: value for key, value in job.items() if key not in WORDS}
+
+
+def take_step(
+    problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
+) -> float:
+    """Train on a batch, and return the loss."""
+    loss = problem.loss(model, batch)
+    loss.backward()
+    problem.prepare(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
 def share_of_lr(step: int, steps: int, schedule: str) -> float:
@@ -87,34 +106,43 @@ def share_of_lr(step: int, steps: int, schedule: str) -> float:
     return grown * min(1.0, fallen)
 
 
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def averages(optimizer: Any) -> bool:
+    """Return whether an optimizer has an average of its steps, which `eval` shows."""
+    return bool(getattr(optimizer, "anytime", hasattr(optimizer, "eval")))
+
+
 @torch.no_grad()
-def evaluate(
-    problem: Problem,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[Batch],
-    half: int,
-) -> float:
-    """Return the problem's figure on half of the held-out data, of the average if there is one."""
-    averages = bool(getattr(optimizer, "anytime", hasattr(optimizer, "eval")))
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    if averages:
-        optimizer.eval()  # type: ignore[attr-defined]
-    kept = [(norm.running_mean.clone(), norm.running_var.clone(), norm.momentum) for norm in norms]  # type: ignore[union-attr]
-    if averages and norms:
-        take_statistics(problem, model, norms, batches)
+def figure(problem: Problem, model: nn.Module, half: int) -> float:
+    """Return the problem's figure on half of the held-out data."""
     model.eval()
-    figure = torch.cat([problem.score(model, batch) for batch in problem.held_out(half)])
+    found = torch.cat([problem.score(model, batch) for batch in problem.held_out(half)])
     model.train()
-    if averages:
-        optimizer.train()  # type: ignore[attr-defined]
-        for norm, (mean, var, momentum) in zip(norms, kept, strict=True):
-            norm.running_mean.copy_(mean)  # type: ignore[union-attr]
-            norm.running_var.copy_(var)  # type: ignore[union-attr]
-            norm.momentum = momentum
-    return figure.mean().item()
+    return found.mean().item()
 
 
+def evaluate(
+    problem: Problem, model: nn.Module, optimizer: Any, batches: Iterator[Batch], half: int
+) -> float:
+    """Return the figure; that of the average of the steps where the optimizer has one."""
+    if not averages(optimizer):
+        return figure(problem, model, half)
+    optimizer.eval()
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    kept = [{key: value.clone() for key, value in norm.state_dict().items()} for norm in norms]
+    momenta = [norm.momentum for norm in norms]
+    take_statistics(problem, model, norms, batches)
+    found = figure(problem, model, half)
+    for norm, state, momentum in zip(norms, kept, momenta, strict=True):
+        norm.load_state_dict(state)
+        norm.momentum = momentum
+    optimizer.train()
+    return found
+
+
+@torch.no_grad()
 def take_statistics(
     problem: Problem, model: nn.Module, norms: Sequence[_BatchNorm], batches: Iterator[Batch]
 ) -> None:
@@ -122,13 +150,42 @@ def take_statistics(
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the plain mean of all batches
-    for _ in range(BATCHES):
+    for _ in range(BATCHES if norms else 0):
         problem.loss(model, next(batches))
 
 
+def without_a_mode(problem: Problem, model: nn.Module, optimizer: Any, half: int) -> dict[str, Any]:
+    """Return the figures of the weights as they are, and of the average with old statistics."""
+    found = {"as it is": figure(problem, model, half)}
+    optimizer.eval()
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        found["kept statistics"] = figure(problem, model, half)
+    optimizer.train()
+    return found
+
+
+def time_steps(job: Job) -> dict[str, Any]:
+    """Time the steps of the optimizers of a job's `settings` in turns."""
+    problem = PROBLEMS[job["task"]]
+    batches = problem.batches(problem.batch, 0)
+
+    def made(setting: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = problem.model().train()
+        return model, make(setting["optimizer"], model, **{**options_of(setting), "lr": RATE})
+
+    makers = {name: partial(made, setting) for name, setting in job["settings"].items()}
+    return time_optimizers(makers, partial(take_step, problem), lambda: next(batches), 3)
+
+
 def optimizers(job: Job) -> list[str]:
-    """Name our class, if it trains."""
-    return is_ours(job["optimizer"])
+    """Name our classes that a job trains with or times."""
+    settings = job.get("settings", {job.get("optimizer"): job})
+    names = {name for one in settings.values() for name in is_ours(one.get("optimizer"))}
+    pretrained = {"ThorMuon"} if job["task"].endswith("-thor-muon") else set()
+    return sorted(names | pretrained)
+
+
+# ---- lists and tables ----------------------------------------------------------------------------
 
 
 def confirm(setting: Job, seeds: Sequence[int] = SEEDS) -> list[Job]:
@@ -136,15 +193,15 @@ def confirm(setting: Job, seeds: Sequence[int] = SEEDS) -> list[Job]:
     return [{**setting, "seed": seed} for seed in seeds]
 
 
-def values(rows: Rows, setting: Job, seeds: Sequence[int] = SEEDS) -> list[float]:
+def values(rows: Rows, setting: Job, seeds: Sequence[int] = SEEDS, key: str = "value") -> list[Any]:
     """Return the figures of a setting; none if a seed is missing or diverged."""
-    found = [rows.get(key_of(job), {}).get("value") for job in confirm(setting, seeds)]
-    return [value for value in found if value is not None] if None not in found else []
+    found = [rows.get(key_of(job), {}).get(key) for job in confirm(setting, seeds)]
+    return [] if None in found else found
 
 
-def cell(rows: Rows, setting: Job) -> str:
+def cell(rows: Rows, setting: Job, key: str = "value") -> str:
     """Return the mean of a setting and its standard error."""
-    found = values(rows, setting)
+    found = values(rows, setting, key=key)
     return with_error(found) if found else "–"
 
 

@@ -27,24 +27,6 @@ def number(value: float | None, form: str) -> str:
     return "never" if value is None or math.isinf(value) else format(value, form)
 
 
-def each(values: Iterable[float | None], form: str) -> str:
-    """Format the values of several seeds."""
-    return ", ".join(number(value, form) for value in values)
-
-
-def middle(values: Sequence[float], form: str) -> str:
-    """Format the median over several seeds, followed by the value of each."""
-    return f"{number(statistics.median(values), form)} ({each(values, form)})"
-
-
-def summary(values: Sequence[float], form: str) -> str:
-    """Format the values of several seeds, after their mean and its standard error."""
-    if len(values) == 1:
-        return format(values[0], form)
-    same = len(set(values)) == 1
-    return f"{format(values[0], form) if same else with_error(values)} ({each(values, form)})"
-
-
 def with_error(values: Sequence[float]) -> str:
     """Format the mean of several seeds and its standard error, to two digits of the error."""
     mean = statistics.fmean(values)
@@ -60,9 +42,3 @@ def with_error(values: Sequence[float]) -> str:
 def _exponent(value: float) -> int:
     """Return the power of ten of a number that is rounded to two digits."""
     return int(f"{value:.1e}".partition("e")[2])
-
-
-def reached(values: Sequence[float | None], form: str) -> str:
-    """Format the steps or the time to a target, for several seeds."""
-    known = [value for value in values if value is not None]
-    return summary(known, form) if len(known) == len(values) else each(values, form)

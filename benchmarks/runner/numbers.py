@@ -65,11 +65,6 @@ def shares_until(
     return [of_steps, f"{float(numpy.interp(there, steps, seconds)) / others[-1]:.2f}"]
 
 
-def running_mean(values: Sequence[float], before: int) -> list[float]:
-    """Return the running mean of a series."""
-    return [statistics.fmean(values[max(0, i - before) : i + 1]) for i in range(len(values))]
-
-
 def apart(values: Sequence[float]) -> float:
     """Return how far two runs may lie apart in 19 of 20 cases, from the values of three seeds.
 

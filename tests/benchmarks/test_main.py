@@ -11,9 +11,8 @@ from benchmarks.runner import study
 from command_line import assert_refused
 
 NAMES = [
-    "anytime", "cifar10", "defaults", "figures", "finetuning", "front", "gpu", "gpu_airbench",
-    "gpu_nanogpt", "loop_time", "many_devices", "models", "nanogpt", "resnet18", "step_time",
-    "suite", "untrained", "wikitext",
+    "ablation", "anytime", "finetuning", "front", "gpu", "gpu_airbench", "gpu_nanogpt", "nanogpt",
+    "peers", "step_time", "suite", "wikitext",
 ]  # fmt: skip
 
 
@@ -39,7 +38,7 @@ def test_the_other_words_are_those_of_the_benchmark(bench, monkeypatch):
 
 
 def test_what_cannot_be_run_is_one_line(bench, monkeypatch):
-    said = "suit: there is no such benchmark (did you mean suite?); give one of anytime, cifar10"
+    said = "suit: there is no such benchmark (did you mean suite?); give one of ablation, anytime"
     assert_refused(bench("suit"), said, by="benchmarks")
     # a helper of benchmarks is none
     assert_refused(bench("suite_report"), "there is no such benchmark", by="benchmarks")

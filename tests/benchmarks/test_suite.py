@@ -1,18 +1,15 @@
-"""The suite: what is tuned, what is reported, and that README shows what the raw data say."""
+"""The suite: what is tuned, what is reported, and its problems."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks import suite, suite_report
-from benchmarks.runner.stores import Lines, key_of
-from benchmarks.suite_optimizers import as_one_matrix
+from benchmarks.optimizers import as_one_matrix
+from benchmarks.runner.stores import key_of
 from torch_thor.training.data.small import DEBIAN_FASHION_MNIST
-
-ROOT = Path(__file__).parents[2]
 
 
 def filled(best):
@@ -30,7 +27,8 @@ def filled(best):
                     "state_bytes": dict.fromkeys(settings, 8.0),
                 }
             else:
-                off = abs(math.log2(job["lr"] / suite.CONTENDERS[job["optimizer"]].lr) - best(job))
+                middle = suite.CONTENDERS[job["optimizer"]].lr
+                off = abs(math.log2(job.get("lr", middle) / middle) - best(job))
                 error = (
                     0.1 + 0.01 * off + 0.001 * (job.get("momentum", 0.5) - 0.5) + 1e-5 * job["seed"]
                 )
@@ -108,11 +106,6 @@ def test_a_problem_is_the_same_for_the_same_seed_and_its_halves_differ(problem):
     assert not torch.equal(chosen[0], reported[0])
     with torch.no_grad():
         assert one.score(model, tuple(part[:3] for part in reported)).shape == (3,)
-
-
-def test_the_docs_show_the_raw_data():
-    rows = Lines(ROOT / "benchmarks" / "results" / "suite.jsonl").rows
-    assert suite.table(rows) in (ROOT / "docs" / "measurements" / "suite.md").read_text()
 
 
 def test_query_key_and_value_are_one_matrix_as_in_the_results():

@@ -9,8 +9,8 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.runner.drawing import draw_band, save
-from benchmarks.runner.markdown import each, middle, number, reached, summary, table, with_error
-from benchmarks.runner.numbers import apart, running_mean, steps_to
+from benchmarks.runner.markdown import table, with_error
+from benchmarks.runner.numbers import apart, steps_to
 
 RISING = [(10, 0.5), (20, 0.7), (30, 0.6), (40, 0.9)]
 FALLING = [(10, 8.0), (20, 4.0), (30, 4.0)]
@@ -23,18 +23,6 @@ def test_a_table_has_a_cell_for_each_column():
     for row in (("1",), ("1", "2", "3")):
         with pytest.raises(ValueError, match=f"{len(row)} cells in a table of 2 columns"):
             table(("a", "b"), [("1", "2"), row])
-
-
-def test_cells_of_several_seeds_and_of_what_was_not_reached():
-    assert [number(value, ".1f") for value in (0.25, None, math.inf)] == ["0.2", "never", "never"]
-    assert each([1.0, math.inf, None], ".1f") == "1.0, never, never"
-    assert middle([1.0, math.inf, 3.0], ".1f") == "3.0 (1.0, never, 3.0)"
-    assert middle([math.inf, math.inf, 3.0], ".1f") == "never (never, never, 3.0)"
-    assert summary([0.5], ".2f") == "0.50"
-    assert summary([1.0, 2.0, 3.0], ".1f") == "2.00 ± 0.58 (1.0, 2.0, 3.0)"
-    assert summary([2.0, 2.0], ".1f") == "2.0 (2.0, 2.0)"
-    assert reached([1.0, None], ".1f") == "1.0, never"
-    assert reached([1.0, 3.0], ".1f") == "2.0 ± 1.0 (1.0, 3.0)"
 
 
 @pytest.mark.parametrize(
@@ -64,11 +52,6 @@ def test_a_standard_error_has_two_digits(error, mean, cell):
 def test_the_first_step_that_reaches_a_target(points, target, step):
     found = steps_to(points, target, higher=points is RISING)
     assert found == (None if step is None else pytest.approx(step))
-
-
-def test_a_running_mean_takes_in_what_there_is():
-    assert running_mean([1.0, 2.0, 3.0, 8.0], 0) == [1.0, 2.0, 3.0, 8.0]
-    assert running_mean([1.0, 2.0, 3.0, 8.0], 2) == [1.0, 1.5, 2.0, 13 / 3]
 
 
 def test_two_runs_lie_apart_by_no_more_than_the_bound_in_19_of_20_cases():

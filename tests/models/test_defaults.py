@@ -4,7 +4,7 @@ The bar is low on purpose: after twelve steps (five of the largest models) the l
 the first step's, or as low as AdamW(1e-3) brings it from the same weights, on the same data. The
 loss is the median of the last three, because EfficientNet's, with batch normalisation over few
 examples, doubles or halves from one step to the next. Its five steps went either way with the last
-bits of a sum, so it takes twelve. benchmarks/models.py has the figures.
+bits of a sum, so it takes twelve.
 """
 
 import functools
@@ -16,7 +16,7 @@ import warnings
 import pytest
 import torch
 
-from benchmarks import zoo
+import zoo
 from torch_thor import THOR, ThorMuon
 
 METHODS = {"plain": THOR, "spectral": ThorMuon}

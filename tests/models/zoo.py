@@ -1,8 +1,7 @@
 """Sixteen models that nobody here wrote, small ones with random weights, and real data for each.
 
 Two are the MNIST and VAE examples of pytorch/examples, the rest come from torchvision, timm and
-transformers. Images are scikit-learn's digits, text is what every Python carries. Tests and
-benchmarks/models.py train them.
+transformers. Images are scikit-learn's digits, text is what every Python carries.
 """
 
 import pydoc_data.topics
