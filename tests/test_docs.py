@@ -158,11 +158,11 @@ def test_each_link_leads_somewhere_on_github(page, hook):
 
 def test_a_link_that_leads_nowhere_is_found(hook):
     page = ROOT / "docs" / "index.md"
-    text = "# Two words\n[a](#two-words) [b](how-to/many-devices.md) ![c](images/suite.png) `[d](e)`\n"
-    assert links(text, hook) == ["#two-words", "how-to/many-devices.md", "images/suite.png"]
+    text = "# Two words\n[a](#two-words) [b](how-to/data.md) ![c](images/suite.png) `[d](e)`\n"
+    assert links(text, hook) == ["#two-words", "how-to/data.md", "images/suite.png"]
     for target in links(text, hook):
         assert_leads(target, page, text)
-    for target in ("absent.md", "#three-words", "how-to/many-devices.md#absent"):
+    for target in ("absent.md", "#three-words", "how-to/data.md#absent"):
         with pytest.raises(AssertionError, match=re.escape(target)):
             assert_leads(target, page, text)
 
@@ -170,9 +170,9 @@ def test_a_link_that_leads_nowhere_is_found(hook):
 def test_links_of_the_site_lead_to_its_pages(hook):
     with_links = hook("root_pages").with_links
     text = (
-        "[a\nb](docs/how-to/many-devices.md#options) ![c](docs/images/suite.png) [d](CHANGELOG.md) [e](#x)"
+        "[a\nb](docs/how-to/data.md#options) ![c](docs/images/suite.png) [d](CHANGELOG.md) [e](#x)"
     )
-    found = "[a\nb](how-to/many-devices.md#options) ![c](images/suite.png) [d](changelog.md) [e](#x)"
+    found = "[a\nb](how-to/data.md#options) ![c](images/suite.png) [d](changelog.md) [e](#x)"
     assert with_links(text, "README.md", "index.md") == found
     # what the site does not have is named
     assert with_links("[f](LICENSE)", "README.md", "index.md") == "f (`LICENSE`)"

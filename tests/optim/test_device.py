@@ -15,15 +15,22 @@ import torch
 from torch import nn
 
 import pretend
-from benchmarks.resnet18 import resnet18 as narrow_resnet18
 from torch_thor import THOR, ThorMuon, check_gradients
 from torch_thor.curvature import polar
 from torch_thor.curvature.inverse import invert_own
+from torch_thor.training.models.small import BasicBlock
 
 # The pretend accelerator leans on a part of torch that ends the process in 2.9.
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.14", reason="made for torch 2.14")
 
 INTERVAL = 4
+
+
+def narrow_resnet18():
+    widths = [8, 8, 8, 16, 16, 32, 32, 64, 64]
+    blocks = [BasicBlock(i, o, 1 if i == o else 2) for i, o in itertools.pairwise(widths)]
+    stem = (nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
 class Net(nn.Module):
