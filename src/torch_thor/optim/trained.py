@@ -28,8 +28,8 @@ UNTOLD = 0.25  # of a matrix that does not tell
 REST = 0.0125  # of embeddings, biases and parameters of normalisation layers in a trained network
 NEW = 1.0
 
-# standard errors; 1,703 of 1,706 untrained matrices have at most 3.1
-# (benchmarks/results/untrained.md)
+# standard errors, where 1,703 of 1,706 untrained matrices have at most 3.1: the tables are in
+# benchmarks/results/untrained.md
 DEPENDENT = 5.0
 # Of the matrices that tell, a larger share is dependent in a network that is trained already.
 LEAST_SHARE = 0.25
