@@ -1,6 +1,4 @@
-"""The Python part of gpu.sh: checks, step times, profiles and the suite's problems on a GPU.
-
-It checks THOR and ThorMuon, times and profiles their steps, and trains the problems there.
+"""The Python part of gpu.sh: checks, step times, profiles and others' trainings on a GPU.
 
 Parts, in the order of importance, each as far as the time goes:
 
@@ -14,9 +12,7 @@ Parts, in the order of importance, each as far as the time goes:
 4. step times of ResNet-50 (224 pixels, batch 256) and BERT-base (128 tokens, batch 64) in bfloat16,
    as in step_time.py;
 5. profiles of the same networks and of GPT-2 (1024 tokens, batch 8): kernels and synchronisations,
-   memory and times, beside torch's fused AdamW and Muon (gpu_profile.py);
-6. problems of the suite (suite.py), seed 0: ThorMuon with its one setting, the others with those
-   that results/suite.jsonl holds as their best, or else the middle of what they are tuned over.
+   memory and times, beside torch's fused AdamW and Muon (gpu_profile.py).
 
 At the end one table has the times of steps and the results on others' code (gpu_summary.py).
 
@@ -35,7 +31,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +45,6 @@ from torch.nn import functional
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests"))  # where the reference lies
-PROBLEMS = ("resnet1024", "autoencoder", "vit", "unet", "characters", "resnet128")
 AIRBENCH_SECONDS, NANOGPT_SECONDS = 200.0, 225.0  # at most
 OURS = {"THOR": ("THOR", {"damping": 0.3, "split_dim": 16}), "ThorMuon": ("ThorMuon", {})}
 
@@ -361,64 +355,6 @@ def studies(report: Report, device: str, folder: Path, *, tiny: bool) -> None:
         report.part(title, partial(study, module=module, words=words, seconds=seconds))
 
 
-# ---- trainings -----------------------------------------------------------------------------------
-
-
-def train(
-    report: Report, device: torch.device, names: Iterable[str], data: Path | None, steps: int | None
-) -> Any:
-    """Train problems of the suite."""
-    suite = importlib.import_module("benchmarks.suite")
-    problems: Any = importlib.import_module("benchmarks.suite_problems")
-    if data is not None:
-        load = problems.load_images
-        problems.load_images = lambda words: load(words.model_copy(update={"root": str(data)}))
-    rows = (
-        importlib.import_module("benchmarks.runner.stores")
-        .Lines(ROOT / "benchmarks/results/suite.jsonl")
-        .rows
-    )
-    chosen, found = suite.chosen(rows), []
-    report.heads("problem", "figure", "optimizer", "lr", "result", "ms a step")
-    for name in names:
-        problem = on(problems.PROBLEMS[name], device, steps)
-        for optimizer in ("thor-muon", *suite.PEERS):
-            if time.monotonic() > report.end:
-                report.row(name, problem.metric, optimizer, "", "out of time", "")
-                continue
-            job = {"lr": suite.CONTENDERS[optimizer].lr, **chosen.get((name, optimizer), {})}
-            job |= {
-                "task": name,
-                "optimizer": optimizer,
-                "seed": 0,
-                **(suite.ONE if optimizer == "thor-muon" else {}),
-            }
-            try:
-                row = suite.train(problem, job)
-            except ModuleNotFoundError as missing:
-                row = {"value": None, "failure": f"{missing.name} is missing"}
-            found.append({"job": job, **row})
-            value = row["failure"] if row["value"] is None else f"{row['value']:.4f}"
-            taken = f"{1000 * row['seconds'] / problem.steps:.1f}" if "seconds" in row else ""
-            report.row(name, problem.metric, optimizer, f"{job['lr']:g}", value, taken)
-    return found
-
-
-def on(problem: Any, device: torch.device, steps: int | None) -> Any:
-    """Return a problem whose network and batches are on the device, perhaps with fewer steps."""
-
-    def moved(many: Iterable[Any]) -> Iterator[Any]:
-        return (tuple(part.to(device) for part in batch) for batch in many)
-
-    return replace(
-        problem,
-        steps=steps or problem.steps,
-        model=lambda: problem.model().to(device),
-        batches=lambda size, seed: moved(problem.batches(size, seed)),
-        held_out=lambda half: moved(problem.held_out(half)),
-    )
-
-
 def main() -> None:
     """Run all parts."""
     parser = argparse.ArgumentParser(
@@ -427,9 +363,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build" / "gpu", help="folder of gpu.md and gpu.json"
-    )
-    parser.add_argument(
-        "--data", type=Path, help="folder with the four files of Fashion-MNIST (.gz)"
     )
     parser.add_argument(
         "--build", type=Path, default=ROOT / "build", help="folder of fetched code and data"
@@ -467,11 +400,6 @@ def main() -> None:
             f"Profile of {name}, batch {batch}",
             partial(profiles, device=device, subject=subject, rounds=1 if options.tiny else 10),
         )
-    names = ("characters",) if options.tiny else PROBLEMS
-    report.part(
-        "Trainings",
-        lambda own: train(own, device, names, options.data, 2 if options.tiny else None),
-    )
     report.say("\n## In one table\n")
     report.say(importlib.import_module("benchmarks.gpu_summary").table(report.found))
     report.save()

@@ -2,7 +2,7 @@
 # Everything that only a GPU can show, in at most ten minutes: bash benchmarks/gpu.sh [OUTPUT FOLDER]
 # Needs an NVIDIA GPU and a Python (PYTHON=...) with torch >= 2.9, torchvision and transformers; downloads nothing.
 # What else it finds in the checkout it uses: wheels of missing packages (pydantic and what it needs, pytorch-optimizer) in build/wheels,
-# the files of Fashion-MNIST in build/fashion-mnist (Debian's are in /usr/share/datasets/fashion-mnist), and for the two studies on others' code
+# and for the two studies on others' code
 # build/airbench/airbench94_muon.py (KellerJordan/cifar10-airbench), build/cifar10 (gpu_cifar10.py says of what),
 # build/nanogpt/model.py and train_shakespeare_char.py (karpathy/nanoGPT) and build/shakespeare/input.txt (karpathy/char-rnn).
 # Prints tables, and writes gpu.md and gpu.json (gpu.py says what of).
@@ -13,6 +13,4 @@ if compgen -G "$root/build/wheels/*.whl" > /dev/null; then
     "$python" -m pip install -q --no-index --no-deps --upgrade --target "$root/build/site" "$root"/build/wheels/*.whl
 fi
 export PYTHONPATH=$root:$root/src:$root/build/site${PYTHONPATH:+:$PYTHONPATH}  # torch_thor need not be installed
-data=()
-[ -d "$root/build/fashion-mnist" ] && data=(--data "$root/build/fashion-mnist")
-exec timeout 590 "$python" -u -m benchmarks.gpu --out "${1:-$root/build/gpu}" "${data[@]}"
+exec timeout 590 "$python" -u -m benchmarks.gpu --out "${1:-$root/build/gpu}"
