@@ -219,7 +219,7 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
     "cell",
     [
         "| `thor-muon` |", "| `digits` |", "### torch-thor train", "| `weight_decay` |",
-        "| `split_dim` | `128` | `128` |  |  |", "| `row_splits` | `None` |  |",
+        " | `128` | `128` |  |  |", "| `row_splits` |",
     ],
 )  # fmt: skip
 def test_the_lists_of_the_reference_are_filled_in(hook, cell):

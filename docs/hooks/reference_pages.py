@@ -65,13 +65,13 @@ def options() -> Iterator[str]:
         Lines.
     """
     kinds = (ThorMuon, THOR, LAMB, AGCSGD)
-    yield f"| option | {' | '.join(kind.__name__ for kind in kinds)} | what it must be | meaning |"
-    yield f"|---|{'---|' * len(kinds)}---|---|"
+    yield f"| option | meaning | {' | '.join(kind.__name__ for kind in kinds)} | what it must be |"
+    yield f"|---|---|{'---|' * len(kinds)}---|"
     for name, option in OPTIONS.items():
         arguments = [inspect.signature(kind).parameters.get(name) for kind in kinds]
         shown = ["" if one is None else f"`{one.default}`" for one in arguments]
         if any(shown):
-            cells = [f"`{name}`", *shown, _text(option.rule), _text(option.meaning)]
+            cells = [f"`{name}`", _text(option.meaning), *shown, _text(option.rule)]
             yield f"| {' | '.join(cells)} |"
 
 
