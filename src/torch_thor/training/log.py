@@ -15,7 +15,6 @@ from rich.console import Console
 
 from torch_thor.errors import require
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.report import sizes
 from torch_thor.printing import printer
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Observer, Point, Run, Score
@@ -33,7 +32,7 @@ def observers_of(run: Run, folder: RunFolder, console: Console, offset: int) -> 
 
 
 def facts(run: Run) -> Iterator[str]:
-    """Describe the training, before its first optimizer, and what this optimizer preconditions."""
+    """Describe the training, before its first optimizer."""
     recipe, device = run.recipe, run.ranks.device
     if run.name == recipe.optimizer[0]:
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
@@ -42,12 +41,6 @@ def facts(run: Run) -> Iterator[str]:
             f"{recipe.name}: {recipe.model} ({parameters:,} parameters), {run.total_steps:,} steps "
             f"with each of {', '.join(recipe.optimizer)}, on {where}, processes={run.ranks.world}, "
             f"threads={torch.get_num_threads()}"
-        )
-    if isinstance(run.optimizer, CurvatureOptimizer):
-        covered, total = sizes(run.optimizer.coverage())
-        yield (
-            f"{run.name}: preconditions {len(run.optimizer.curvature)} layers with "
-            f"{covered / max(1, total):.2%} of the parameters"
         )
     if recipe.optimizers.get(run.name, {}).get("split_dim") == "auto":
         yield (
@@ -144,7 +137,7 @@ class Progress(Observer):
 
         self._writer = SummaryWriter(str(folder), purge_step=run.step + 1)
         self._points = deque[Point](maxlen=run.recipe.log_interval or 1)
-        self._say = printer(console)
+        self._say, self._fifth = printer(console), 0
         self._bar = progress.Progress(
             progress.TextColumn("{task.description:>9}"),
             progress.BarColumn(),
@@ -175,14 +168,17 @@ class Progress(Observer):
         )
 
     def evaluation(self, run: Run, score: Score) -> None:
-        """Show an evaluation; a line has the primary metric and the loss."""
+        """Show an evaluation, outside a terminal one in each fifth of the training."""
         said = [
             f"{metric.word} {metric.text(score.value(metric.name))}"
             for metric in run.task.metrics
             if metric.primary or metric.name == "loss"
         ]
         whose = "" if score.averaged is None else "averaged weights: "
-        self._say(f"{place(run)}, {score.seconds:.1f} s, {whose}{', '.join(said)}")
+        fifth = 5 * run.step // run.total_steps
+        if self._fifth < fifth or self._bar.console.is_interactive or run.done:
+            self._say(f"{place(run)}, {score.seconds:.1f} s, {whose}{', '.join(said)}")
+        self._fifth = fifth
         self._add("test", score.step, score.metrics)
         self._add("averaged", score.step, score.averaged or {})
 

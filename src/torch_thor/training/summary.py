@@ -32,9 +32,7 @@ def report(folder: RunFolder, recipe: Recipe, task: Task, console: Console) -> N
         json.dumps([as_json(result, recipe, task.unit) for result in results], indent=2) + "\n",
     )
     console.print(table(results, recipe))
-    if sentence := compared(results):
-        printer(console)(sentence)
-    draw_curves(results, folder.curves)
+    draw_curves(results, folder.curves, f"{recipe.name}: {recipe.model}")
     printer(console)(f"Curves, metrics, recipe and checkpoints are in {folder.path}")
 
 
@@ -50,6 +48,7 @@ class Result:
     def __init__(self, name: str, path: Path, metric: Metric) -> None:
         self.name = name
         self.metric = metric
+        self.lr = 0.0  # the largest
         self.evaluations: list[dict[str, Any]] = []
         self.curve: list[tuple[int, float, float]] = []  # step, seconds, smoothed loss
         # How often the trace rule decided what, by layer
@@ -64,6 +63,7 @@ class Result:
                 self.decisions[line["layer"]][line["decision"]] += 1
             else:
                 (self.refresh if line["refresh"] else self.ordinary).append(line["duration"])
+                self.lr = max(self.lr, line["lr"])
                 for key in self.sums:
                     self.sums[key] += line[key]
                 if (loss := line["loss"]) is not None:  # a skipped step's may not be finite
@@ -139,7 +139,7 @@ def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
 def table(results: Sequence[Result], recipe: Recipe) -> Table:
     """Make the final table, with a column for each optimizer."""
     metric = results[0].metric
-    rows = []
+    rows = [["highest learning rate", *(f"{result.lr:g}" for result in results)]]
     for target in sorted(targets_of(recipe), reverse=not metric.higher_is_better):
         # a target such as 75.97 % is not rounded
         text = f"{100 * target:.6g}%" if metric.share else f"{target:.6g}"
@@ -149,6 +149,10 @@ def table(results: Sequence[Result], recipe: Recipe) -> Table:
                 *(_when(result.reaching(target)) for result in results),
             ]
         )
+    goal, whose = goal_of(results)
+    if len(results) > 1 and not math.isnan(goal):
+        reached = (_when(result.reaching(goal)) for result in results)
+        rows.append([f"steps to {whose}'s end, {metric.text(goal)}", *reached])
     rows += [
         [
             f"final {metric.word}{'' if recipe.ema_decay is None else ' of averaged weights'}",
@@ -158,6 +162,12 @@ def table(results: Sequence[Result], recipe: Recipe) -> Table:
         ["median step / refresh step", *map(_durations, results)],
     ]
     return columns("Result", ["", *(result.name for result in results)], rows, left=1)
+
+
+def goal_of(results: Sequence[Result]) -> tuple[float, str]:
+    """Return what AdamW, or the last optimizer, ends with, and its name."""
+    reference = next((result for result in results if result.name == "adamw"), results[-1])
+    return reference.value(reference.final), reference.name
 
 
 def _durations(result: Result) -> str:
@@ -170,21 +180,11 @@ def _when(line: dict[str, Any] | None) -> str:
     return "not reached" if line is None else f"{line['step']} ({line['seconds']:.1f} s)"
 
 
-def compared(results: Sequence[Result]) -> str:
-    """Say the step and time when each optimizer reached what AdamW, or the last one, ends with."""
-    reference = next((result for result in results if result.name == "adamw"), results[-1])
-    goal = reference.value(reference.final)
-    if len(results) < 2 or math.isnan(goal):
-        return ""
-    took = ", ".join(f"{result.name} {_when(result.reaching(goal))}" for result in results)
-    return (
-        f"Steps to what {reference.name} ends with "
-        f"({reference.metric.word} {reference.metric.text(goal)}): {took}"
-    )
+def draw_curves(results: Sequence[Result], path: Path, title: str) -> None:
+    """Draw training loss and primary metric of all optimizers against steps and seconds.
 
-
-def draw_curves(results: Sequence[Result], path: Path) -> None:
-    """Draw training loss and primary metric of all optimizers against steps and seconds."""
+    A star marks where each has reached what AdamW, or the last one, ends with.
+    """
     # matplotlib cannot be imported if a notebook or an old profile names a backend it does not have
     os.environ["MPLBACKEND"] = "agg"
     from matplotlib import style  # slow to import
@@ -197,6 +197,8 @@ def draw_curves(results: Sequence[Result], path: Path) -> None:
     }
     with style.context(["default", own]):  # the user's matplotlibrc may ask for LaTeX
         figure = Figure(figsize=(11, 7), layout="constrained")
+        figure.suptitle(title)
+        goal, _ = goal_of(results)
         panels = figure.subplots(2, 2, sharex="col", sharey="row")
         for column, (key, unit) in enumerate(
             {"step": "steps", "seconds": "seconds of training"}.items()
@@ -208,12 +210,15 @@ def draw_curves(results: Sequence[Result], path: Path) -> None:
                 losses.plot(
                     [point[column] for point in result.curve],
                     [point[2] for point in result.curve],
-                    label=result.name,
+                    label=f"{result.name}, lr {result.lr:g}",
                 )
+                there = result.reaching(goal)
                 metrics.plot(
                     [line[key] for line in result.evaluations],
                     [result.value(line) for line in result.evaluations],
-                    marker=".",
+                    marker="*",
+                    markersize=12,
+                    markevery=[result.evaluations.index(there)] if there else [],
                 )
         figure.legend(
             *panels[0, 0].get_legend_handles_labels(),

@@ -23,6 +23,7 @@ from torch_thor.training.tasks.task import Batch, Loss, Metric, Task, Terms
 
 CONTEXT = 64  # characters per window
 EVALUATION_BATCH = 64  # windows per batch
+SAMPLE = 100  # characters of a sample
 
 
 class CharLM(Task):
@@ -85,6 +86,16 @@ class CharLM(Task):
         """Compute the sum of the cross-entropy of the next characters."""
         scores = net(batch[0]).flatten(0, 1)
         return {"loss": cross_entropy(scores, batch[1].flatten(), reduction="sum")}
+
+    @torch.no_grad()
+    def sample(self, net: nn.Module) -> str:
+        """Continue the held-out text: characters are drawn by the squares of their chances."""
+        codes, net, random = self.test[0][:1], net.eval(), torch.Generator().manual_seed(0)
+        for _ in range(SAMPLE):
+            chances = torch.softmax(2 * net(codes[:, -CONTEXT:])[:, -1].cpu(), -1)
+            drawn = torch.multinomial(chances, 1, generator=random)
+            codes = torch.cat([codes, drawn.to(codes.device)], 1)
+        return " ".join("".join(map(chr, codes[0, CONTEXT:])).split())
 
 
 def windows(codes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:

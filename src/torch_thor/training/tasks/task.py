@@ -148,6 +148,10 @@ class Task(Protocol):
         `Metric.over`.
         """
 
+    def sample(self, net: nn.Module) -> str:
+        """Return a line that a trained network writes; nothing where it writes none."""
+        return ""
+
 
 def primary(metrics: Sequence[Metric]) -> Metric:
     """Return the metric that decides which evaluation is better."""
