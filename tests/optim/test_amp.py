@@ -34,9 +34,6 @@ def step(model, optimizer, batch, scaler=None, *, unscale=False, clip=None, part
     optimizer.zero_grad()
 
 
-# ----------------------------------------------------------------------------------------- autocast
-
-
 def test_half_precision_of_the_passes_or_of_the_whole_model():
     """Weights keep their dtype; all else is float32, near what float32 gives."""
     for dtype, whole in product(HALF, (False, True)):
@@ -82,8 +79,6 @@ def test_a_step_or_a_backward_pass_inside_autocast_does_not_lose_precision():
         if inside == "step":
             assert_same(weights(model), weights(twin))
 
-
-# --------------------------------------------------------------------------------------- GradScaler
 
 # options of the optimizer, of the scaler, and of each step
 SCALED = [

@@ -13,6 +13,8 @@ from torch import nn
 from comparing import having
 from tiny import assert_same, backward, batches, mlp, train, twins, weights
 from torch_thor import AGCSGD, LAMB, THOR, Distributed, ThorMuon, model_is
+from torch_thor.optim.options import COUNTERS, OPTIONS, check
+from torch_thor.training.optimizers import KEYS_OF
 
 BOTH = pytest.mark.parametrize("make", [THOR, ThorMuon])
 ALL = pytest.mark.parametrize("make", [THOR, ThorMuon, LAMB, AGCSGD])
@@ -166,8 +168,6 @@ def test_read_only_options_and_copies(make):
             copied(optimizer)
 
 
-# ---- words of other optimizers -------------------------------------------------------------------
-
 # what users of AdamW, Muon and MindSpore type, and our word for it, where there is one
 WORDS = {"betas": "momentum", "eps": "damping", "frequency": "update_interval"}
 WORDS |= dict.fromkeys(("amsgrad", "ns_steps", "fused", "foreach", "split_indices"), "")
@@ -195,3 +195,25 @@ def test_the_keys_of_trainers_stay_and_groups_of_sgd_are_taken(make):
     for one, its in ((model, optimizer), (twin, plain)):
         train(one, its, batches(2))
     assert_same(weights(model), weights(twin))
+
+
+@ALL
+def test_every_option_of_a_signature_and_of_a_group_is_declared(make):
+    """Its default holds, and the groups contain what is declared for groups."""
+    arguments = inspect.signature(make).parameters.items()
+    defaults = {name: argument.default for name, argument in arguments if name in OPTIONS}
+    assert dict(arguments).keys() - defaults.keys() == {"params", "model"}
+    check({name: default for name, default in defaults.items() if default is not None})
+    (group,) = make(mlp()).param_groups
+    scopes = {OPTIONS[name].scope for name in group.keys() - {"params", *COUNTERS}}
+    assert scopes == {"group"}
+
+
+@pytest.mark.parametrize("name", ["thor", "thor-muon", "lamb", "agc-sgd"])
+def test_keys_of_recipes_mean_what_is_declared(name):
+    fields = KEYS_OF[name].model_fields
+    declared = {key for key in fields if key in OPTIONS and OPTIONS[key].type is not None}
+    assert {"lr", "weight_decay"} <= declared
+    assert all(fields[key].description == OPTIONS[key].meaning for key in declared)
+    with pytest.raises(ValueError, match=r"must be a finite number ≥ 0"):
+        KEYS_OF[name](weight_decay=-0.1)

@@ -45,9 +45,6 @@ def go_on_alike(one, other, stream, where="it"):
     assert_same(one[1].state_dict(), other[1].state_dict(), where)
 
 
-# ------------------------------------------------------------------------------- faults of one step
-
-
 class Bug(Exception):
     pass
 
@@ -115,9 +112,6 @@ def test_warnings_that_are_errors_come_when_the_step_is_over():
         other.step()
     assert caught[0].filename == __file__
     go_on_alike((model, optimizer), (twin, other), STREAM[4:])
-
-
-# -------------------------------------------------------------------- what is changed between steps
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -14,8 +14,6 @@ STREAM = batches(6)
 NAN, INF = float("nan"), float("inf")
 
 
-# ------------------------------------------------------------------ factors that cannot be inverted
-
 # two inputs that are always the same, in powers of two: the factorisation of A ends in exactly 0
 SINGULAR = 2.0**40 * torch.tensor([[1.0, 1, 1], [-1, -1, 1], [1, 1, -1], [-1, -1, -1]])
 # batches, good and bad, where a refresh is due in every second step; what is told in which step;
@@ -56,8 +54,6 @@ def test_the_last_good_inverse_stays_or_the_gradient_is_plain(kinds, expected, r
         assert "layer '0': a block was not positive definite at" in heard[step]
         assert outcome in heard[step]
 
-
-# -------------------------------------------------------------------------------------- NaN and inf
 
 OPTIMIZERS = {
     "THOR": partial(THOR, update_interval=3),

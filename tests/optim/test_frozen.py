@@ -84,9 +84,6 @@ def test_frozen_later_it_stands_still_and_keeps_its_state():
     assert optimizer.curvature["2"].refreshes == 3
 
 
-# ----------------------------------------------------------- less than half of it is preconditioned
-
-
 class Little(nn.Module):
     def __init__(self):
         super().__init__()
@@ -114,9 +111,6 @@ def test_less_than_half_is_said_once_with_the_largest():
         ThorMuon(mlp())
 
 
-# ---- in turn -------------------------------------------------------------------------------------
-
-
 @BOTH
 @pytest.mark.parametrize(("interval", "least"), [(1, 12), (2, 8), (3, 4), (10, 3)])
 def test_parts_that_are_frozen_in_turn_get_factors(make, interval, least):
@@ -135,8 +129,6 @@ def test_parts_that_are_frozen_in_turn_get_factors(make, interval, least):
         watched.append(bool(listened_to(model)))
     assert interval == 1 or sum(watched[2 * interval :]) == 3
 
-
-# ---- pruned or parametrised later ----------------------------------------------------------------
 
 CHANGES = {
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.4),

@@ -44,9 +44,6 @@ def assert_goes_on_as(one, other):
     assert_same(one[1].state_dict(), other[1].state_dict())
 
 
-# ---- faults --------------------------------------------------------------------------------------
-
-
 def put(parameter, **entries):
     """A fault: something else in the state of a parameter (0: the first weight, 4: that of '3')."""
     return lambda saved: saved["state"][parameter].update(entries)
@@ -118,8 +115,6 @@ def test_hooks_of_the_users(make):
     assert_same(optimizer.state_dict(), later)
 
 
-# ---- of another optimizer, or of other layers ----------------------------------------------------
-
 OTHERS = {
     **OURS,
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
@@ -165,9 +160,6 @@ def test_a_state_of_layers_of_another_shape_is_refused(saved, present, split_dim
     optimizer.step()
     with pytest.raises(ValueError, match="layer '0'"):
         THOR(nn.Sequential(present), split_dim=split_dim).load_state_dict(optimizer.state_dict())
-
-
-# ---- what formats and other versions make of it --------------------------------------------------
 
 
 def as_tensor(value):

@@ -107,9 +107,6 @@ def test_each_projection_counts_as_a_matrix_in_the_depth():
     torch.testing.assert_close(ratio, torch.tensor((14 / 12) ** 0.5).double())
 
 
-# ---- layers that are no plain modules ------------------------------------------------------------
-
-
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()

@@ -19,20 +19,9 @@ every_optimizer = pytest.mark.parametrize(
 )
 
 
-class Interrupts(nn.Module):
-    """Raises an error in the pass in which it is told to."""
-
-    armed = False
-
-    def forward(self, x):
-        if self.armed:
-            raise KeyboardInterrupt
-        return x
-
-
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), Interrupts(), nn.Linear(6, 3)).double()
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
 def data(seed, rows=8):
@@ -57,13 +46,6 @@ def evaluates_with_gradients(model):
     model(data(1))
 
 
-def is_interrupted(model):
-    model[2].armed = True
-    with pytest.raises(KeyboardInterrupt):
-        model(data(1))
-    model[2].armed = False
-
-
 def takes_a_gradient_of_the_input(model):
     x = data(1).requires_grad_()
     torch.autograd.grad(model(x).sum(), x)
@@ -81,7 +63,6 @@ def takes_a_hessian_vector_product(model):
     "meanwhile",
     [
         evaluates_with_gradients,
-        is_interrupted,
         takes_a_gradient_of_the_input,
         takes_a_hessian_vector_product,
     ],
@@ -131,10 +112,7 @@ def test_a_weight_that_is_used_to_find_a_norm_is_no_row(make):
 
 
 def test_a_residual_of_derivatives_counts_all_points():
-    """A physics-informed loss reaches its points by ``autograd.grad(create_graph=True)`` alone.
-
-    Only A: the rows of G are gradients of outputs, and these points have none.
-    """
+    """As of a physics-informed loss. Only A: G has gradients of outputs, and these have none."""
     model = net()
     optimizer = ThorMuon(model, update_interval=1, split_dim=None, factor_decay=0.0)
     inside, edge = data(1, 16).requires_grad_(), data(2)
@@ -234,9 +212,6 @@ def test_rows_of_flattened_sequences_are_of_all_positions(sequences, length):
         optimizer.step()
         factor, wanted = factor_of(optimizer), moment(x.flatten(0, 1))
         assert (factor - wanted).norm() < 0.25 * wanted.norm()
-
-
-# ---- inputs of other layouts ---------------------------------------------------------------------
 
 
 def sequences():
