@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from reference.agc import clipped, gradients_of, output_of_each_number, rows_of_dim_0
-from torch_thor import ClipStatistics, adaptive_clip_grad_
+from torch_thor import adaptive_clip_grad_
 from torch_thor.optim import agc
 
 INF = float("inf")
@@ -29,13 +29,8 @@ def parameter(values, gradient, dtype=torch.float64):
     return p
 
 
-# -------------------------------------------------------------------------------------- hand values
-
-
 def test_hand_values():
-    """λ = 0.1, norms of W: 5, 0 (ε = 0.001), 13, 4. Limits 0.5, 0.0001, 1.3, 0.4; of G: 1, 5, 1.29,
-    0.4.
-    """
+    """Norms of W: 5, 0 (ε), 13, 4. Limits 0.5, 0.0001, 1.3, 0.4; norms of G: 1, 5, 1.29, 0.4."""
     matrix = parameter([[3, 4], [0, 0], [5, 12], [4, 0]], [[0.6, 0.8], [3, 4], [0, 1.29], [0, 0.4]])
     found = adaptive_clip_grad_(matrix, 0.1, 1e-3)
     expected = torch.tensor(
@@ -50,11 +45,7 @@ def test_hand_values():
     assert defaults.grad.flatten().tolist() == pytest.approx([1e-5, 1e-2])
     assert (int(found.clipped), found.units) == (2, 2)
     nothing = adaptive_clip_grad_([])
-    assert isinstance(nothing, ClipStatistics)
     assert (int(nothing.clipped), nothing.units, float(nothing.share)) == (0, 0, 0.0)
-
-
-# ----------------------------------------------------------------------------------- explicit loops
 
 
 class Louder(nn.ConvTranspose2d):
@@ -68,14 +59,11 @@ class Louder(nn.ConvTranspose2d):
 # dim 0
 LAYERS = [
     (lambda: nn.Linear(6, 4), (1, 6)),
-    (lambda: nn.Linear(1, 4), (1, 1)),
     (lambda: nn.Conv2d(3, 4, (2, 3), padding=1), (1, 3, 4, 4)),
     (lambda: nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), (1, 2, 2, 2)),
     (lambda: nn.Conv1d(4, 6, 2, groups=2), (1, 4, 4)),
-    (lambda: nn.Conv3d(2, 3, 2), (1, 2, 3, 3, 3)),
     (lambda: nn.ConvTranspose2d(3, 4, 2), (1, 3, 2, 2)),
     (lambda: nn.ConvTranspose1d(4, 6, 2, groups=2), (1, 4, 3)),
-    (lambda: nn.ConvTranspose3d(2, 3, 1), (1, 2, 2, 2, 2)),
     (lambda: Louder(4, 6, 2, groups=2), (1, 4, 2, 2)),
     (lambda: Conv1D(5, 3), (1, 3)),
     (lambda: nn.Embedding(3, 6), None),
@@ -114,11 +102,6 @@ def test_units_are_the_outputs_of_every_kind_of_layer(foreach, at_a_time, monkey
             p.grad.numpy(), expected[p], rtol=1e-12, atol=1e-15, err_msg=name
         )
     assert (int(found.clipped), found.units) == (total, every)
-    with pytest.raises(AssertionError), NoWaiting():  # the guard sees what it is there to see
-        float(torch.ones(()))
-
-
-# ------------------------------------------------------------------------------- what is left alone
 
 
 def test_what_is_left_alone():
@@ -139,25 +122,15 @@ def test_what_is_left_alone():
         adaptive_clip_grad_(linear.parameters(), exclude="0")
 
 
-# -------------------------------------------------------------------------------------------- edges
-
-
 def test_norms_of_every_dtype():
-    """300 numbers of 300: the sum of squares, 2.7e7, is beyond float16; in bfloat16 it would have
-    stalled.
-    """
-    low = [
-        parameter(torch.full((1, 300), 300), torch.full((1, 300), 30), t)
-        for t in (torch.float16, torch.bfloat16)
-    ]
-    wide = [parameter([[1, 0]], [[1, 1]], dtype) for dtype in (torch.float64, torch.float32)]
-    pointers = [(p.grad.data_ptr(), p.grad.dtype) for p in (*low, *wide)]
-    adaptive_clip_grad_([*low, *wide], 0.01)
-    assert [(p.grad.data_ptr(), p.grad.dtype) for p in (*low, *wide)] == pointers
-    for p in low:
-        assert torch.equal(p.grad, torch.full_like(p, 3))
-    for p, rtol in zip(wide, (1e-14, 1e-6), strict=True):
-        torch.testing.assert_close(p.grad, torch.full_like(p, 0.01 / 2**0.5), rtol=rtol, atol=0)
+    """The sum of the squares, 2.7e7, is beyond float16; in bfloat16 it would have stalled."""
+    values, gradient = torch.full((1, 300), 300), torch.full((1, 300), 30)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        p = parameter(values, gradient, dtype)
+        pointer = p.grad.data_ptr()
+        adaptive_clip_grad_(p, 0.01)
+        assert (p.grad.data_ptr(), p.grad.dtype) == (pointer, dtype)
+        torch.testing.assert_close(p.grad, torch.full_like(p, 3))
 
 
 def test_inf_clips_nothing_to_the_bit():

@@ -34,9 +34,6 @@ def step(model, optimizer, batch, scaler=None, *, unscale=False, clip=None, part
     optimizer.zero_grad()
 
 
-# ----------------------------------------------------------------------------------------- autocast
-
-
 def test_half_precision_of_the_passes_or_of_the_whole_model():
     """Weights keep their dtype; all else is float32, near what float32 gives."""
     for dtype, whole in product(HALF, (False, True)):
@@ -83,8 +80,6 @@ def test_a_step_or_a_backward_pass_inside_autocast_does_not_lose_precision():
             assert_same(weights(model), weights(twin))
 
 
-# --------------------------------------------------------------------------------------- GradScaler
-
 # options of the optimizer, of the scaler, and of each step
 SCALED = [
     ({"weight_decay": 0.1}, {}, {}),
@@ -113,13 +108,12 @@ def test_a_scaled_run_equals_the_unscaled_one(make):
         assert ("growth_interval" not in scaling) or scaler.get_scale() == 2.0 ** (1 + len(STREAM))
 
 
+@pytest.mark.parametrize("make", [THOR, ThorMuon])
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_skipped_step_leaves_no_trace(bad):
-    """Refresh due or not; also where the rows are sound, and the loop drops the gradients without
-    the optimizer.
-    """
+def test_skipped_step_leaves_no_trace(bad, make):
+    """Refresh due or not, and with sound rows; the loop drops the gradients by itself."""
     for sound in (False, True):
-        model, optimizer, twin, plain = pair(THOR, update_interval=2, factor_decay=0.5)
+        model, optimizer, twin, plain = pair(make, update_interval=2, factor_decay=0.5)
         scaler = optimizer.grad_scaler = scaler_of()
         for i, (x, labels) in enumerate(STREAM):
             if i == bad:

@@ -1,10 +1,10 @@
 """A wrong argument is refused at once, with the value and the rule; unknown keys of groups stay."""
 
 import copy
-import functools
 import inspect
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from torch import nn
 from comparing import having
 from tiny import assert_same, backward, batches, mlp, train, twins, weights
 from torch_thor import AGCSGD, LAMB, THOR, Distributed, ThorMuon, model_is
+from torch_thor.optim.options import COUNTERS, OPTIONS, check
+from torch_thor.training.optimizers import KEYS_OF
 
 BOTH = pytest.mark.parametrize("make", [THOR, ThorMuon])
 ALL = pytest.mark.parametrize("make", [THOR, ThorMuon, LAMB, AGCSGD])
@@ -44,46 +46,41 @@ WRONG = {
 }
 
 
-def refused(name, value, call, *args, **kwargs):
-    """The call is refused with a message of value and rule."""
-    with pytest.raises(ValueError, match=rf"^{name}={re.escape(repr(value))}: {name} must be .+"):
-        call(*args, **kwargs)
-
-
 @ALL
 def test_wrong_option(make):
-    """Of the optimizer, of one group and of an added group."""
+    """Of the optimizer, of one group and of an added group: the message has value and rule."""
     known, defaults = inspect.signature(make).parameters, make(mlp()).defaults
     assert known.keys() & defaults.keys() <= WRONG.keys()
     wrong = [(key, value) for key in WRONG.keys() & known.keys() for value in WRONG[key]]
     # AGCSGD has no momentum
     for name, value in [*wrong, *([("nesterov", True)] if make is AGCSGD else [])]:
         model = mlp()
-        refused(name, value, make, model, **{name: value})
-        if name not in defaults:
-            continue
         first, second = [{"params": list(model[i].parameters())} for i in (0, 2)]
-        refused(name, value, make, [first, {**second, name: value}], model=model)
-        optimizer = make([first], model=model)
-        refused(name, value, optimizer.add_param_group, {**second, name: value})
+        optimizer, other = make([first], model=model), {**second, name: value}
+        calls = [partial(make, model, **{name: value})]
+        if name in defaults:
+            calls += [partial(make, [first, other], model=model)]
+            calls += [partial(optimizer.add_param_group, other)]
+        for call in calls:
+            said = rf"^{name}={re.escape(repr(value))}: {name} must be .+"
+            with pytest.raises(ValueError, match=said):
+                call()
         assert len(optimizer.param_groups) == 1
 
 
 @BOTH
 @pytest.mark.parametrize(
-    ("options", "attributes", "said"),
+    ("options", "terms", "said"),
     [
-        ({}, {"loss_terms": 0}, "loss_terms=0"),
-        ({}, {"loss_terms": "tokens"}, "loss_terms='tokens'"),
-        ({}, {"loss_terms": lambda: 2.5}, r"loss_terms=2\.5"),
-        ({"update_interval": lambda step: 0}, {}, "update_interval.*0"),
+        ({}, 0, "loss_terms=0"),
+        ({}, "tokens", "loss_terms='tokens'"),
+        ({}, lambda: 2.5, r"loss_terms=2\.5"),
+        ({"update_interval": lambda step: 0}, None, "update_interval.*0"),
     ],
 )
-def test_wrong_attribute_or_answer_of_a_callable_is_refused_by_the_step(
-    make, options, attributes, said
-):
+def test_wrong_attribute_or_answer_of_a_callable_is_refused_by_the_step(make, options, terms, said):
     model = mlp()
-    optimizer = having(make(model, **options), **attributes)
+    optimizer = having(make(model, **options), loss_terms=terms)
     before = weights(model)
     backward(model, batches(1)[0])
     with pytest.raises(ValueError, match=said):
@@ -93,9 +90,7 @@ def test_wrong_attribute_or_answer_of_a_callable_is_refused_by_the_step(
 
 @BOTH
 def test_model_and_parameters(make):
-    """Parameters need the model, also as a factory of optimizers hands them over; both must fit
-    together.
-    """
+    """Parameters need the model, also those that a factory of optimizers hands over."""
     model, stranger = mlp(), nn.Parameter(torch.ones(3))
     factory = rf"model=None.*functools\.partial\({make.__name__}, model=model\).*with torch_thor\."
     unknown = r"shape \(3,\) are not in the model"
@@ -108,7 +103,7 @@ def test_model_and_parameters(make):
     ):
         with pytest.raises(error, match=message):
             make(params, **options)
-    assert set(functools.partial(make, model=model)(model.parameters()).curvature) == LAYERS
+    assert set(partial(make, model=model)(model.parameters()).curvature) == LAYERS
     assert set(make(model, model=model).curvature) == LAYERS
     optimizer = make(model)
     with pytest.raises(ValueError, match=unknown):
@@ -173,28 +168,9 @@ def test_read_only_options_and_copies(make):
             copied(optimizer)
 
 
-def test_presets_and_the_bound_of_each():
-    for make, bound in ((THOR, 0.01), (ThorMuon, 0.15)):
-        assert make(mlp()).defaults["max_update_ratio"] == bound
-    assert THOR.preset("paper")["max_update_ratio"] is None
-    assert THOR.preset("paper")["trace_thresholds"] == THOR.preset("thor")["trace_thresholds"]
-    THOR.preset("paper").clear()
-    assert THOR.preset("paper")
-
-
-# ---- words of other optimizers -------------------------------------------------------------------
-
 # what users of AdamW, Muon and MindSpore type, and our word for it, where there is one
-WORDS = {
-    "betas": "momentum",
-    "eps": "damping",
-    "amsgrad": "",
-    "ns_steps": "",
-    "fused": "",
-    "foreach": "",
-    "frequency": "update_interval",
-    "split_indices": "",
-}
+WORDS = {"betas": "momentum", "eps": "damping", "frequency": "update_interval"}
+WORDS |= dict.fromkeys(("amsgrad", "ns_steps", "fused", "foreach", "split_indices"), "")
 
 
 @BOTH
@@ -203,10 +179,6 @@ def test_a_word_of_another_optimizer_is_answered_with_ours(word, make):
     with pytest.raises(TypeError, match=rf"(?s)\b{word}\b.*{WORDS[word]}") as caught:
         make(mlp(), **{word: 0.5})
     assert not str(caught.value).endswith(f"unexpected keyword argument {word!r}")
-
-
-@ALL
-def test_a_keyword_that_nobody_has_is_pythons_error(make):
     with pytest.raises(TypeError, match="unexpected keyword argument 'dampign'"):
         make(mlp(), dampign=1)
 
@@ -223,3 +195,25 @@ def test_the_keys_of_trainers_stay_and_groups_of_sgd_are_taken(make):
     for one, its in ((model, optimizer), (twin, plain)):
         train(one, its, batches(2))
     assert_same(weights(model), weights(twin))
+
+
+@ALL
+def test_every_option_of_a_signature_and_of_a_group_is_declared(make):
+    """Its default holds, and the groups contain what is declared for groups."""
+    arguments = inspect.signature(make).parameters.items()
+    defaults = {name: argument.default for name, argument in arguments if name in OPTIONS}
+    assert dict(arguments).keys() - defaults.keys() == {"params", "model"}
+    check({name: default for name, default in defaults.items() if default is not None})
+    (group,) = make(mlp()).param_groups
+    scopes = {OPTIONS[name].scope for name in group.keys() - {"params", *COUNTERS}}
+    assert scopes == {"group"}
+
+
+@pytest.mark.parametrize("name", ["thor", "thor-muon", "lamb", "agc-sgd"])
+def test_keys_of_recipes_mean_what_is_declared(name):
+    fields = KEYS_OF[name].model_fields
+    declared = {key for key in fields if key in OPTIONS and OPTIONS[key].type is not None}
+    assert {"lr", "weight_decay"} <= declared
+    assert all(fields[key].description == OPTIONS[key].meaning for key in declared)
+    with pytest.raises(ValueError, match=r"must be a finite number ≥ 0"):
+        KEYS_OF[name](weight_decay=-0.1)

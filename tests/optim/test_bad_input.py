@@ -37,36 +37,6 @@ def test_a_batch_without_rows_changes_nothing_and_the_refresh_waits():
             assert (layer.refreshes, layer.rows_per_term) == (refreshes + 1, 4.0)
 
 
-class Odd(nn.Module):
-    """A layer beside a complex and an integer parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-        self.count = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
-
-    def forward(self, x):
-        return (self.linear(x) * self.phase).abs()
-
-
-def test_complex_and_integer_parameters_are_listed_and_trained_as_sgd_does():
-    model = Odd()
-    twin = copy.deepcopy(model)
-    optimizer = THOR(model, lr=0.1, weight_decay=0.1, max_update_ratio=None)
-    other = torch.optim.SGD([twin.phase], lr=0.1, momentum=0.9, weight_decay=0.1)
-    reasons = {entry.name: entry.reason for entry in optimizer.coverage()}
-    assert "complex64" in reasons["phase"]
-    assert "int64" in reasons["count"]
-    for _ in range(4):
-        model(torch.ones(2, 3)).sum(1).mean().backward()
-        twin.phase.grad = model.phase.grad.clone()
-        optimizer.step()
-        other.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(model.phase, twin.phase, rtol=1e-6, atol=0)
-
-
 SPARSE = {
     "no momentum": (THOR, {"momentum": 0.0}),
     "nesterov, decay": (THOR, {"nesterov": True, "weight_decay": 0.1}),

@@ -20,9 +20,6 @@ class Scaled(nn.Linear):
 
 
 def test_every_parameter_is_listed_once_and_in_order():
-    """What each kind of layer is listed as: tests/capture/test_inspection.py and
-    tests/curvature/test_kinds_*.py.
-    """
     model = every_kind.build()
     optimizer = THOR(model)
     entries = optimizer.coverage()

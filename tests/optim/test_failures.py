@@ -1,29 +1,18 @@
 """What may go wrong in training: factors without an inverse, NaN in gradients or statistics."""
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same, backward, batches, mlp, train, twins, weights
+from tiny import assert_same, backward, batches, mlp, told, train, twins, weights
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, check_gradients
 
 STREAM = batches(6)
 NAN, INF = float("nan"), float("inf")
 
-
-def told_by(optimizer):
-    """The warnings of one step."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.step()
-    return [str(w.message) for w in caught]
-
-
-# ------------------------------------------------------------------ factors that cannot be inverted
 
 # two inputs that are always the same, in powers of two: the factorisation of A ends in exactly 0
 SINGULAR = 2.0**40 * torch.tensor([[1.0, 1, 1], [-1, -1, 1], [1, 1, -1], [-1, -1, -1]])
@@ -43,14 +32,14 @@ def test_the_last_good_inverse_stays_or_the_gradient_is_plain(kinds, expected, r
     model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Linear(3, 2)]).to(dtype)
     options = {"trace_thresholds": (0.0, 0.0), "momentum": 0.0, "max_update_ratio": None}
     optimizer = THOR(model, update_interval=2, **options)
-    (weight, curvature), told = (model[0].weight, optimizer.curvature["0"]), {}
+    (weight, curvature), heard = (model[0].weight, optimizer.curvature["0"]), {}
     for step, kind in enumerate(kinds):
         x = SINGULAR.to(dtype) if kind == "b" else torch.randn(4, 3, dtype=dtype)
         kept = [*curvature.factors(), *curvature.inverses()] if curvature.refreshes else None
         healthy = model[1](torch.randn(4, 3, dtype=dtype)).mean()
         (model[0](x).mean() / x.abs().max() + healthy).backward()
         gradient, before = weight.grad.clone(), weight.detach().clone()
-        told.update((step, message) for message in told_by(optimizer))
+        heard.update((step, message) for message in told(optimizer.step))
         optimizer.zero_grad()
         if kind == "b":
             natural = kept[3] @ gradient @ kept[2] if kept else gradient
@@ -60,13 +49,11 @@ def test_the_last_good_inverse_stays_or_the_gradient_is_plain(kinds, expected, r
             assert all(map(torch.equal, kept, [*curvature.factors(), *curvature.inverses()]))
     found = [layer.refreshes for layer in optimizer.curvature.values()]
     assert found == [refreshes, (len(kinds) + 1) // 2]
-    assert told.keys() == expected.keys()
+    assert heard.keys() == expected.keys()
     for step, outcome in expected.items():
-        assert "layer '0': a block was not positive definite at" in told[step]
-        assert outcome in told[step]
+        assert "layer '0': a block was not positive definite at" in heard[step]
+        assert outcome in heard[step]
 
-
-# -------------------------------------------------------------------------------------- NaN and inf
 
 OPTIMIZERS = {
     "THOR": partial(THOR, update_interval=3),
@@ -75,10 +62,6 @@ OPTIMIZERS = {
     "AGCSGD": partial(AGCSGD, momentum=0.9),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters()),
 }
-
-
-def contents(model, optimizer):
-    return copy.deepcopy((weights(model), optimizer.state_dict()))
 
 
 @pytest.mark.parametrize("make", [THOR, ThorMuon])
@@ -115,7 +98,7 @@ def test_nan_in_an_ordinary_step_reaches_its_weight_as_in_torch(name):
     assert finite == {key: key != "2.weight" for key in finite}
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("value", [NAN, -INF])
 @pytest.mark.parametrize("steps", [0, 1])  # a refresh, and an ordinary step
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_check_gradients_raises_before_anything_has_changed(name, steps, value):
@@ -125,15 +108,16 @@ def test_check_gradients_raises_before_anything_has_changed(name, steps, value):
         train(one, its, STREAM[:steps])
     backward(model, STREAM[5])
     model[2].weight.grad[0, 0] = model[4].bias.grad[1] = value
-    before = contents(model, optimizer)
+    before = copy.deepcopy((weights(model), optimizer.state_dict()))
     named = "parameter 2 of group 0, parameter 5 of group 0" if name == "AdamW" else "2.weight, 4.b"
     with pytest.raises(FloatingPointError, match=rf"the gradients of {named}"):
         optimizer.step()
-    assert_same(contents(model, optimizer), before)
+    assert_same((weights(model), optimizer.state_dict()), before)
     optimizer.zero_grad()
     for one, its in ((model, optimizer), (twin, other)):
         train(one, its, STREAM[steps:])
-    assert_same(contents(model, optimizer), contents(twin, other))
+    assert_same(weights(model), weights(twin))
+    assert_same(optimizer.state_dict(), other.state_dict())
     handle.remove()
     backward(model, STREAM[0])
     model[2].weight.grad[0, 0] = value
@@ -150,11 +134,12 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_check_gradients_takes_all_that_is_finite_and_of_any_kind(kind):
-    """Beside an empty gradient. The norms of the last two are not finite in their dtype."""
+    """Beside none and an empty one. The norms of the last two are not finite in their dtype."""
     values = GRADIENTS[kind](300.0), torch.zeros(0, 3)
     parameters = [nn.Parameter(torch.zeros(value.shape, dtype=value.dtype)) for value in values]
     optimizer = torch.optim.SGD(parameters, lr=0.0)
     check_gradients(optimizer)
+    optimizer.step()
     for parameter, value in zip(parameters, values, strict=True):
         parameter.grad = value
     optimizer.step()
@@ -163,28 +148,17 @@ def test_check_gradients_takes_all_that_is_finite_and_of_any_kind(kind):
         optimizer.step()
 
 
-def test_check_gradients_lets_a_step_without_gradients_pass():
-    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
-    check_gradients(optimizer)
-    optimizer.step()
-
-
-# ------------------------------------------------------------------------ layers without statistics
-
-
 def test_a_step_without_gradients_is_silent():
-    """Also where the others belong to another optimizer: the two of a GAN take turns; and where
-    they are zeros.
-    """
+    """Also where the others belong to another optimizer, as in a GAN; and where they are zeros."""
     model, optimizer, _, _ = twins(THOR)
     part = THOR([*model[0].parameters(), *model[2].parameters()], model=model)
     before = weights(model)
-    assert not told_by(optimizer)
+    assert not told(optimizer.step)
     model[4](torch.randn(4, 6).double()).sum().backward()
-    assert not told_by(part)
+    assert not told(part.step)
     assert_same(weights(model), before)
     model, optimizer, _, _ = twins(THOR, update_interval=1)
     train(model, optimizer, STREAM[:1])
     optimizer.zero_grad(set_to_none=False)
-    assert not told_by(optimizer)
+    assert not told(optimizer.step)
     assert {curvature.refreshes for curvature in optimizer.curvature.values()} == {1}

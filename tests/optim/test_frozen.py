@@ -1,4 +1,7 @@
-"""Frozen weights have no state, no statistics and no share; unfreezing works at any time."""
+"""Frozen weights have no state, no statistics and no share; unfreezing works at any time.
+
+So it is of a weight that is pruned or parametrised after the optimizer was made.
+"""
 
 import copy
 import warnings
@@ -6,11 +9,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
-from tiny import batches, listened_to, mlp, train, weights
+from tiny import batches, listened_to, mlp, told, train, weights
 from torch_thor import THOR, ThorMuon
 
-STREAM = batches(8)
+STREAM = batches(9)
 BOTH = pytest.mark.parametrize("make", [THOR, ThorMuon])
 
 
@@ -76,80 +80,94 @@ def test_frozen_later_it_stands_still_and_keeps_its_state():
         assert not isinstance(value, torch.Tensor) or torch.equal(value, state[key])
     assert not entries(optimizer)["2.weight"].trained
     model[2].requires_grad_(True)
-    train(model, optimizer, STREAM[6:])
+    train(model, optimizer, STREAM[6:8])
     assert optimizer.curvature["2"].refreshes == 3
-
-
-# ----------------------------------------------------------- less than half of it is preconditioned
 
 
 class Little(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.bilinear = nn.Linear(4, 3), nn.Bilinear(4, 4, 3)
-        self.table, self.small, self.other = (
-            nn.Parameter(torch.zeros(shape)) for shape in ((40, 4), (2,), (3,))
-        )
-
-
-def said(make):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make()
-    found = [w for w in caught if w.category is UserWarning]
-    assert all(w.filename == __file__ for w in found), "it points at the user's line"
-    return [str(w.message) for w in found]
+        self.table, self.small, self.other = map(nn.Parameter, map(torch.zeros, ((40, 4), 2, 3)))
 
 
 def test_less_than_half_is_said_once_with_the_largest():
-    (message,) = said(lambda: THOR(Little()))
-    bilinear = "bilinear.weight (3, 4, 4) (plain momentum): no curvature for Bilinear"
-    for part in ("15 of 231", "6%", "table (40, 4)", bilinear, "2 more"):
-        assert part in message
-    assert "small" not in message
-
-
-def test_what_is_frozen_not_in_the_groups_or_left_out_does_not_count():
+    """What is frozen, in no group or left out does not count."""
+    bilinear = r"bilinear.weight \(3, 4, 4\) \(plain momentum\): no curvature for Bilinear"
+    with pytest.warns(
+        UserWarning, match=rf"15 of 231.*6%.*table \(40, 4\).*{bilinear}.*2 more"
+    ) as said:
+        THOR(Little())
+    assert [w.filename for w in said] == [__file__]
     frozen, part = Little(), Little()
     frozen.table.requires_grad_(False)
     frozen.bilinear.requires_grad_(False)
     two = nn.ModuleDict({"body": nn.Linear(9, 9), "head": nn.Linear(3, 3)})
-    for make in (
-        lambda: THOR(frozen),
-        lambda: THOR(part.linear.parameters(), model=part),
-        lambda: THOR(two, layers="-body"),
-        lambda: THOR(two, layers="head"),
-        lambda: ThorMuon(mlp()),
-    ):
-        assert not said(make)
-
-
-# ---- in turn -------------------------------------------------------------------------------------
-
-EVERY = {THOR: {"trace_thresholds": (0.0, 0.0)}, ThorMuon: {}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        THOR(frozen)
+        THOR(part.linear.parameters(), model=part)
+        THOR(two, layers="head")
+        ThorMuon(mlp())
 
 
 @BOTH
 @pytest.mark.parametrize(("interval", "least"), [(1, 12), (2, 8), (3, 4), (10, 3)])
 def test_parts_that_are_frozen_in_turn_get_factors(make, interval, least):
+    """And what is frozen for good then is not waited for."""
     model = mlp()
-    optimizer = make(model, update_interval=interval, **EVERY[make])
+    every = {"trace_thresholds": (0.0, 0.0)} if make is THOR else {}
+    optimizer = make(model, update_interval=interval, **every)
     for step, batch in enumerate(batches(40)):
         for part in (0, 1):
             model[2 * part].requires_grad_(step % 2 == part)
         train(model, optimizer, [batch])
     assert all(layer.refreshes >= least for layer in optimizer.curvature.values())
+    watched = []
+    for batch in batches(5 * interval):
+        train(model, optimizer, [batch])
+        watched.append(bool(listened_to(model)))
+    assert interval == 1 or sum(watched[2 * interval :]) == 3
+
+
+CHANGES = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.4),
+    "spectral_norm": parametrizations.spectral_norm,
+}
 
 
 @BOTH
-def test_what_is_frozen_for_good_is_not_waited_for(make):
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_weight_that_is_computed_from_then_on_is_trained_plainly(make, change):
+    """From before the first step, an ordinary step, a refresh step, and after a refresh."""
+    for steps in (0, 1, 3, 4):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = make(model, update_interval=3)
+        train(model, optimizer, STREAM[:steps])
+        CHANGES[change](model[2])
+        names = [name for name, _ in model.named_parameters()]
+        assert list(entries(optimizer)) == names
+        before = weights(model)
+        train(model, optimizer, STREAM[steps:])
+        assert all(not before[name].equal(value) for name, value in weights(model).items())
+        assert set(optimizer.curvature) == {"0", "4"}
+        assert all(layer.refreshes >= 2 for layer in optimizer.curvature.values())
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_weight_that_is_given_back_is_preconditioned_again(steps):
+    """`prune.remove` gives it back, and with it the layer and its inverses."""
     model = mlp()
-    optimizer = make(model, update_interval=3, **EVERY[make])
+    optimizer = THOR(model, update_interval=3)
     train(model, optimizer, STREAM[:1])
-    model[2].requires_grad_(False)
-    watched = []
-    for batch in batches(10):
-        train(model, optimizer, [batch])
-        watched.append(bool(listened_to(model)))
-    assert watched == [False, True, False] * 3 + [False]
-    assert optimizer.curvature["2"].refreshes == 1
+    inverse = optimizer.curvature["2"].inverses()[0].clone()
+    prune.l1_unstructured(model[2], "weight", 0.4)
+    told(train, model, optimizer, STREAM[1 : 1 + steps])
+    assert "2" not in optimizer.curvature
+    prune.remove(model[2], "weight")
+    assert not told(train, model, optimizer, STREAM[1 + steps : 2 + steps])
+    assert torch.equal(optimizer.curvature["2"].inverses()[0], inverse)
+    assert not told(train, model, optimizer, STREAM[2 + steps :])
+    assert optimizer.curvature["2"].refreshes >= 2
+    assert all(entry.preconditioned for entry in optimizer.coverage())

@@ -50,8 +50,7 @@ CHANGES = {"trained": (lambda model: None, 25), "frozen": (freeze, 22), "uncalle
 def trained(change, cuts, make, *, least_likely, **options):
     """The model and its optimizer after micro-batches that end at these samples.
 
-    The micro-batches have unlike sizes, and some have no token for an expert. All forward passes
-    come first.
+    Some have no token for an expert. All forward passes come first.
     """
     model = build().double()
     CHANGES[change][0](model)

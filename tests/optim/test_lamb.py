@@ -1,6 +1,4 @@
-"""LAMB: against a loop in numpy, and its state. More stands in test_contract.py and
-test_exclusion.py.
-"""
+"""LAMB: against a loop in numpy, and its state. More: test_contract.py, test_excluding.py."""
 
 import numpy as np
 import pytest
@@ -12,9 +10,7 @@ from torch_thor import LAMB
 
 
 class ByTheBook:
-    """Algorithm 2 of the paper, one parameter, in numpy; `adapted=False` has neither decay nor
-    ratio.
-    """
+    """Algorithm 2 of the paper for one parameter; `adapted=False` has neither decay nor ratio."""
 
     def __init__(self, x, *, adapted):
         self.x, self.adapted = np.array(x, dtype=float), adapted
@@ -96,9 +92,7 @@ def test_low_precision_parameters_have_float32_moments_and_norms(dtype):
 
 
 def test_a_checkpoint_of_adamw_goes_on():
-    """Moments, steps and betas are AdamW's; in float32, also where AdamW had them in bfloat16. The
-    rest is LAMB's.
-    """
+    """Moments (then in float32), steps and betas are AdamW's, the rest is LAMB's."""
     model = mlp(dtype=torch.bfloat16)
     adamw = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9), weight_decay=0.3)
     train(model, adamw, batches(3, dtype=torch.bfloat16))
@@ -112,18 +106,6 @@ def test_a_checkpoint_of_adamw_goes_on():
         assert optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
     train(model, optimizer, batches(1, dtype=torch.bfloat16))
     assert optimizer.state[model[0].weight]["step"] == 4
-
-
-def test_complex_parameters_are_pairs_of_real_ones():
-    p = nn.Parameter(torch.randn(3, 2, dtype=torch.complex128))
-    pairs = nn.Parameter(torch.view_as_real(p.detach()).clone())
-    optimizer, other = LAMB([p], lr=0.1), LAMB([pairs], lr=0.1)
-    for _ in range(3):
-        p.grad = torch.randn(3, 2, dtype=torch.complex128)
-        pairs.grad = torch.view_as_real(p.grad).clone()
-        optimizer.step()
-        other.step()
-    assert torch.equal(torch.view_as_real(p), pairs)
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.0, torch.tensor(0.0)])

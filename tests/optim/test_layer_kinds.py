@@ -51,9 +51,6 @@ def attentions(model):
 
 
 def headed(layer, width):
-    """A layer between two linear ones would hide little; between a convolution and a head it meets
-    gradients.
-    """
     return nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(width, 3))
 
 

@@ -1,5 +1,6 @@
-"""Fused weights of known classes: the rows that are taken for query, key and value are those that
-the module uses as such. The option row_splits: test_row_splits.py.
+"""Fused weights of known classes: the rows taken for query, key and value are those in use.
+
+The option row_splits: test_row_splits.py.
 """
 
 import copy
@@ -198,29 +199,23 @@ def test_heads_that_take_turns_step_as_rows_in_order(ratio):
     torch.testing.assert_close(weight[torch.cat(split.rows())], wanted.weight)
 
 
-def test_a_class_is_known_by_the_forward_that_runs():
-    class Mixed(Attention):
-        """Heads may take turns here."""
+class Other(Attention):
+    """Heads may take turns here."""
 
-        def forward(self, x):
-            return super().forward(x)
-
-    class Same(Attention):
-        """The same rows."""
-
-    for attention, count in ((Mixed(WIDTH, HEADS), 1), (Same(WIDTH, HEADS), 3)):
-        assert len(ThorMuon(attention).coverage()[0].matrices) == count
+    def forward(self, x):
+        return super().forward(x)
 
 
-def test_the_option_counts_more_than_a_class():
-    for sizes, shapes in ((1, ((36, 12),)), ((12, 24), ((12, 12), (24, 12)))):
-        optimizer = ThorMuon(Attention(WIDTH, HEADS), row_splits={"qkv": sizes})
+class Same(Attention):
+    """The same rows."""
+
+
+def test_a_class_is_known_by_the_forward_that_runs_and_the_option_counts_more():
+    for attention, splits, shapes in (
+        (Other, None, ((36, 12),)),
+        (Same, None, ((12, 12),) * 3),
+        (Same, {"qkv": 1}, ((36, 12),)),
+        (Same, {"qkv": (12, 24)}, ((12, 12), (24, 12))),
+    ):
+        optimizer = ThorMuon(attention(WIDTH, HEADS), row_splits=splits)
         assert optimizer.coverage()[0].matrices == shapes
-
-
-def test_a_model_of_gpt2():
-    config = transformers.GPT2Config(**GPT2, n_layer=1, vocab_size=7, n_positions=8)
-    optimizer = ThorMuon(transformers.GPT2LMHeadModel(config))
-    (fused,) = [e for e in optimizer.coverage() if e.name == "transformer.h.0.attn.c_attn.weight"]
-    assert fused.matrices == ((12, 12),) * 3
-    assert "orthogonalised: 3 of 12 x 12" in repr(optimizer)

@@ -52,9 +52,7 @@ def by_state_dict(one, other):
 
 
 def by_distributed_checkpoint(one, other, **options):
-    """Into a model with other weights. Fresh optimizers take a step of zero gradients, which must
-    not count.
-    """
+    """Into other weights. Fresh optimizers take a step of zero gradients, which must not count."""
     options = StateDictOptions(**options)
     kept = dict(zip(("model", "optimizer"), get_state_dict(*one, options=options), strict=True))
     with torch.no_grad():
@@ -81,9 +79,7 @@ def in_memory(one, other):
 
 
 def transposed(one, other):
-    """Some formats give every tensor back row-major, whatever it was: the run that goes on must
-    have had them so.
-    """
+    """Some formats give every tensor back row-major: the run that goes on must have them so."""
     saved = copy.deepcopy(one[1].state_dict())
     for state in saved["state"].values():
         for key, value in state.items():
@@ -104,8 +100,6 @@ QUICK = {
 }  # fmt: skip
 EACH = {step: [by_state_dict] for step in range(1, 6)}
 IMAGES = [(torch.randn(16, 3, 5, 5), torch.randint(3, (16,))) for _ in range(6)]
-
-# --------------------------------------------------------------------------------------------- runs
 
 
 def build(dtype=torch.float32):
@@ -137,11 +131,7 @@ def wide():
 
 
 class Late(nn.Module):
-    """One layer is called in some steps only, in the others its weight may be used without calling
-    it.
-
-    A refresh that has not reached it waits for the first step that does.
-    """
+    """A layer is called in some steps, and a refresh waits for it; its weight is used in others."""
 
     def __init__(self, called, bypassed):
         super().__init__()
@@ -181,9 +171,7 @@ def pruned():
 
 
 def groups():
-    """With options of their own, of which one changes from step to step, and with what a scheduler
-    keeps in them.
-    """
+    """With options of their own, of which one changes in each step, and a scheduler's entry."""
     model = build()
     weights = [p for p in model.parameters() if p.ndim > 1]
     biases = [p for p in model.parameters() if p.ndim == 1]
@@ -249,21 +237,14 @@ def keys_of(optimizer):
 
 
 def strides(optimizer):
-    states = optimizer.state_dict()["state"]
-    tensors = {
-        (i, key): value
-        for i, state in states.items()
-        for key, value in state.items()
-        if torch.is_tensor(value)
-    }
-    return {place: tensor.stride() for place, tensor in tensors.items()}
+    states = optimizer.state_dict()["state"].items()
+    tensors = [(i, k, v) for i, state in states for k, v in state.items() if torch.is_tensor(v)]
+    return {(i, key): tensor.stride() for i, key, tensor in tensors}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_resume_is_never_having_stopped(name):
-    """And the state has the same keys at any time: checkpoints of ranks with other data must have
-    one structure.
-    """
+    """And the state has the same keys at any time, so that checkpoints of ranks fit together."""
     setup, stream, stops = RUNS[name]
     model, optimizer = setup()
     resumed, keys = [], None
@@ -286,29 +267,22 @@ def test_resume_is_never_having_stopped(name):
         assert_same(other.state_dict(), optimizer.state_dict(), f"{where}: state")
     assert set(optimizer.state) <= set(model.parameters())
     for parameter, state in optimizer.state.items():
+        own = torch.promote_types(parameter.dtype, torch.float32)
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                own = (
-                    torch.float64
-                    if parameter.dtype == torch.float64 and key != "step"
-                    else torch.float32
-                )
-                assert value.dtype == own, key
+                assert value.dtype == (torch.float32 if key == "step" else own), key
             else:
                 assert isinstance(value, int | float), key
 
 
 def test_split_factors_are_stored_as_blocks_only():
-    """Two factors and two inverses of 64 × 64 with blocks of 8: 4 · 8 · 64 numbers, and the
-    momentum.
-    """
+    """Two factors and two inverses of blocks, and the momentum; no view of something larger."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     optimizer = THOR(model, split_dim=8)
     model(torch.randn(4, 64)).square().mean().backward()
     optimizer.step()
     size = io.BytesIO()
     torch.save(optimizer.state_dict(), size)
-    # no view of something larger goes into the file
     assert size.tell() < 4 * (4 * 8 * 64 + 64 * 64) + 8000
 
 

@@ -1,11 +1,7 @@
 """Another optimizer is a class with its options, its step and a line in a registry."""
 
-import copy
-
-import pytest
-
 from third_optimizer import NaturalSGD
-from tiny import assert_same, batches, mlp, train, twins, weights
+from tiny import batches, mlp, train, twins, weights
 from torch_thor import THOR
 from torch_thor.training import optimizers
 
@@ -22,27 +18,6 @@ def test_it_is_thor_without_momentum_and_bound():
         assert (weight - weights(twin)[name]).abs().max() < 1e-12
     assert group.keys() == {"params", *options, "step", "next_refresh", "last_loss_terms"}
     assert [layer.refreshes for layer in optimizer.curvature.values()] == [3, 3, 3]
-
-
-@pytest.mark.parametrize("at", [0, 4, 6])
-def test_it_resumes_bit_for_bit(at):
-    model, optimizer, twin, _ = twins(NaturalSGD)
-    train(model, optimizer, batches(10)[:at])
-    twin.load_state_dict(model.state_dict())
-    resumed = NaturalSGD(twin)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for one, its in ((model, optimizer), (twin, resumed)):
-        train(one, its, batches(10)[at:])
-    assert_same(weights(model), weights(twin))
-    assert_same(optimizer.state_dict(), resumed.state_dict())
-
-
-def test_it_says_its_name_and_what_is_wrong():
-    with pytest.raises(ValueError, match=r"^damping=0: damping must be "):
-        NaturalSGD(mlp(), damping=0)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'momentum'"):
-        NaturalSGD(mlp(), momentum=0.9)
-    assert str(NaturalSGD(mlp())).startswith("NaturalSGD (")
 
 
 def test_a_line_in_the_registry_makes_it_an_optimizer_of_recipes(monkeypatch):

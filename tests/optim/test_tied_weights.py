@@ -1,6 +1,4 @@
-"""One parameter in several modules or calls: one step. Who shares, and what is listed:
-capture/test_inspection.py.
-"""
+"""One parameter in several modules or calls: one step. Who shares: capture/test_inspection.py."""
 
 import pytest
 import torch
@@ -12,9 +10,7 @@ from tiny import cross_entropy
 
 
 class Shared(nn.Module):
-    """Two modules of one weight, or one, called twice; with an activation between. A language model
-    has no head.
-    """
+    """Two modules of one weight, or one, called twice; a language model has no head."""
 
     def __init__(self, first, second, head=None, *, second_first=False):
         super().__init__()
@@ -37,23 +33,6 @@ class Shared(nn.Module):
             y = self.head(x)
             seen.append(("head", x, y))
         return y, seen
-
-
-def parts(model, x):
-    return model.parts(x)
-
-
-def stream(count, shape):
-    """Of tokens for a language model, or of features."""
-    if shape is None:
-        return [
-            (torch.randint(7, (5, 3)), cross_entropy(torch.randint(7, (5, 3))))
-            for _ in range(count)
-        ]
-    return [
-        (torch.randn(5, *shape).double(), cross_entropy(torch.randint(3, (5,))))
-        for _ in range(count)
-    ]
 
 
 SETTINGS = {
@@ -106,13 +85,16 @@ TIED = {
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", TIED)
 def test_steps_with_a_weight_that_is_used_twice(name, settings):
-    """Of an embedding and its decoder: statistics of the embedding's use, the gradient of both, a
-    plain bias.
+    """Of an embedding and its decoder: statistics of the embedding, the gradient of both.
 
-    Modules of one geometry pool their rows, and so do the calls of one module; all biases are
-    solved with G.
+    Modules of one geometry pool their rows, and so do the calls of one module.
     """
     model, shape, known = TIED[name]()
-    oracle = {"forward": parts, "reference_options": known}
-    optimizer, reference = compare(model.double(), stream(6, shape), **oracle, **SETTINGS[settings])
+    stream = []
+    for _ in range(6):
+        x = torch.randint(7, (5, 3)) if shape is None else torch.randn(5, *shape).double()
+        labels = torch.randint(7, (5, 3)) if shape is None else torch.randint(3, (5,))
+        stream.append((x, cross_entropy(labels)))
+    oracle = {"forward": Shared.parts, "reference_options": known}
+    optimizer, reference = compare(model.double(), stream, **oracle, **SETTINGS[settings])
     assert set(optimizer.curvature) == set(reference.curvature)
