@@ -32,9 +32,6 @@ def reread(text, folder):
     return load_recipe(str(folder / "other.yaml"))
 
 
-# ---- reading and writing -------------------------------------------------------------------------
-
-
 def test_the_recipes_of_the_package_say_what_they_are_and_are_written_in_forty_lines(tmp_path):
     assert [name for name, _ in recipes.recipe_list()] == recipes.recipe_names()
     for name, about in recipes.recipe_list():
@@ -134,18 +131,14 @@ def test_what_is_wrong_in_a_file(tmp_path, content, said):
 
 WRONG = {
     "epoch=3": "there is no key epoch (did you mean epochs?)",
-    "schedule.knd=linear": "there is no key schedule.knd (did you mean schedule.kind?)",
     "dampin=1": "there is no key dampin (did you mean damping?)",
     "optimizers.tohr.lr=1": "there is no key optimizers.tohr (did you mean optimizers.thor?)",
     "optimizers.adam.lr=1": "optimizers.adam.lr: this run does not use adam: leave",
     "optimizer=tohr": "optimizer[0]=tohr should be 'thor-muon', 'thor', ",
     "optimizer=sgd,sgd": "optimizer=['sgd', 'sgd'] must name one or more optimizers, each once",
-    "optimizer=[]": "optimizer=[] must name",
     "epochs=true": "epochs=true should be a valid integer (passes over",
-    "epochs='2'": "epochs='2' should be a valid integer",
     "epochs=0": "epochs=0 should be greater than or equal to 1",
     "steps=5|epochs=2": "epochs=2 has no effect beside steps: leave it out, or set steps=null",
-    "eval_interval=5|eval_epochs=1": "eval_epochs=1 has no effect beside eval_interval",
     "stop_at=76": "stop_at must lie in (0, 1], not 76.0",
     "targets=[0.5,95]": "targets must lie in (0, 1], not 95.0",
     "targets=[0.5,-1]": "targets[1]=-1 should be greater than 0 (values of the primary metric",
@@ -168,7 +161,6 @@ WRONG = {
     "=3": "'=3' is not key=value",
     "phases=[{length: 32}]": "phases[0].steps is missing: give it",
     "phases=[{steps: 4},{steps: 3}]|steps=8": "steps=8 is not the sum of the phases' steps, 7",
-    "phases=[{steps: 4}]|epochs=2": "epochs=2 has no effect beside phases",
     "phases=[{steps: 4, batch_size: 4}]|accumulation=5": "accumulation=5 is more than batch_size=4",
 }
 
@@ -231,10 +223,7 @@ def test_the_list_of_tasks_agrees_with_their_classes():
             assert Data(name=data_set)
 
 
-# ---- what a recipe answers -----------------------------------------------------------------------
-
-
-def test_the_steps_of_a_training_and_of_its_phases():
+def test_what_a_recipe_answers():
     assert (Recipe(epochs=3).total_steps(7), Recipe(steps=5).total_steps(7)) == (21, 5)
     a, b, c = Phase(steps=3), Phase(steps=1, accumulation=4), Phase(steps=2, accumulation=2)
     recipe = Recipe(phases=(a, b, c), batch_size=8, accumulation=8)
@@ -243,6 +232,9 @@ def test_the_steps_of_a_training_and_of_its_phases():
     assert [recipe.accumulation_at(step) for step in range(6)] == [8, 8, 8, 4, 2, 2]
     assert Recipe().phase_at(9) == (None, 0)
     assert Recipe(accumulation=3).accumulation_at(9) == 3
+    assert load_recipe("resnet50-imagenet-sgd").data.crops.size == 224
+    assert load_recipe("digits", ["data.name=cifar100"]).data.image_shape == (3, 32, 32)
+    assert Recipe().data.image_shape == (1, 8, 8)
 
 
 def test_paths_name_the_environment(monkeypatch, tmp_path):
@@ -257,12 +249,6 @@ def test_paths_name_the_environment(monkeypatch, tmp_path):
         recipe = Recipe(data={"name": "cifar10", "root": text}, weights=text, model=f"{text}.json")
         assert (str(recipe.data.folder()), recipe.weights) == (place, place)
         assert recipe.model == f"{place}.json"
-
-
-def test_the_usual_crops():
-    assert load_recipe("resnet50-imagenet-sgd").data.crops.size == 224
-    assert load_recipe("digits", ["data.name=cifar100"]).data.image_shape == (3, 32, 32)
-    assert Recipe().data.image_shape == (1, 8, 8)
 
 
 def test_differences_are_listed_by_key():
