@@ -31,6 +31,8 @@ def trains(recipe, steps):
         assert all(0 < point.loss < 10 and not point.skipped for point in record.points)
         for score in record.scores:
             assert all(map(math.isfinite, score.metrics.values()))
+        for p in run.model.parameters():  # in bf16 and fp16 too
+            assert (p.dtype, bool(p.isfinite().all())) == (torch.float32, True)
     return run.score.metrics, said
 
 

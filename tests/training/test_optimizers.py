@@ -115,8 +115,7 @@ def built(name, *words):
 def test_settings_reach_the_groups(name, kind, words, expected):
     optimizer = built(name, *words)
     assert isinstance(optimizer, kind)
-    group = optimizer.param_groups[0]
-    assert {key: group[key] for key in expected} == expected
+    assert expected.items() <= optimizer.param_groups[0].items()
 
 
 def test_options_that_are_no_numbers():

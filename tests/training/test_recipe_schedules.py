@@ -122,12 +122,8 @@ def test_schedules_that_do_not_fit_are_refused(key, keys, said):
     ],
 )
 def test_schedules_that_fit_stay_above_zero_to_the_end(keys):
-    recipe = Recipe(epochs=4, schedule=keys)
+    without_damping = {"damping_schedule": {"kind": "linear", "horizon_steps": 3}}
+    recipe = Recipe(epochs=4, schedule=keys, **without_damping)
     check(sgd(), recipe, 10)
     *before, last = values(recipe, "lr", range(40))
     assert min(before) > 0 <= last
-
-
-def test_a_schedule_of_the_damping_is_checked_where_there_is_a_damping():
-    recipe = Recipe(epochs=4, damping_schedule=Schedule(kind="linear", horizon_steps=3))
-    check(sgd(), recipe, 10)

@@ -244,16 +244,6 @@ def test_activation_checkpointing_changes_no_bit_and_computes_twice(words):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("name", ["thor", "thor-muon", "lamb", "adamw"])
-def test_bfloat16_trains(words, name):
-    more = "precision=bf16", "activation_checkpointing=true", "clip_norm=1", "steps=2"
-    run, _ = trained(words, f"optimizer={name}", *more)
-    for one in run.model.parameters():
-        assert one.dtype == torch.float32
-        assert one.isfinite().all()
-    assert 0 < run.score.metrics["loss"] < 8
-
-
 @pytest.mark.slow
 def test_compiled_equals_eager_in_both_phases(words, monkeypatch):
     """With torch's compiler but for the code that it writes in the end, which takes minutes."""
