@@ -11,14 +11,10 @@ from fake_times import fake_times
 from tiny import assert_same
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
 from torch_thor.errors import UserError
+from torch_thor.training import optimizers
 from torch_thor.training.models.library import build_model
 from torch_thor.training.muon import MuonAdamW
-from torch_thor.training.optimizers import (
-    OPTIMIZERS,
-    build_optimizer,
-    measured_split_dim,
-    settings_of,
-)
+from torch_thor.training.optimizers import OPTIMIZERS, build_optimizer, measured_split_dim
 from torch_thor.training.recipes import load_recipe
 
 SGD, Adagrad, RMSprop = torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop
@@ -76,8 +72,8 @@ def test_those_of_torch_are_torchs_to_the_bit(name):
         assert ours.defaults == theirs.defaults
         assert go(model, ours, range(4)) == go(twin, theirs, range(4))
         assert_same(model.state_dict(), twin.state_dict())
-    assert set(settings_of(name)) <= {*other, "decay_filter", "nesterov", "dampening"}
-    assert all(settings_of(name)[key] != value for key, value in other.items())
+    assert set(optimizers.settings_of(name)) <= {*other, "decay_filter", "nesterov", "dampening"}
+    assert all(optimizers.settings_of(name)[key] != value for key, value in other.items())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -167,27 +163,22 @@ def test_what_an_optimizer_refuses_is_the_users_error(name, words, said):
     assert "\n" not in str(caught.value)
 
 
-def test_the_split_dimension_is_measured_where_the_recipe_says_auto():
-    def crossing_near(size):
-        return fake_times(
-            lambda _, split_dims, **__: tuple(1e-3 if one <= size else 100.0 for one in split_dims)
-        )
+@pytest.mark.parametrize("name", ["thor", "thor-muon"])
+def test_the_split_dimension_is_measured_where_the_recipe_says_auto(name):
+    def number(**sample):
+        optimizer = build_optimizer(name, model, {"split_dim": "auto"}, **sample)
+        return optimizer.param_groups[0]["split_dim"]
 
     def loss(its):
         return functional.cross_entropy(its(images), labels)
 
-    def number(name, network, **sample):
-        optimizer = build_optimizer(name, network, {"split_dim": "auto"}, **sample)
-        return optimizer.param_groups[0]["split_dim"]
-
     model, images, labels = net(), torch.randn(24, 1, 6, 6), torch.randint(3, (24,))
-    state, before = torch.get_rng_state(), copy.deepcopy(model)
-    with crossing_near(16):
-        for name in ("thor", "thor-muon"):
-            small = number(name, model, sample=lambda: measured_split_dim(model, loss))
-            assert small in (1, 16, 32)
-            assert number(name, copy.deepcopy(before)) == 128
+    state, before, found = torch.get_rng_state(), copy.deepcopy(model.state_dict()), [number()]
+    for size in (16, 64):  # up to which an inversion takes no time
+        with fake_times(lambda _, dims, size=size, **__: [1e-3 + 100 * (n > size) for n in dims]):
+            found.append(number(sample=lambda: measured_split_dim(model, loss)))
+    assert found[0] == 128
+    assert found[1] in (1, 16, 32)
+    assert found[1] < found[2]
     assert torch.equal(torch.get_rng_state(), state)
-    assert_same(model.state_dict(), before.state_dict())
-    with crossing_near(64):
-        assert measured_split_dim(model, loss) > small
+    assert_same(model.state_dict(), before)

@@ -39,16 +39,6 @@ def test_equals_one_process(pool, tmp_path, world, way, name):
         assert not any(other[1][0]["model.safetensors"] for other in found[1:])
 
 
-def exchange(rank, world):
-    ranks = Ranks(rank, world)
-    return ranks.total([rank, 0.5]), ranks.gathered({"rank": rank}), ranks.broadcast(f"by {rank}")
-
-
-def test_what_processes_tell_each_other(pool, tmp_path):
-    wanted = [6.0, 2.0], [{"rank": other} for other in range(4)], "by 0"
-    assert pool.run(4, tmp_path, exchange) == [wanted] * 4
-
-
 @pytest.mark.parametrize(("given", "shards"), [({"shards": 3}, 3), ({}, 1)])
 def test_groups_that_do_not_fit_are_refused(monkeypatch, given, shards):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

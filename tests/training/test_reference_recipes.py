@@ -53,7 +53,7 @@ def ends(*epochs):
         # tenfold less after 30 and 60 epochs
         (SGD, "lr", EPOCH, [0, *ends(30), 30 * EPOCH, *ends(60), 60 * EPOCH, *ends(90)],
          [0.1, 0.1, 0.01, 0.01, 0.001, 0.001]),
-        # a tenth of the way, and the end of the warm-up
+        # a tenth of the way, and the end of the warm-up to 0.05803 √32
         ("resnet50-imagenet-8192", "lr", 156, [77, 5 * 156], [0.0328, 0.328]),
         # from lr to 1e-6 with the square of what is left of 30,000 steps, from damping to 1e-6 with
         # its fourth power
@@ -145,5 +145,3 @@ def test_bert_large_as_published_is_3000_steps_of_the_same_schedules():
     )
     for key in ("lr", "damping"):
         assert values(published, key, [2999], 3000) == values(whole, key, [2999], 30_000)
-    thor = load_recipe("resnet50-imagenet-8192").optimizers["thor"]
-    assert thor["lr"] == pytest.approx(0.05803 * math.sqrt(32), rel=1e-3)

@@ -14,14 +14,8 @@ from torch.utils.data import Dataset
 
 from tiny import assert_same
 from torch_thor.errors import UserError
-from torch_thor.training.data.batches import (
-    allowed_cores,
-    batches_per_epoch,
-    epoch_order,
-    held_out_keys,
-    loaded,
-    training_keys,
-)
+from torch_thor.training.data import batches as data
+from torch_thor.training.data.batches import epoch_order, held_out_keys, training_keys
 from torch_thor.training.parallel import Ranks
 
 
@@ -32,9 +26,9 @@ def first(keys, count):
 def test_cores_are_those_of_the_process_not_of_the_machine(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert allowed_cores() == 2
+    assert data.allowed_cores() == 2
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert allowed_cores() == 64
+    assert data.allowed_cores() == 64
 
 
 def test_processes_share_each_batch_in_the_order_of_the_epoch_from_any_start():
@@ -77,11 +71,11 @@ def test_an_evaluation_counts_each_sample_once_in_the_batches_of_one_process():
 
 def test_batches_that_cannot_be():
     with pytest.raises(UserError, match=r"batch_size=4 cannot be shared evenly by 3 processes"):
-        batches_per_epoch(11, 4, 3)
+        data.batches_per_epoch(11, 4, 3)
     with pytest.raises(UserError, match=r"batch_size=12 is larger than .* \(11 samples\)"):
-        batches_per_epoch(11, 12, 3)
+        data.batches_per_epoch(11, 12, 3)
     # the reference's epoch on ImageNet leaves the rest out
-    assert batches_per_epoch(1_281_167, 256) * 256 == 1_281_024
+    assert data.batches_per_epoch(1_281_167, 256) * 256 == 1_281_024
 
 
 class Noise(Dataset):
@@ -103,7 +97,7 @@ class Noise(Dataset):
 
 def read(keys, workers=0, *, lost=False, max_broken=0.5, say=lambda _: None):
     options = {"workers": workers, "prefetch": 2, "device": torch.device("cpu")}
-    return loaded(Noise(lost), keys, max_broken=max_broken, say=say, **options)
+    return data.loaded(Noise(lost), keys, max_broken=max_broken, say=say, **options)
 
 
 def test_workers_change_no_batch_and_no_random_number_of_the_training():

@@ -21,13 +21,7 @@ from torch_thor.errors import UserError
 from torch_thor.training.text import corpus as corpora
 from torch_thor.training.text import prepare, wordpiece
 from torch_thor.training.text.corpus import HELD_OUT, TRAIN, spans
-from torch_thor.training.text.wordpiece import (
-    SPECIAL,
-    load_tokenizer,
-    new_tokenizer,
-    normalizer,
-    train_tokenizer,
-)
+from torch_thor.training.text.wordpiece import SPECIAL, load_tokenizer, train_tokenizer
 
 SETTINGS = {"vocab_size": 300, "lengths": [32, 128], "held_out": 0.1}
 FILES = (TRAIN, HELD_OUT, "tokenizer.json")
@@ -259,7 +253,7 @@ def test_a_tokenizer_is_that_of_the_library_whatever_the_order_of_the_text():
     text = [plain(number) for number in range(30)]
     alphabet = sorted({one for line in text for one in line.lower()} - {" "})
     fixed = [*SPECIAL, *alphabet, *(f"##{one}" for one in alphabet)]
-    by_text = new_tokenizer(normalizer(True))
+    by_text = wordpiece.new_tokenizer(wordpiece.normalizer(True))
     trainer = trainers.WordPieceTrainer(vocab_size=150, special_tokens=fixed)
     by_text.train_from_iterator(text, trainer)
     for own in (text, text[::-1]):
