@@ -28,6 +28,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWa
 SMALL = Transform(size=24, resize=28)
 
 
+@pytest.fixture
+def tree(tmp_path):
+    return write_tree(tmp_path / "data")
+
+
 def opened(root, **options):
     return open_images(Data(name="image-folder", root=str(root)), 5, **options)
 
