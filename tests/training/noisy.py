@@ -1,6 +1,4 @@
-"""A small task with all that a resumed run must remember: batch statistics, dropout, whole numbers
-in buffers.
-"""
+"""A small task with all that a resumed run must remember, such as batch statistics and dropout."""
 
 from contextlib import suppress
 from itertools import count
@@ -20,19 +18,9 @@ from torch_thor.training.tasks.task import Loss, Metric, Terms
 
 STEPS, PER_EPOCH = 12, 5
 CUTS = {1: (0, 12), 2: (0, 4, 12), 4: (0, 2, 5, 8, 12)}  # of a batch, by the number of processes
-SETTINGS = {
-    "update_interval": 4,
-    "factor_decay": 0.5,
-    "trace_thresholds": (0.05, 0.001),
-    "lr": 0.01,
-    "split_dim": 4,
-}
-OPTIMIZERS = {
-    "thor": SETTINGS,
-    "thor-muon": dict(SETTINGS),
-    "sgd": {"momentum": 0.0},
-}
-del OPTIMIZERS["thor-muon"]["trace_thresholds"]
+MUON = {"update_interval": 4, "factor_decay": 0.5, "lr": 0.01, "split_dim": 4}
+SETTINGS = {**MUON, "trace_thresholds": (0.05, 0.001)}
+OPTIMIZERS = {"thor": SETTINGS, "thor-muon": MUON, "sgd": {"momentum": 0.0}}
 
 
 class Net(nn.Module):
@@ -54,9 +42,8 @@ class Quiet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3)
-        )
+        layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3)
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, rows):
         return self.layers(rows)
@@ -88,9 +75,8 @@ class Noisy:
         return self.kind().double()
 
     def batch(self, seed, part):
-        rows = torch.randn(
-            12, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        )
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(12, 6, generator=generator, dtype=torch.float64)
         return rows[part], rows[:, :3].argmax(1)[part]
 
     def batches(self, ranks, start):
@@ -117,16 +103,10 @@ class Noisy:
 
 def recipe(**given):
     own = {
-        "steps": STEPS,
-        "eval_interval": 3,
-        "checkpoint_interval": 5,
-        "ema_decay": 0.5,
-        "seed": 3,
-        "device": "cpu",
-    }
-    return Recipe.model_validate(
-        {**own, "optimizer": list(OPTIMIZERS), "optimizers": OPTIMIZERS, **given}
-    )
+        "steps": STEPS, "eval_interval": 3, "checkpoint_interval": 5, "ema_decay": 0.5, "seed": 3,
+        "device": "cpu", "optimizer": list(OPTIMIZERS), "optimizers": OPTIMIZERS,
+    }  # fmt: skip
+    return Recipe.model_validate(own | given)
 
 
 class Losses(Observer):
@@ -146,9 +126,7 @@ class Losses(Observer):
 
 
 def go(folder, given, name, ranks=None, *, stop_at=None, resume=False, task=None):
-    """Train with checkpoints; gives losses, whole weights and state, and random numbers, on the
-    first process.
-    """
+    """Train with checkpoints; gives losses, and on the first process whole weights and state."""
     ranks, task = ranks or Ranks(), task or Noisy()
     run = build(given, name, task, ranks, resumed=resume)
     if resume:

@@ -1,6 +1,4 @@
-"""A small task with what a loop may not assume: mappings, padding, unequal and missing terms; and
-an observer.
-"""
+"""A small task with what a loop may not assume, such as unequal and missing terms; an observer."""
 
 import itertools
 
@@ -26,9 +24,7 @@ OPTIMIZERS = {
 
 
 class Padded:
-    """Mappings of sequences; a row has a label, or is padding, which contains `junk`. One step may
-    be spoiled.
-    """
+    """Sequences of rows with a label or of padding, which is `junk`; one step may be spoiled."""
 
     unit, steps_per_epoch, data = "rows", 4, {"samples": 24}
     metrics = (
@@ -45,13 +41,10 @@ class Padded:
     def batch(self, seed, own=slice(None)):
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randn(6, 5, 4, generator=generator, dtype=torch.float64)
-        labels, counts = (
-            torch.randint(3, (6, 5), generator=generator),
-            torch.arange(5) < COUNTS[:, None],
-        )
-        rows = (rows * (float("nan") if seed + 1 == self.spoiled else 1)).where(
-            counts[..., None], self.junk
-        )
+        labels = torch.randint(3, (6, 5), generator=generator)
+        counts = torch.arange(5) < COUNTS[:, None]
+        rows *= float("nan") if seed + 1 == self.spoiled else 1
+        rows = rows.where(counts[..., None], self.junk)
         return {"rows": rows[own], "truth": (labels[own], counts[own])}
 
     def batches(self, ranks, start):
@@ -69,34 +62,23 @@ class Padded:
     def each(self, scores, batch):
         self.passes += 1
         labels, counts = batch["truth"]
-        return (
-            F.cross_entropy(scores.movedim(-1, 1), labels, reduction="none")
-            .where(counts, 0.0)
-            .sum()
-        )
+        losses = F.cross_entropy(scores.movedim(-1, 1), labels, reduction="none")
+        return losses.where(counts, 0.0).sum()
 
     def loss(self, net, batch):
         scores = net(batch["rows"])
-        return Loss(
-            self.each(scores, batch) / max(1, self.terms(batch).number), scores.flatten(0, 1)
-        )
+        mean = self.each(scores, batch) / max(1, self.terms(batch).number)
+        return Loss(mean, scores.flatten(0, 1))
 
     def measure(self, net, batch):
         return {"loss": self.each(net(batch["rows"]), batch)}
 
 
-def started(name="sgd", task=None, ranks=None, **given):
+def started(name="sgd", task=None, ranks=None, *, settings=None, **given):
     """A run of the task with one of OPTIMIZERS, before its first step."""
-    own = {
-        "epochs": 2,
-        "batch_size": 6,
-        "seed": 5,
-        "device": "cpu",
-        "schedule": {"kind": "linear"},
-        **given,
-    }
-    settings = {**OPTIMIZERS[name], **own.pop("settings", {})}
-    recipe = Recipe.model_validate({**own, "optimizer": [name], "optimizers": {name: settings}})
+    own = {"epochs": 2, "batch_size": 6, "seed": 5, "device": "cpu", "schedule": {"kind": "linear"}}
+    own |= {"optimizer": [name], "optimizers": {name: OPTIMIZERS[name] | (settings or {})}}
+    recipe = Recipe.model_validate(own | given)
     return build(recipe, name, task or Padded(), ranks or Ranks())
 
 

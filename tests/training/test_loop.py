@@ -1,6 +1,4 @@
-"""The loop for any task: parts and processes are one batch, the order of things, and what ends a
-training.
-"""
+"""The loop for any task: what is one batch, the order of things, and what ends a training."""
 
 import copy
 import gc
@@ -35,19 +33,13 @@ def result(*given, **options):
     """What must not depend on how a batch is divided."""
     run, record = started(*given, **options), Record()
     train(run, [record])
-    factors = [
-        factor
-        for layer in getattr(run.optimizer, "curvature", {}).values()
-        for factor in layer.factors()
-    ]
-    found = {
-        "weights": dict(run.model.state_dict()),
-        "factors": [f for f in factors if f is not None],
-    }
-    found["metrics"] = [score.metrics for score in record.scores]
+    layers = getattr(run.optimizer, "curvature", {}).values()
     return {
-        **found,
-        **{key: [getattr(point, key) for point in record.points] for key in ("loss", "terms")},
+        "weights": dict(run.model.state_dict()),
+        "factors": [f for layer in layers for f in layer.factors() if f is not None],
+        "metrics": [score.metrics for score in record.scores],
+        "loss": [point.loss for point in record.points],
+        "terms": [point.terms for point in record.points],
     }
 
 
@@ -64,9 +56,7 @@ def on_rank(rank, world, name, given):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parts_and_processes_are_one_batch(name, pool, tmp_path):
-    """In float64: a part's mean counts as often as it has terms, also where it has none; padding is
-    in no factor.
-    """
+    """Means count as often as they have terms, and padding is in no factor, in float64."""
     for clip in (None, 0.2):
         whole = result(name, clip_norm=clip)
         assert whole["terms"] == [15] * 8
@@ -75,19 +65,18 @@ def test_parts_and_processes_are_one_batch(name, pool, tmp_path):
             found = result(name, Padded(junk=7.0), clip_norm=clip, accumulation=parts)
             torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-9)
         for parts in (1, 2):
-            first, second = pool.run(
-                2, tmp_path, on_rank, name, {"clip_norm": clip, "accumulation": parts}
-            )
+            given = {"clip_norm": clip, "accumulation": parts}
+            first, second = pool.run(2, tmp_path, on_rank, name, given)
             assert first["loss"] == second["loss"]
             torch.testing.assert_close(first, whole, rtol=1e-6, atol=1e-9)
 
 
 def test_batches_are_split_as_chunk_does_and_the_phase_says_how_often():
-    parts = split({"a": torch.arange(5), "b": (torch.arange(10).view(5, 2), [torch.ones(5)])}, 4)
-    assert [(part["a"].tolist(), part["b"][0][:, 0].tolist(),
-    len(part["b"][1][0])) for part in parts] == [
-        ([0, 1], [0, 2], 2), ([2, 3], [4, 6], 2), ([4], [8], 1),
-    ]  # fmt: skip
+    batch = {"a": torch.arange(5), "b": (torch.arange(10).view(5, 2), [torch.ones(5)])}
+    parts = split(batch, 4)
+    assert [part["a"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [part["b"][0][:, 0].tolist() for part in parts] == [[0, 2], [4, 6], [8]]
+    assert [len(part["b"][1][0]) for part in parts] == [2, 2, 1]
     run = started(phases=[{"steps": 3, "accumulation": 6}, {"steps": 2}], epochs=1, eval_interval=9)
     train(run)
     assert run.task.passes == 3 * 6 + 2 + 8  # 8 of the evaluation at the end
@@ -95,20 +84,15 @@ def test_batches_are_split_as_chunk_does_and_the_phase_says_how_often():
 
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])
 def test_equals_a_loop_written_out(fisher):
-    """THOR is told the terms of a step, the rows of a part, and the output; then clipping, lr and
-    step, to the bit.
-    """
-    run, record = (
-        started("thor", clip_norm=0.45, accumulation=2, settings={"fisher": fisher}),
-        Record(),
-    )
-    train(run, [record])
+    """To the bit, with what THOR is told of terms, rows and outputs, clipping, lr and step."""
+    run = started("thor", clip_norm=0.45, accumulation=2, settings={"fisher": fisher})
+    train(run, [record := Record()])
     torch.manual_seed(5)
-    task, norms = Padded(), []
+    task, norms, seconds = Padded(), [], 0
     model = task.model()
     optimizer = THOR(model, **OPTIMIZERS["thor"], fisher=fisher)
     for step, point in enumerate(record.points):
-        mean, optimizer.loss_terms = 0, 15
+        mean, lr, optimizer.loss_terms = 0, 0.05 * (1 - step / 8), 15
         for part in split(task.batch(step), 2):
             optimizer.row_mask = part["truth"][1]
             found = task.loss(model, part)
@@ -118,49 +102,43 @@ def test_equals_a_loop_written_out(fisher):
             share.backward()
             mean += share.item()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.45))
-        optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 8)
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        wanted = (
-            mean,
-            0.05 * (1 - step / 8),
-            0.1,
-            sum(one.duration for one in record.points[: step + 1]),
-        )
-        assert (point.loss, point.lr, point.damping, point.seconds) == pytest.approx(
-            wanted, rel=1e-6
-        )
+        seconds += point.duration
+        found = (point.loss, point.lr, point.damping, point.seconds)
+        assert found == pytest.approx((mean, lr, 0.1, seconds), rel=1e-6)
         assert point.refresh == (step % 2 == 0) == bool(point.events)
     assert min(norms) < 0.45 < max(norms)
     assert_same(dict(run.model.state_dict()), dict(model.state_dict()))
     assert record.scores[-1].seconds == record.points[-1].seconds
 
 
-def test_waiting_for_data_is_not_waiting_for_processes_and_a_batch_without_terms_is_refused(
-    monkeypatch,
-):
-    """Time passes where the task is asked for a batch (1 s), and where processes exchange sums (10
-    s).
-    """
-    now = [0.0]
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+class Slow(Padded):
+    """A batch takes a second of a clock; from step 6 on, none has terms."""
 
-    class Slow(Padded):
-        def batches(self, ranks, start):
-            for batch in super().batches(ranks, start):
-                now[0] += 1
-                batch["truth"][1][:] = batch["truth"][1] if self.read < 5 else False
-                yield batch
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+
+    def batches(self, ranks, start):
+        for batch in super().batches(ranks, start):
+            self.now += 1
+            batch["truth"][1].logical_and_(torch.tensor(self.read < 5))
+            yield batch
+
+
+def test_waiting_for_data_is_timed_and_a_batch_without_terms_is_refused(monkeypatch):
+    run, record = started(task=(task := Slow())), Record()
 
     def total(ranks, values, really=Ranks.total):
-        now[0] += 10
+        task.now += 10  # seconds in which processes exchange sums
         return really(ranks, values)
 
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: task.now)
     monkeypatch.setattr(Ranks, "total", total)
-    run, record = started(task=Slow()), Record()
-    with pytest.raises(
-        UserError, match=r"the batch of step 6 has no loss term on a process: .* raise batch_size"
-    ):
+    said = r"the batch of step 6 has no loss term on a process: .* raise batch_size"
+    with pytest.raises(UserError, match=said):
         train(run, [record])
     assert [(point.waited, point.duration) for point in record.points] == [(1, 11)] * 4
 
@@ -172,18 +150,10 @@ def noted(calls, name, really, *given, **options):
 
 
 def counted(rank, world):
-    """The collectives of eight steps and one evaluation; those of the gradients alone are
-    asynchronous.
-    """
+    """The collectives that are not asynchronous, as those of gradients are, of eight steps."""
     calls, run = [], started(ranks=Ranks(rank, world), eval_interval=9)
-    for name in (
-        "all_reduce",
-        "broadcast",
-        "broadcast_object_list",
-        "all_gather",
-        "all_gather_object",
-        "barrier",
-    ):
+    kinds = "all_reduce broadcast broadcast_object_list all_gather all_gather_object barrier"
+    for name in kinds.split(" "):
         setattr(dist, name, partial(noted, calls, name, getattr(dist, name)))
     train(run)
     return calls
@@ -200,10 +170,8 @@ def test_one_all_reduce_a_step_beside_that_of_the_gradients(pool, tmp_path):
 def test_observers_see_everything_in_order_and_are_closed():
     run, diary = started(steps=3, eval_interval=2), Diary()
     train(run, [diary])
-    assert (
-        ", ".join(diary.lines)
-        == "step 1, end 1, step 2, eval 2, end 2, step 3, eval 3, end 3, close"
-    )
+    found = ", ".join(diary.lines)
+    assert found == "step 1, end 1, step 2, eval 2, end 2, step 3, eval 3, end 3, close"
     assert run.task.read == 2  # not one more than the last step needs
     for error in ("step 2", "eval 2", "end 2", "close"):
         both = [Diary(error), Diary()]
@@ -223,13 +191,13 @@ ENDS = [
 @pytest.mark.parametrize(("given", "steps"), ENDS)
 def test_when_it_evaluates_and_ends(monkeypatch, given, steps):
     """The metric falls to 1.5 in step 3, and that of the averages to 2.5 in step 2."""
-    run, record, nan = started(**given), Record(), float("nan")
-    own, averages = [9, nan, 3.0, 1.5, 2.0, 1.5, 9, 9, 9], [9, 4.0, 2.5, 9, 9, 9, 9, 9, 9]
-    monkeypatch.setattr(
-        loop,
-        "evaluate",
-        lambda _, net, *rest: ({"loss": (own if net is run.model else averages)[run.step]}, 1),
-    )
+    run, record = started(**given), Record()
+    own, averages = [9, float("nan"), 3.0, 1.5, 2.0, 1.5, 9, 9, 9], [9, 4.0, 2.5, *[9] * 6]
+
+    def evaluated(_, net, *rest):
+        return {"loss": (own if net is run.model else averages)[run.step]}, 1
+
+    monkeypatch.setattr(loop, "evaluate", evaluated)
     train(run, [record])
     assert [score.step for score in record.scores] == steps
     # NaN is worse than any number
@@ -244,9 +212,7 @@ def on_two(rank, world):
 
 
 def test_metrics_are_means_over_terms(pool, tmp_path):
-    """To the last bit the same for two processes; repeated batches do not count, batches without
-    terms are skipped.
-    """
+    """To the last bit the same for two processes; repeated and empty batches do not count."""
     run, losses = started(), []
     for batch in map(run.task.batch, (100, 101, 102, 103)):
         labels, counts = batch["truth"]
@@ -260,14 +226,8 @@ def test_metrics_are_means_over_terms(pool, tmp_path):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_an_evaluation_leaves_no_trace(training):
-    layers = (
-        nn.Flatten(0, 1),
-        nn.BatchNorm1d(4),
-        nn.Dropout(0.5),
-        nn.Linear(4, 3),
-        nn.Unflatten(0, (-1, 5)),
-    )
-    model = nn.Sequential(*layers).double().train(training)
+    layers = nn.Flatten(0, 1), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)
+    model = nn.Sequential(*layers, nn.Unflatten(0, (-1, 5))).double().train(training)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     evaluate(Padded(), model, Ranks())
     assert [module.training for module in model.modules()] == [training] * 6
@@ -290,23 +250,11 @@ def test_divergence_is_one_error_that_names_the_step(name, said):
     assert (run.step, diary.lines[-2:]) == (2, ["end 2", "close"])
 
 
-def test_the_average_is_evaluated():
-    run = started("thor", ema_decay=0.5)
-    train(run)
-    found, _ = evaluate(run.task, run.average.module, run.ranks)
-    assert found == run.score.averaged != run.score.metrics
-
-
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_steps(tmp_path):
-    """Nothing of a step is kept, not by the observers either: a list of the losses alone would be
-    32 bytes a step.
-    """
-    run, used, watch = (
-        started("thor", steps=2000, eval_interval=10, log_interval=50, ema_decay=0.5),
-        [],
-        Diary(),
-    )
+    """Observers keep nothing either: a list of the losses alone would be 32 bytes a step."""
+    run = started("thor", steps=2000, eval_interval=10, log_interval=50, ema_decay=0.5)
+    used, watch = [], Diary()
 
     def look(run):
         watch.lines.clear()
@@ -315,7 +263,6 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
             used.append(tracemalloc.get_traced_memory()[0])
 
     watch.end_of_step = look
-    gc.collect()
     tracemalloc.start()
     try:
         with (tmp_path / "said").open("w") as file:

@@ -1,6 +1,4 @@
-"""Runs that are killed, stopped by a signal and started again end as those that never were; folders
-are respected.
-"""
+"""Runs that are killed, stopped by a signal and started again end as those that never were."""
 
 import signal
 
@@ -16,7 +14,6 @@ from command_line import checkpoints, command, lines
 from tiny import assert_same
 
 NOTHING = "0:never:0:"
-OPTIMIZERS = ("thor", "sgd")
 
 
 def go(place, plan, out, *words, ranks=None):
@@ -25,17 +22,13 @@ def go(place, plan, out, *words, ranks=None):
 
 def outcome(run):
     """All that a finished run has written, but for times."""
-    found = {}
-    for name in OPTIMIZERS:
-        found[name] = lines(run, name)
-        for path in sorted((run / name).rglob("step-*")):
-            state = torch.load(path / "state.pt", weights_only=True)
-            for part in (state, state["score"], state["best"]):
-                del part["seconds"]
-            weights = [
-                (path / file).read_bytes() for file in ("model.safetensors", "averaged.safetensors")
-            ]
-            found[str(path.relative_to(run))] = [state, weights, (path / "recipe.yaml").read_text()]
+    found = {name: lines(run, name) for name in ("thor", "sgd")}
+    for path in sorted(run.rglob("step-*")):
+        state = torch.load(path / "state.pt", weights_only=True)
+        for part in (state, state["score"], state["best"]):
+            del part["seconds"]
+        weights = [(path / f"{kind}.safetensors").read_bytes() for kind in ("model", "averaged")]
+        found[str(path.relative_to(run))] = [state, weights, (path / "recipe.yaml").read_text()]
     return found
 
 
@@ -53,18 +46,10 @@ def whole(tmp_path_factory):
 def test_killed_at_any_moment_equals_never_stopped(tmp_path, whole):
     # two evaluations are the best so far, those of steps 3 and 9; the last kill is in the second
     # optimizer
-    kills = (
-        "0:claim:0",
-        "0:step:3",
-        "0:writing:5",
-        "0:writing:9",
-        "0:evaluation:9",
-        "0:writing:10",
-        "0:writing:3",
-    )
-    for kill in kills:
+    kills = "claim:0 step:3 writing:5 writing:9 evaluation:9 writing:10 writing:3"
+    for kill in kills.split(" "):
         resume = ["--resume"] if (tmp_path / "run/recipe.yaml").exists() else []
-        code, out, err = go(tmp_path, f"{kill}:SIGKILL", "run", *resume)
+        code, out, err = go(tmp_path, f"0:{kill}:SIGKILL", "run", *resume)
         assert code == -signal.SIGKILL, f"{kill}: {out}\n{err}"
         assert "writing" not in kill or any((tmp_path / "run").rglob(".writing-step-*")), kill
     code, out, err = go(tmp_path, NOTHING, "run", "--resume")
@@ -74,15 +59,8 @@ def test_killed_at_any_moment_equals_never_stopped(tmp_path, whole):
     assert not list((tmp_path / "run").rglob(".writing-*"))
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        ("SIGTERM", None),
-        pytest.param("SIGINT", None, marks=pytest.mark.slow),
-        ("SIGTERM", 2),
-        pytest.param("SIGINT", 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_stops(tmp_path, whole, name, ranks):
     """Of two processes, one of which gets it, both stop after the same step."""
     code, out, err = go(tmp_path, f"{1 if ranks else 0}:step:7:{name}", "run", ranks=ranks)
@@ -95,9 +73,7 @@ def test_a_signal_saves_and_stops(tmp_path, whole, name, ranks):
 
 
 def torchrun(place, *words):
-    """What `torchrun --nproc-per-node=2 --max-restarts=1` does, with processes that start at once:
-    (whether all ended well, what they said on stdout, on stderr).
-    """
+    """As `torchrun --nproc-per-node=2 --max-restarts=1`: (all ended well, stdout, stderr)."""
     warm.context()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     logs = place / f"logs of {len(list(place.glob('logs*')))}"

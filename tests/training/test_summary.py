@@ -2,11 +2,9 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
+import matplotlib
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -20,12 +18,7 @@ from torch_thor.training.tasks.task import Metric, primary
 
 TASK = SimpleNamespace(metrics=ImageClassification.metrics, unit="images")
 DURATIONS, LOSSES = (4.0, 1.0, 2.0, 1.0), (3.0, 2.0, None, 1.0)
-DECISIONS = {
-    1: {"a": "update", "b": "failed"},
-    2: {},
-    3: {},
-    4: {"a": "keep", "b": "stop"},
-}
+DECISIONS = {1: {"a": "update", "b": "failed"}, 4: {"a": "keep", "b": "stop"}}
 
 
 def write(folder, name, finals=(0.8, 0.7), averages=(None, None)):
@@ -39,7 +32,7 @@ def write(folder, name, finals=(0.8, 0.7), averages=(None, None)):
         )  # fmt: skip
         lines += [
             {"kind": "refresh", "step": step, "layer": layer, "decision": decision}
-            for layer, decision in DECISIONS[step].items()
+            for layer, decision in DECISIONS.get(step, {}).items()
         ]
         if step % 2 == 0:
             top1, averaged = finals[step // 2 - 1], averages[step // 2 - 1]
@@ -47,8 +40,12 @@ def write(folder, name, finals=(0.8, 0.7), averages=(None, None)):
                 {"kind": "eval", "step": step, "seconds": at, "loss": 1.0, "top1": top1,
                  "averaged_top1": averaged, "primary": "top1", "higher_is_better": True}
             )  # fmt: skip
-    path = folder.metrics(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    folder.metrics(name).parent.mkdir(parents=True, exist_ok=True)
+    write_lines(folder.metrics(name), lines)
+    return Result(name, folder.metrics(name), primary(TASK.metrics))
+
+
+def write_lines(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -56,11 +53,9 @@ def reported(folder, optimizer=("sgd",), **keys):
     """(rows of the table, other lines, summary.json)."""
     console = Console(file=io.StringIO(), width=120)
     report(folder, Recipe(optimizer=optimizer, **keys), TASK, console)
-    lines = console.file.getvalue().splitlines()
+    lines = [line for line in console.file.getvalue().splitlines() if line.strip() != "Result"]
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
-    others = [
-        line for line in lines if line and line[0] not in "│┏┃┡├└" and line.strip() != "Result"
-    ]
+    others = [line for line in lines if line and line[0] not in "│┏┃┡├└"]
     return {name: values for name, *values in cells}, others, json.loads(folder.summary.read_text())
 
 
@@ -69,14 +64,6 @@ def folder(tmp_path):
     folder = RunFolder(tmp_path / "run")
     write(folder, "sgd")
     return folder
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures, which are not saved."""
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: drawn.append(self))
-    return drawn
 
 
 def test_one_optimizer(folder):
@@ -111,9 +98,7 @@ def test_averaged_weights_decide_where_there_are_any(folder):
     assert (told["top1"], told["averaged_top1"]) == (0.7, 0.85)
     assert told["best"] == {"step": 4, "top1": 0.85}
     assert told["ended_at_target"]
-
-
-def test_a_value_that_is_not_finite_is_null_as_json_has_it(folder):
+    # a value that is not finite is null, as JSON has it
     write(folder, "sgd", (None, None))
     _, _, [told] = reported(folder)
     assert told["best"] == {"step": 2, "top1": None}
@@ -121,7 +106,7 @@ def test_a_value_that_is_not_finite_is_null_as_json_has_it(folder):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "sentence"),
+    ("names", "sentence"),
     [
         (
             ("thor-muon", "adamw", "muon"),
@@ -137,22 +122,20 @@ def test_a_value_that_is_not_finite_is_null_as_json_has_it(folder):
         (("muon", "nan"), ""),
     ],
 )
-def test_the_sentence_compares_with_adamw_or_the_last(folder, optimizer, sentence):
-    write(folder, "thor-muon", (0.75, 0.9))
-    write(folder, "adamw", (0.7, 0.75))
-    write(folder, "muon", (0.5, 0.6))
-    write(folder, "nan", (0.5, None))
-    metric = primary(TASK.metrics)
-    assert compared([Result(name, folder.metrics(name), metric) for name in optimizer]) == sentence
+def test_the_sentence_compares_with_adamw_or_the_last(folder, names, sentence):
+    finals = {
+        "thor-muon": (0.75, 0.9),
+        "adamw": (0.7, 0.75),
+        "muon": (0.5, 0.6),
+        "nan": (0.5, None),
+    }
+    assert compared([write(folder, name, finals[name]) for name in names]) == sentence
 
 
 def test_a_loss_is_reached_from_above(tmp_path):
-    path = tmp_path / "m"
-    lines = [
-        {"kind": "eval", "step": n, "seconds": n / 10, "loss": loss}
-        for n, loss in enumerate((3.0, None, 2.0, 2.5))
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path, losses = tmp_path / "m", (3.0, None, 2.0, 2.5)
+    kind = {"kind": "eval", "seconds": 0.1}
+    write_lines(path, [{**kind, "step": n, "loss": loss} for n, loss in enumerate(losses)])
     metric = Metric("loss", "loss", "held-out loss", higher_is_better=False, primary=True)
     result = Result("one", path, metric)
     reached = [result.reaching(goal) for goal in (3.0, 2.5, 2.0, 1.9)]
@@ -169,35 +152,27 @@ def test_an_incomplete_last_line_is_left_out(tmp_path):
     assert list(summary.read(tmp_path / "m")) == [{"kind": "step"}]
 
 
-def test_curves(folder, drawn):
+def test_curves(folder, monkeypatch):
     """They pass over a loss that is not finite, and show averaged weights if there are any."""
-    write(folder, "thor", averages=(0.75, 0.85))
-    metric = primary(TASK.metrics)
-    draw_curves(
-        [Result(name, folder.metrics(name), metric) for name in ("sgd", "thor")], folder.curves
-    )
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: drawn.append(self))
+    results = [write(folder, "sgd"), write(folder, "thor", averages=(0.75, 0.85))]
+    draw_curves(results, folder.curves)
     [figure] = drawn
-    loss, loss_by_time, accuracy, accuracy_by_time = (axes.get_lines() for axes in figure.axes)
-    for panel, xs in ((loss, [1, 2, 4]), (loss_by_time, [4, 5, 8])):
+    panels = [axes.get_lines() for axes in figure.axes]  # losses, then metrics, by step and by time
+    for panel, xs in zip(panels, ([1, 2, 4], [4, 5, 8], [2, 4], [5, 8]), strict=True):
         assert [line.get_xdata().tolist() for line in panel] == [xs, xs]
-        assert panel[0].get_ydata().tolist() == pytest.approx([3.0, 2.9, 2.71])
-    for panel, xs in ((accuracy, [2, 4]), (accuracy_by_time, [5, 8])):
-        assert [line.get_xdata().tolist() for line in panel] == [xs, xs]
-        assert [line.get_ydata().tolist() for line in panel] == [[0.8, 0.7], [0.75, 0.85]]
+        assert [line.get_color() for line in panel] == [line.get_color() for line in panels[0]]
+        ys = [[3.0, 2.9, 2.71]] * 2 if len(xs) == 3 else [[0.8, 0.7], [0.75, 0.85]]
+        for line, values in zip(panel, ys, strict=True):
+            assert line.get_ydata().tolist() == pytest.approx(values)
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["sgd", "thor"]
-    colours = [[line.get_color() for line in axes.get_lines()] for axes in figure.axes]
-    assert colours == [colours[0]] * 4
 
 
-def test_settings_of_matplotlib_for_other_work_do_not_matter(folder, tmp_path):
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
-    words = (
-        "from torch_thor.training.summary import *\n"
-        "metric = Metric('top1', 'accuracy', 'accuracy', True)\n"
-        f"draw_curves([Result('sgd', Path({str(folder.metrics('sgd'))!r}), metric)],"
-        f" Path({str(folder.curves)!r}))\n"
-    )
-    settings = {"MPLBACKEND": "Qt4Agg", "MATPLOTLIBRC": str(tmp_path), "PATH": ""}
-    subprocess.run([sys.executable, "-c", words], env={**os.environ, **settings}, check=True)
+@pytest.mark.pictures
+def test_settings_of_matplotlib_for_other_work_do_not_matter(folder, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # without LaTeX
+    with matplotlib.rc_context({"text.usetex": True}):
+        draw_curves([write(folder, "sgd")], folder.curves)
     assert folder.curves.read_bytes().startswith(b"\x89PNG")

@@ -1,12 +1,12 @@
 """Folders of images and CIFAR: what is listed, decoded and cropped; a mistake is one line."""
 
-import hashlib
 import io
 import itertools
-import math
 import os
+import pathlib
 import pickle
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -21,16 +21,16 @@ from torchvision.transforms.v2.functional import resize
 from image_tree import CLASSES, write_tree
 from torch_thor.errors import UserError
 from torch_thor.training.data.batches import digest
-from torch_thor.training.data.images import (
-    collate,
-    normalised,
-    open_images,
-    read_image,
-)
-from torch_thor.training.recipe_model import CIFAR, Data, Transform
+from torch_thor.training.data.images import collate, normalised, open_images, read_image
+from torch_thor.training.recipe_model import Data, Transform
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 SMALL = Transform(size=24, resize=28)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return write_tree(tmp_path / "data")
 
 
 def opened(root, **options):
@@ -41,69 +41,61 @@ def paths_of(images):
     return [os.fsdecode(path) for path in images.source.paths]
 
 
-def refused(root, match, **options):
-    with pytest.raises(UserError, match=match) as caught:
-        opened(root, **options)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("names", [("train", "val"), ("train", "test"), ("ilsvrc", "ilsvrc_eval")])
 def test_the_list_is_that_of_torchvision(tmp_path, names):
     write_tree(tmp_path, *names)
-    place = tmp_path / names[0] / "digit/Blüten/日本"
+    training, held_out = (tmp_path / name for name in names)
+    place = training / "digit/Blüten/日本"
     place.mkdir(parents=True)
-    shutil.copy(tmp_path / names[0] / "flower/flower_3.JPEG", place / "ö.jpg")
+    shutil.copy(training / "flower/flower_3.JPEG", place / "ö.jpg")
     # folders may be links; their classes are sorted by name, and files inside a class
-    (tmp_path / names[0] / "china").rename(tmp_path / "elsewhere")
-    (tmp_path / names[0] / "china").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    shutil.copytree(tmp_path / names[0] / "digit", tmp_path / names[0] / "digit more")
-    shutil.copytree(tmp_path / names[1] / "digit", tmp_path / names[1] / "digit more")
-    for found, name, count in zip(opened(tmp_path), names, (26, 12), strict=True):
-        truth = ImageFolder(str(tmp_path / name))
+    (training / "china").rename(tmp_path / "elsewhere")
+    (training / "china").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    for folder in (training, held_out):
+        shutil.copytree(folder / "digit", folder / "digit more")
+    for found, folder, count in zip(opened(tmp_path), (training, held_out), (26, 12), strict=True):
+        truth = ImageFolder(str(folder))
         assert found.classes == truth.classes == [*CLASSES[:2], "digit more", CLASSES[2]]
         assert list(zip(paths_of(found), found.labels.tolist(), strict=True)) == truth.samples
         assert len(found) == count
 
 
 def test_hidden_files_are_skipped_and_those_of_other_kinds_counted(tree):
-    before = [paths_of(images) for images in opened(tree)]
+    before, image = [paths_of(images) for images in opened(tree)], tree / "train/china/china_0.JPEG"
     for place in ("train/.ipynb_checkpoints", "train/china/.thumbnails"):
         (tree / place).mkdir()
-        shutil.copy(tree / "train/china/china_0.JPEG", tree / place)
-    shutil.copy(tree / "train/china/china_0.JPEG", tree / "train/flower/._flower_0.JPEG")
+        shutil.copy(image, tree / place)
+    shutil.copy(image, tree / "train/flower/._flower_0.JPEG")
+    shutil.copy(image, tree / "val/beside.jpg")
     for name in ("a.txt", "b.txt", "README", "scan.h5", "drawing.eps"):
         (tree / "val/digit" / name).write_text("no image")
-    shutil.copy(tree / "train/china/china_0.JPEG", tree / "val/beside.jpg")
     said = []
     assert [paths_of(images) for images in opened(tree, say=said.append)] == before
     assert said[0].startswith(f"{tree}/val: 5 files are no images and are left out (.txt 2, ")
     assert "no suffix 1" in said[0]
-    # what the user names is taken
-    tree.rename(tree.parent / ".cache")
+    tree.rename(tree.parent / ".cache")  # what the user names is taken
     assert len(opened(tree.parent / ".cache")[0]) == len(before[0])
 
 
-def test_folders_that_are_wrong(tree):
-    for index, (spoil, match) in enumerate([
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
         ("rm -r val", "data.root=.* must contain train and val or train and test or ilsvrc and "),
-        ("rm val/*/*.JPEG", "val: Found no valid file for the classes china, digit, flower"),
-        ("mkdir train/a train/b",
-        "train: Found no valid file for the classes a, b.* add images .*, or remove the class"),
+        ("mkdir train/a train/b", "no valid file for the classes a, b.* add images .*, or remove"),
         ("ln -s /nowhere/x train/x", "train: Found no valid file for the classes x"),
         ("rm -r */digit */flower", "must contain a folder for each of two or more classes"),
-        ("for x in 0 1 2 3; do cp -r val/digit val/x$x; done",
-        "val: the training has no class x0, x1, x2, x3: name the folders as in"),
-    ]):  # fmt: skip
-        root = tree.parent / str(index)
-        shutil.copytree(tree, root)
-        assert os.system(f"cd {root} && {spoil}") == 0
-        refused(root, match)
-    with pytest.raises(UserError, match=r"data.root=None: .* must contain .* data.root=FOLDER"):
-        open_images(Data(name="image-folder"), 0)
+        ("cp -r val/digit val/x", "val: the training has no class x: name the folders as in"),
+    ],
+)
+def test_folders_that_are_wrong(tree, spoil, said):
+    subprocess.run(spoil, shell=True, cwd=tree, check=True)
+    with pytest.raises(UserError, match=f"(?i){said}") as caught:
+        opened(tree)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_evaluation_needs_no_training_images_and_labels_follow_the_names(tree):
-    (tree / "train/../train").rename(tree / "unused")
+    shutil.rmtree(tree / "train")
     training, held_out = opened(tree, train=False)
     assert training is None
     assert held_out.labels.tolist() == [0] * 3 + [1] * 3 + [2] * 3
@@ -112,20 +104,15 @@ def test_an_evaluation_needs_no_training_images_and_labels_follow_the_names(tree
     _, held_out = opened(tree, train=False, classes=trained)
     assert held_out.labels.tolist() == [2] * 3 + [3] * 3
     assert held_out.classes == trained
-    said = "val: the training has no class digit, flower: name the folders"
-    refused(tree, said, train=False, classes=["zahl", "blume"])
 
 
 def test_a_training_is_known_by_the_names_of_its_files(tree, tmp_path):
     before = opened(tree)[0].data
-    assert before["samples"] == 18
-    assert before["classes"] == list(CLASSES)
-    shutil.copytree(tree, tmp_path / "far/copy")
-    (tmp_path / "far/copy/train").rename(tmp_path / "far/copy/ilsvrc")
-    (tmp_path / "far/copy/val").rename(tmp_path / "far/copy/ilsvrc_eval")
-    assert opened(tmp_path / "far/copy")[0].data == before
-    file = tree / "train/china/china_0.JPEG"
-    file.rename(file.with_name("another.jpg"))
+    assert (before["samples"], before["classes"]) == (18, [*CLASSES])
+    for name, other in (("train", "ilsvrc"), ("val", "ilsvrc_eval")):
+        shutil.copytree(tree / name, tmp_path / "far" / other)
+    assert opened(tmp_path / "far")[0].data == before
+    (tree / "train/china/china_0.JPEG").rename(tree / "train/china/another.jpg")
     after = opened(tree)[0].data
     assert after.pop("files") != before.pop("files")
     assert after == before
@@ -147,17 +134,14 @@ def samples():
     palette, exif = image.convert("P"), Image.Exif()
     exif[0x0112] = 6  # an orientation
     transparent = Image.merge("RGBA", (*image.split(), turned.convert("L")))
+    moving = {"save_all": True, "append_images": [turned]}
     for kind, some, options in [
-        ("jpeg", image, {}), ("jpeg", image, {"progressive": True}),
-        ("jpeg", image, {"exif": exif}),
-        ("jpeg", image.convert("CMYK"), {}), ("jpeg", image.convert("L"), {}),
-        ("gif", palette, {}), ("gif", palette, {"transparency": 5}),
-        ("gif", palette, {"save_all": True, "append_images": [turned.convert("P")]}),
+        ("jpeg", image, {"progressive": True}), ("jpeg", image, {"exif": exif}),
+        ("jpeg", image, {}), ("jpeg", image.convert("CMYK"), {}), ("jpeg", image.convert("L"), {}),
+        ("gif", palette, {}), ("gif", palette, {"transparency": 5}), ("gif", palette, moving),
         ("webp", image, {}), ("webp", transparent, {"lossless": True}),
-        ("png", image, {}), ("png", image.convert("1"), {}), ("png", image.convert("L"), {}),
-        ("png", image.convert("LA"), {}), ("png", palette, {}), ("png", transparent, {}),
-        ("png", palette, {"transparency": 5}),
-        ("png", image, {"save_all": True, "append_images": [turned]}),
+        ("png", image, {}), ("png", image.convert("1"), {}), ("png", image.convert("LA"), {}),
+        ("png", palette, {"transparency": 5}), ("png", transparent, {}), ("png", image, moving),
         ("bmp", image, {}), ("tiff", image, {"compression": "tiff_lzw"}), ("ppm", image, {}),
     ]:  # fmt: skip
         yield kind, encoded(some, kind, **options)
@@ -180,15 +164,13 @@ def test_sound_files_have_the_pixels_and_the_layout_of_torchvisions_decoder(tmp_
 
 
 def test_cmyk_has_the_colours_of_the_photograph(tmp_path):
-    # the decoders are no oracles for these files: the colours themselves must come back
-    path = tmp_path / "cmyk.jpg"
-    picture().convert("CMYK").save(path, quality=95)
+    """The decoders are no oracles for these files: the colours themselves must come back."""
+    (tmp_path / "cmyk.jpg").write_bytes(encoded(picture().convert("CMYK"), "jpeg", quality=95))
     expected = torch.from_numpy(np.array(picture())).permute(2, 0, 1)
-    assert (read_image(path).float() - expected).abs().mean() < 8
+    assert (read_image(tmp_path / "cmyk.jpg").float() - expected).abs().mean() < 8
 
 
 RAMP = np.linspace(0, 1, 1024).reshape(32, 32)
-SMALL_JPEG, SMALL_PNG = (encoded(picture(), kind) for kind in ("jpeg", "png"))
 HUGE = bytearray(encoded(picture(), "bmp"))
 HUGE[18:26] = (60_000).to_bytes(4, "little") * 2  # its header claims gigabytes
 
@@ -196,25 +178,19 @@ HUGE[18:26] = (60_000).to_bytes(4, "little") * 2  # its header claims gigabytes
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "No such file or directory"),
         (b"no image" * 20, "cannot identify image file"),
-        (SMALL_JPEG[:1000], "truncated"),
-        (SMALL_PNG[:1000], "truncated"),
+        (encoded(picture(), "jpeg")[:1000], "truncated"),
+        (encoded(picture(), "png")[:1000], "truncated"),
         (bytes(HUGE), "exceeds limit of 178956970 pixels"),
         (encoded(picture(), "eps"), "EPS files are not supported"),
         (encoded(Image.fromarray((RAMP * 65535).astype(np.uint16)), "png"), "mode I;16: convert"),
-        (encoded(Image.fromarray((RAMP * 65535).astype(np.uint16)), "tiff"), "mode I;16: convert"),
-        (encoded(Image.fromarray((RAMP * 2**30).astype(np.int32)), "tiff"), "mode I: convert"),
         (encoded(Image.fromarray(RAMP.astype(np.float32)), "tiff"), "mode F: convert it to 8 bits"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_a_reason_in_one_line(tree, content, said):
     path = tree / "train/china/china_0.JPEG"
-    images, _ = opened(tree)
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    reason = images[0, 0]
+    path.write_bytes(content)
+    reason = opened(tree)[0][0, 0]
     assert reason.startswith(f"{path} cannot be read (")
     assert said in reason
     assert "\n" not in reason
@@ -226,114 +202,77 @@ def photograph():
 
 @pytest.fixture
 def cropped(tree, monkeypatch):
-    """Training and evaluation images of which all have the same pixels."""
+    """Training and evaluation images, of which all are one photograph."""
+    monkeypatch.setattr("torch_thor.training.data.images.read_image", lambda _: photograph())
 
-    def images(options, image, seed=5):
-        monkeypatch.setattr("torch_thor.training.data.images.read_image", lambda _: image)
+    def images(options, seed=5):
         return open_images(Data(name="image-folder", root=str(tree), transform=options), seed)
 
     return images
 
 
-def test_training_crops_are_those_of_torchvision_under_the_seed_of_the_sample(cropped):
-    pipeline = v2.Compose([v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip(0.5)])
-    found = []
+@pytest.mark.parametrize(
+    ("options", "crop"),
+    [
+        (Transform(), v2.RandomResizedCrop(224, antialias=True)),
+        (Transform(size=32, resize=32, padding=4), v2.RandomCrop(32, padding=4)),
+    ],
+)
+def test_training_crops_are_those_of_torchvision_under_the_seed_of_the_sample(
+    cropped, options, crop
+):
+    pipeline, found = v2.Compose([crop, v2.RandomHorizontalFlip(0.5)]), []
     for seed, epoch, index in itertools.product((5, 6), (0, 2), (0, 1)):
         torch.manual_seed(digest(seed, epoch, index))
         found.append(pipeline(photograph()))
         torch.rand(7)
-        assert torch.equal(cropped(Transform(), photograph(), seed)[0][epoch, index][0], found[-1])
+        assert torch.equal(cropped(options, seed)[0][epoch, index][0], found[-1])
     assert not any(torch.equal(*pair) for pair in itertools.combinations(found, 2))
 
 
-@pytest.mark.slow
-def test_training_crops_have_the_stated_areas_ratios_and_flips(cropped):
-    # the pixels of the image are its coordinates, so that a crop tells where it was taken
-    height, width = 200, 250
-    rows = torch.arange(height, dtype=torch.uint8).view(-1, 1).expand(height, width)
-    columns = torch.arange(width, dtype=torch.uint8).view(1, -1).expand(height, width)
-    images, _ = cropped(Transform(), torch.stack([rows, columns, rows]))
-    crops = torch.stack([images[epoch, 0][0] for epoch in range(300)]).double()
-    rise = (crops[:, 0, 200, 112] - crops[:, 0, 24, 112]) / 176 * 224
-    run = (crops[:, 1, 112, 200] - crops[:, 1, 112, 24]) / 176 * 224
-    areas, ratios = rise * run.abs() / (height * width), run.abs() / rise
-    assert 0.07 < areas.min() < 0.15
-    assert 0.85 < areas.max() < 1.05
-    assert 0.72 < ratios.min() < 0.80
-    assert 1.25 < ratios.max() < 1.40
-    assert abs((run < 0).double().mean() - 0.5) < 4 * math.sqrt(0.25 / 300)
-
-
-@pytest.mark.slow
-def test_padded_crops(cropped):
-    image = torch.randint(1, 256, (3, 32, 32), dtype=torch.uint8)
-    images, _ = cropped(Transform(size=32, resize=32, padding=4, flip=0.0), image)
-    padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
-    places = {(y, x): padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)}
-    crops = [images[epoch, 0][0] for epoch in range(200)]
-    found = [[key for key, value in places.items() if torch.equal(value, c)] for c in crops]
-    assert all(len(keys) == 1 for keys in found)
-    assert {y for ((y, _),) in found} == {x for ((_, x),) in found} == set(range(9))
-
-
 def test_evaluation_crops_by_hand(cropped):
-    _, images = cropped(Transform(), photograph())
+    _, images = cropped(Transform())
     # 427 x 640: the shorter side becomes 256, the longer one int(640 * 256 / 427) = 383
     resized = resize(photograph(), [256, 383], antialias=True)
     assert torch.equal(images[0, 0][0], resized[:, 16:240, 80:304])
 
 
 def test_batches_are_normalised_and_channels_last():
-    samples = [
-        (torch.randint(0, 256, (3, 5, 4), dtype=torch.uint8), torch.tensor(label))
-        for label in (4, 2)
-    ]
-    images, labels = collate(samples)
+    images = torch.randint(0, 256, (2, 3, 5, 4), dtype=torch.uint8)
+    batch, labels = collate([(images[0], torch.tensor(4)), (images[1], torch.tensor(2))])
     assert labels.tolist() == [4, 2]
-    result = normalised(images, SMALL)
+    result = normalised(batch, SMALL)
     assert result.dtype == torch.float32
     assert result.is_contiguous(memory_format=torch.channels_last)
-    mean, std = (
-        torch.tensor(one, dtype=torch.float64).view(3, 1, 1) for one in (SMALL.mean, SMALL.std)
-    )
-    expected = torch.stack([(image.double() / 255 - mean) / std for image, _ in samples])
+    mean, std = (torch.tensor(one).double().view(3, 1, 1) for one in (SMALL.mean, SMALL.std))
+    expected = (images.double() / 255 - mean) / std
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-6)
 
 
-def dump(path, content):
-    path.write_bytes(pickle.dumps(content))
-    return hashlib.md5(path.read_bytes()).hexdigest()
-
-
 @pytest.mark.parametrize(
-    ("kind", "classes", "key"),
-    [(CIFAR10, 10, "labels"), (CIFAR100, 100, "fine_labels")],
-    ids=["10", "100"],
+    ("kind", "classes", "key"), [(CIFAR10, 10, "labels"), (CIFAR100, 100, "fine_labels")]
 )
 def test_cifar_is_what_its_files_hold(tmp_path, monkeypatch, kind, classes, key):
-    folder, parts, names = (
-        tmp_path / kind.base_folder,
-        [],
-        [f"class {number}" for number in range(classes)],
-    )
-    folder.mkdir()
-    # three images a file, of which torchvision checks the sum
-    for attribute in ("train_list", "test_list"):
-        listed, pixels, labels = [], [], []
-        for number, (name, _) in enumerate(getattr(kind, attribute)):
+    def dump(name, content):
+        (tmp_path / kind.base_folder / name).write_bytes(pickle.dumps(content))
+
+    def exists(path, _):
+        return pathlib.Path(path).exists()
+
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", exists)
+    (tmp_path / kind.base_folder).mkdir()
+    names, parts = [f"class {number}" for number in range(classes)], []
+    dump(kind.meta["filename"], {kind.meta["key"]: names})
+    for files in (kind.train_list, kind.test_list):
+        pixels, labels = [], []
+        for number, (name, _) in enumerate(files):
             data = np.random.default_rng(number).integers(0, 256, (3, 3072), dtype=np.uint8)
             own = [0, classes - 1, (number + 3) % classes]
-            listed.append(
-                [name, dump(folder / name, {"data": data, key: own, "coarse_labels": [0, 0, 0]})]
-            )
+            dump(name, {"data": data, key: own, "coarse_labels": [0, 0, 0]})
             pixels.append(data.reshape(-1, 3, 32, 32))
             labels += own
-        monkeypatch.setattr(kind, attribute, listed)
         parts.append((torch.from_numpy(np.concatenate(pixels)), labels))
-    checksum = dump(folder / kind.meta["filename"], {kind.meta["key"]: names})
-    monkeypatch.setattr(kind, "meta", kind.meta | {"md5": checksum})
     data = Data(name=f"cifar{classes}", root=str(tmp_path), download=False)
-    assert data.crops == CIFAR
     for found, (pixels, labels) in zip(open_images(data, 0), parts, strict=True):
         assert torch.equal(found.source, pixels)
         assert (found.labels.tolist(), found.classes) == (labels, names)
@@ -342,10 +281,6 @@ def test_cifar_is_what_its_files_hold(tmp_path, monkeypatch, kind, classes, key)
     names[0], names[-1] = names[-1], names[0]
     _, held_out = open_images(data, 0, train=False, classes=names)
     assert held_out.labels.tolist()[:2] == [classes - 1, 0]
-    path = folder / kind.train_list[0][0]
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=f"cifar{classes} is missing or incomplete in {tmp_path}"):
-        open_images(data, 0)
 
 
 @pytest.mark.parametrize("download", [False, True])
@@ -354,10 +289,11 @@ def test_a_place_without_cifar_is_one_line_and_makes_no_folder(tmp_path, monkeyp
         raise OSError("no route to host")
 
     monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", fail)
-    wrong = tmp_path / "wrong"
-    with pytest.raises(UserError, match=r"data.root=.*wrong is not a folder: correct it"):
-        open_images(Data(name="cifar10", root=str(wrong), download=download), 0)
-    assert not wrong.exists()
     reason = "no route to host" if download else "Dataset not found or corrupted"
-    with pytest.raises(UserError, match=rf"cifar10 is missing or .*{reason}.*check the network"):
-        open_images(Data(name="cifar10", root=str(tmp_path), download=download), 0)
+    for root, said in (
+        (tmp_path / "wrong", r"data.root=.*wrong is not a folder: correct it"),
+        (tmp_path, rf"cifar10 is missing or .*{reason}.*check the network"),
+    ):
+        with pytest.raises(UserError, match=said):
+            open_images(Data(name="cifar10", root=str(root), download=download), 0)
+    assert not list(tmp_path.iterdir())

@@ -9,13 +9,8 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import FashionMNIST
 
 from torch_thor.errors import UserError
-from torch_thor.training.data.small import (
-    CLASSES,
-    DEBIAN_FASHION_MNIST,
-    load_characters,
-    load_images,
-    python_text,
-)
+from torch_thor.training.data import small
+from torch_thor.training.data.small import CLASSES, load_characters, load_images
 from torch_thor.training.recipe_model import Data
 
 
@@ -25,21 +20,13 @@ def test_digits_are_split_and_keep_their_labels():
     assert abs(float(train[0].mean())) < 1e-5
     assert abs(float(train[0].std()) - 1) < 1e-5
     images, labels = (torch.cat(pair) for pair in zip(train, test, strict=True))
-    # undo the normalisation by two pixels whose raw values are known: 0 is the least, 16 the
-    # greatest
-    raw = ((images - images.min()) / (images.max() - images.min()) * 16).round().flatten(1).int()
+    # two pixels whose raw values are known undo the normalisation: 0 is the least, 16 the greatest
+    low, high = images.min(), images.max()
+    raw = ((images - low) / (high - low) * 16).round().flatten(1).int().tolist()
     digits = load_digits()
-    expected = [
-        (*image.astype(int).flatten(), label)
-        for image, label in zip(digits.images, digits.target, strict=True)
-    ]
-    found = [(*image, label) for image, label in zip(raw.tolist(), labels.tolist(), strict=True)]
-    assert sorted(found) == sorted(expected)
-
-
-def write_idx(path, values):
-    header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
-    path.write_bytes(gzip.compress(header + values.numpy().tobytes()))
+    found = [(*image, label) for image, label in zip(raw, labels.tolist(), strict=True)]
+    wanted = zip(digits.data.astype(int).tolist(), digits.target.tolist(), strict=True)
+    assert sorted(found) == sorted((*image, label) for image, label in wanted)
 
 
 @pytest.mark.parametrize("place", ["", "FashionMNIST/raw"])
@@ -51,9 +38,11 @@ def test_fashion_mnist_is_found_and_read(tmp_path, place):
         labels = torch.arange(count).remainder(10).to(torch.uint8)
         for kind, values in (("images-idx3", pixels), ("labels-idx1", labels)):
             packed = folder / f"{part}-{kind}-ubyte.gz"
-            write_idx(packed, values)
+            content = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
+            content += values.numpy().tobytes()
+            packed.write_bytes(gzip.compress(content))
             if place:  # torchvision unpacks what it has downloaded
-                packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
+                packed.with_suffix("").write_bytes(content)
     train, test = load_images(Data(name="fashion-mnist", root=str(tmp_path), download=False))
     pixels = torch.arange(20 * 784).remainder(251).double() / 255
     expected = (pixels - pixels.mean()) / pixels.std()
@@ -61,28 +50,17 @@ def test_fashion_mnist_is_found_and_read(tmp_path, place):
     assert torch.equal(test[0], train[0][:10])
     assert train[1].tolist() == [*range(10), *range(10)]
     assert train[1].dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        ("", r"fashion-mnist is missing or .* \(Dataset not found.*: set data.root to its folder"),
-        ("nowhere", "nowhere is not a folder"),
-    ],
-)
-def test_fashion_mnist_that_is_missing_is_one_line(tmp_path, place, said):
-    with pytest.raises(UserError, match=said) as caught:
-        load_images(Data(name="fashion-mnist", root=str(tmp_path / place), download=False))
-    assert "\n" not in str(caught.value)
-
-
-def test_the_classes_of_fashion_mnist_are_those_of_torchvision():
     assert CLASSES["fashion-mnist"] == FashionMNIST.classes
 
 
-@pytest.mark.skipif(
-    not DEBIAN_FASHION_MNIST.is_dir(), reason="Debian's dataset-fashion-mnist is not installed"
-)
+def test_fashion_mnist_that_is_missing_is_one_line(tmp_path):
+    said = r"fashion-mnist is missing or .* \(Dataset not found.*: set data.root to its folder"
+    with pytest.raises(UserError, match=said) as caught:
+        load_images(Data(name="fashion-mnist", root=str(tmp_path), download=False))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not small.DEBIAN_FASHION_MNIST.is_dir(), reason="Debian's is not installed")
 def test_debians_fashion_mnist():
     train, test = load_images(Data(name="fashion-mnist", download=False))
     assert train[0].shape == (60000, 1, 28, 28)
@@ -90,7 +68,7 @@ def test_debians_fashion_mnist():
 
 
 def test_the_text_is_held_out_at_its_end():
-    (train, held_out), text = load_characters(), python_text()
+    (train, held_out), text = load_characters(), small.python_text()
     assert len(train) == len(text) * 19 // 20
     assert "".join(map(chr, torch.cat([train, held_out]).tolist())) == text
     assert len(text) > 300_000

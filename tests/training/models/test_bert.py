@@ -1,13 +1,10 @@
-"""Networks of transformers by their configuration: positions that are numbered from above
-padding.
-"""
+"""Networks of transformers by their configuration: positions may be numbered from above padding."""
 
 import json
 
 import pytest
 import torch
 import transformers
-from torch import nn
 
 from torch_thor.errors import UserError
 from torch_thor.training.models.bert import BERTS, build
@@ -26,35 +23,28 @@ def made(folder, kind, positions):
     return build(str(file), VOCABULARY, LENGTH, PAD)
 
 
-def forward(model):
-    with torch.no_grad():
-        tokens = torch.randint(5, VOCABULARY, (2, LENGTH))
-        return model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
-
-
 @pytest.mark.parametrize("kind", [*FROM_ZERO, *ABOVE_PADDING])
 def test_positions_must_reach_as_far_as_tokens_and_further_where_they_begin_above_padding(
     tmp_path, kind
 ):
-    first = 0 if kind in FROM_ZERO else PAD + 1
-    said = (
-        f"count from above padding, {LENGTH + PAD + 1}"
-        if first
-        else f"max_position_embeddings to {LENGTH} or more"
-    )
+    first, said = 0, f"max_position_embeddings to {LENGTH} or more"
+    if kind in ABOVE_PADDING:
+        first, said = PAD + 1, f"count from above padding, {LENGTH + PAD + 1}"
     with pytest.raises(UserError, match=said):
         made(tmp_path, kind, LENGTH + first - 1)
-    assert forward(made(tmp_path, kind, LENGTH + first)).shape == (2, LENGTH, VOCABULARY)
+    model, tokens = made(tmp_path, kind, LENGTH + first), torch.randint(5, VOCABULARY, (2, LENGTH))
+    with torch.no_grad():
+        found = model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    assert found.logits.shape == (2, LENGTH, VOCABULARY)
 
 
 def test_bert_with_and_without_next_sentence_prediction(monkeypatch):
     monkeypatch.setitem(BERTS, "bert-tiny", (1, 32, 2, 64))
-    both, one = (
-        build("bert-tiny", VOCABULARY, 600, PAD, next_sentence=said) for said in (True, False)
-    )
-    assert type(both) is transformers.BertForPreTraining
-    assert type(one) is transformers.BertForMaskedLM
-    assert both.config.max_position_embeddings == one.config.max_position_embeddings == 600
-    assert not any(
-        isinstance(module, nn.Linear) and module.out_features == 2 for module in one.modules()
-    )
+    for pairs, kind in (
+        (True, transformers.BertForPreTraining),
+        (False, transformers.BertForMaskedLM),
+    ):
+        model = build("bert-tiny", VOCABULARY, 600, PAD, next_sentence=pairs)
+        assert type(model) is kind
+        assert model.config.max_position_embeddings == 600
+        assert pairs == any(getattr(layer, "out_features", 0) == 2 for layer in model.modules())

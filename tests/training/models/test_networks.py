@@ -2,36 +2,32 @@
 
 import math
 
+import pytest
 import torch
 from torch import nn
 
 from torch_thor.training.models.library import build_model
 from torch_thor.training.models.small import CharTransformer, deep_autoencoder
 
+RESIDUAL = 9 * (2 * 256 + 512 + 1024 + 2048 + 4096) + 512 + 2048
 
-def test_sizes_by_hand():
-    for name, channels, pixels, weights in [
+
+@pytest.mark.parametrize(
+    ("name", "channels", "pixels", "weights"),
+    [
         # 1·16·9 + 16, 16·32·9 + 32, 512·64 + 64, 64·10 + 10
         ("small-cnn", 1, 8, 160 + 4640 + 32832 + 650),
-        # 144, three blocks of two 3 x 3 convolutions and two projections, norms (2 a channel),
-        # 64·10 + 10
-        (
-            "small-resnet", 1, 28,
-            144
-            + 9 * (2 * 256 + 512 + 1024 + 2048 + 4096)
-            + 512
-            + 2048
-            + 2 * (16 * 3 + 96 + 192)
-            + 650,
-        ),
-        # torchvision's, with a stem of 3·64·9 in the place of 3·64·49, and 10 outputs in the place
-        # of 1000
+        # the stem, three blocks of two convolutions and two projections, norms (2 a channel), head
+        ("small-resnet", 1, 28, 144 + RESIDUAL + 2 * (16 * 3 + 96 + 192) + 650),
+        # torchvision's, with a stem of 3·64·9 for 3·64·49, and 10 outputs for 1000
         ("cifar-resnet18", 3, 32, 11_689_512 - 3 * 64 * 40 - 990 * 513),
-    ]:  # fmt: skip
-        model = build_model(name, channels, 10)
-        assert model.training
-        assert sum(parameter.numel() for parameter in model.parameters()) == weights
-        assert model(torch.randn(2, channels, pixels, pixels)).shape == (2, 10)
+    ],
+)
+def test_sizes_by_hand(name, channels, pixels, weights):
+    model = build_model(name, channels, 10)
+    assert model.training
+    assert sum(parameter.numel() for parameter in model.parameters()) == weights
+    assert model(torch.randn(2, channels, pixels, pixels)).shape == (2, 10)
 
 
 def test_the_autoencoder():
@@ -40,9 +36,8 @@ def test_the_autoencoder():
     assert [layer.in_features for layer in linear] == [784, 128, 64, 32, 12, 32, 64, 128]
     assert linear[-1].out_features == 784
     # the code (12 wide) and the logits are linear
-    assert (
-        "".join("L" if isinstance(layer, nn.Linear) else "t" for layer in model) == "LtLtLtLLtLtLtL"
-    )
+    kinds = ["L" if isinstance(layer, nn.Linear) else "t" for layer in model]
+    assert "".join(kinds) == "LtLtLtLLtLtLtL"
     for layer in linear:
         bound = math.sqrt(6 / (layer.in_features + layer.out_features))
         assert 0.8 * bound < layer.weight.abs().max() <= bound

@@ -51,11 +51,8 @@ def test_batches_are_functions_of_seed_and_number_and_shared(task):
     whole = first(task.batches(Ranks(), 0), 9)
     assert_same(first(task.batches(Ranks(), 4), 5), whole[4:])
     shares = [first(opened().batches(Ranks(rank, 3), 2), 7) for rank in range(3)]
-    joined = [
-        tuple(torch.cat(parts) for parts in zip(*step, strict=True))
-        for step in zip(*shares, strict=True)
-    ]
-    assert_same(joined, whole[2:])
+    parts = (zip(*step, strict=True) for step in zip(*shares, strict=True))
+    assert_same([tuple(map(torch.cat, pair)) for pair in parts], whole[2:])
     assert not torch.equal(first(opened(seed=1).batches(Ranks(), 0), 1)[0][0], whole[0][0])
     samples = len(load_characters()[0]) // CONTEXT
     assert (task.data, task.steps_per_epoch) == ({"samples": samples}, samples // 6)
@@ -65,13 +62,12 @@ def test_loss_and_metrics_by_hand(task):
     model = nn.Sequential(nn.Embedding(128, 128))  # scores that depend on the last character alone
     logs = model[0].weight.double().log_softmax(-1)
     _, held_out = load_characters()
-    windows = (len(held_out) - CONTEXT - 2) // CONTEXT + 1
-    loss = -logs[held_out[: windows * CONTEXT], held_out[1 : windows * CONTEXT + 1]].mean().item()
+    number = CONTEXT * ((len(held_out) - CONTEXT - 2) // CONTEXT + 1)
+    loss = -logs[held_out[:number], held_out[1 : number + 1]].mean().item()
     found, _ = evaluate(task, model, Ranks())
     assert found["loss"] == pytest.approx(loss, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     x, y = next(task.batches(Ranks(), 0))
     assert task.terms((x, y)).number == 6 * CONTEXT
-    assert task.loss(model, (x, y)).mean.item() == pytest.approx(
-        -logs[x, y].mean().item(), rel=1e-5
-    )
+    wanted = -logs[x, y].mean().item()
+    assert task.loss(model, (x, y)).mean.item() == pytest.approx(wanted, rel=1e-5)

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from articles import write_articles
+from articles import WORDS, write_articles
 from torch_thor.errors import UserError
 from torch_thor.training.text import corpus as corpora
 from torch_thor.training.text.corpus import HELD_OUT, TRAIN, Corpus
@@ -82,17 +82,16 @@ def test_whole_words_are_masked_together(corpus):
     shares, cut_words = [], 0
     for one in examples(maker, 2):
         tokens, chosen = restored(one), one["labels"] >= 0
-        words, word, before = [], -1, None
-        for token in tokens:  # a pair that was shortened may begin inside a word
-            word += not names[int(token)].startswith("##") or before in framing(maker)
-            words.append(word)
-            before = token
-        words = np.array(words)
+        # a pair that was shortened may begin inside a word
+        begins = [
+            not names[int(token)].startswith("##") or before in framing(maker)
+            for before, token in zip([None, *tokens[:-1]], tokens, strict=True)
+        ]
+        words = np.cumsum(begins)
         for word in set(words[chosen]):
             assert chosen[words == word].all()
             cut_words += (words == word).sum() > 1
-        candidates = (~np.isin(tokens, framing(maker))).sum()
-        shares.append(chosen.sum() / candidates)
+        shares.append(chosen.sum() / (~np.isin(tokens, framing(maker))).sum())
     assert cut_words > 10
     assert np.mean(shares) == pytest.approx(0.14, abs=0.02)
 
@@ -106,10 +105,6 @@ def segments(maker, one):
     return first[1:-1], second[:-1]
 
 
-def text_of(passage, first, last):
-    return passage.between(first, last).tolist()
-
-
 def contains(whole, part):
     """Whether a list has another as a slice."""
     return any(whole[n : n + len(part)] == part for n in range(len(whole) - len(part) + 1))
@@ -120,13 +115,12 @@ def test_the_second_segment_follows_the_first_or_is_of_another_document(corpus):
     for number, one in enumerate(examples(maker, 2)):
         passage = corpus.passage(number % len(corpus))
         first, second = (part.tolist() for part in segments(maker, one))
-        cuts = [
-            n
+        follows = any(
+            contains(passage.between(passage.first, n).tolist(), first)
+            and contains(passage.between(n, passage.last).tolist(), second)
             for n in range(passage.first + 1, passage.last)
-            if contains(text_of(passage, passage.first, n), first)
-            and contains(text_of(passage, n, passage.last), second)
-        ]
-        assert bool(cuts) == (one["next_sentence_label"] == 0)
+        )
+        assert follows == (one["next_sentence_label"] == 0)
 
 
 def ranks_above(a, b):
@@ -140,57 +134,26 @@ def test_lengths_do_not_tell_random_pairs_from_others(folder, length):
     maker = PairMaker(Corpus(folder, TRAIN, length))
     sizes = {0: [], 1: []}
     for one in examples(maker, 8):
-        first, second = segments(maker, one)
-        sizes[int(one["next_sentence_label"])].append(
-            (len(first), len(second), len(first) + len(second))
-        )
+        first, second = map(len, segments(maker, one))
+        sizes[int(one["next_sentence_label"])].append((first, second, first + second))
     assert min(map(len, sizes.values())) > 200
-    for of_true, of_random in zip(
-        zip(*sizes[0], strict=True), zip(*sizes[1], strict=True), strict=True
-    ):
+    for of_true, of_random in zip(*(np.array(own).T for own in sizes.values()), strict=True):
         assert ranks_above(of_random, of_true) == pytest.approx(0.5, abs=0.05)
-        limits = np.unique(of_true + of_random)[:, None]
-        above = (np.array(of_random) >= limits).mean(1) - (np.array(of_true) >= limits).mean(1)
+        limits = np.unique([*of_true, *of_random])[:, None]
+        above = (of_random >= limits).mean(1) - (of_true >= limits).mean(1)
         # the best rule "at least so long" is right for 0.5 + 0.06 at most
         assert np.abs(above).max() < 0.12
 
 
-class ShortDocuments:
-    """A corpus of documents that are shorter than an example. The tokens of each document are a
-    number of its own.
-    """
-
-    length, first_token = 128, 20
-
-    def __init__(self, corpus, documents=100):
-        self.tokenizer, self.form = corpus.tokenizer, corpus.passage(0)
-        self.lengths = np.random.default_rng(0).integers(4, 20, (documents, 4))
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def passage(self, number):
-        bounds = np.concatenate([[0], np.cumsum(self.lengths[number])])
-        tokens = np.full(bounds[-1], self.first_token + number)
-        return self.form._replace(
-            document=number,
-            tokens=tokens,
-            bounds=bounds,
-            first=0,
-            last=len(bounds) - 1,
-        )
-
-
-def test_in_short_documents_the_second_segment_is_of_another_one_and_about_as_long(corpus):
-    short = ShortDocuments(corpus)
-    maker, sizes = PairMaker(short), {0: [], 1: []}
-    for number, one in enumerate(examples(maker, 16)):
-        first, second = segments(maker, one)
-        own, is_random = short.first_token + number % len(short), int(one["next_sentence_label"])
-        assert (first == own).all()
-        assert len(set(second)) == 1
-        assert (second[0] != own) == is_random
-        sizes[is_random].append(len(second))
+def test_in_short_documents_the_second_segment_is_about_as_long(tmp_path):
+    draw = np.random.default_rng(0)
+    for number in range(100):
+        texts = (" ".join(draw.choice(WORDS, size)) for size in draw.integers(6, 20, 4))
+        (tmp_path / f"{number:03}.txt").write_text(". ".join(map(str.capitalize, texts)) + ".")
+    prepare([str(tmp_path)], tmp_path / "corpus", vocab_size=150, lengths=[128], held_out=0.01)
+    maker, sizes = PairMaker(Corpus(tmp_path / "corpus", TRAIN, 128)), {0: [], 1: []}
+    for one in examples(maker, 16):
+        sizes[int(one["next_sentence_label"])].append(len(segments(maker, one)[1]))
     # whole sentences, so not exactly as long
     assert np.mean(sizes[1]) == pytest.approx(np.mean(sizes[0]), rel=0.12)
     assert ranks_above(sizes[1], sizes[0]) == pytest.approx(0.5, abs=0.07)
@@ -198,37 +161,34 @@ def test_in_short_documents_the_second_segment_is_of_another_one_and_about_as_lo
 
 def test_a_document_of_one_sentence_gets_text_of_another(tmp_path):
     for number in range(30):
-        words = " ".join(
-            np.random.default_rng(number).choice(["river", "music", "engine", "council", "army"], 9)
-        )
-        (tmp_path / f"{number:02}.txt").write_text(words.capitalize() + ".")
+        words = np.random.default_rng(number).choice(WORDS, 9)
+        (tmp_path / f"{number:02}.txt").write_text(" ".join(words).capitalize() + ".")
     prepare([str(tmp_path)], tmp_path / "corpus", vocab_size=100, lengths=[32], held_out=0.2)
     for one in examples(PairMaker(Corpus(tmp_path / "corpus", TRAIN, 32))):
         assert one["next_sentence_label"] == 1
 
 
 def test_single_runs_of_sentences(corpus):
-    maker = PairMaker(corpus, pairs=False)
-    begins = set()
+    maker, passage, begins = PairMaker(corpus, pairs=False), corpus.passage(0), set()
+    own = passage.between(passage.first, passage.last).tolist()
     for epoch in range(20):
         one = maker[epoch, 0]
         assert not one["token_type_ids"].any()
-        passage = corpus.passage(0)
-        own, found = text_of(passage, passage.first, passage.last), restored(one)[1:-1].tolist()
+        found = restored(one)[1:-1].tolist()
+        assert len(found) == LENGTH - 2
         begins.add(next(n for n in range(len(own)) if own[n : n + len(found)] == found))
-    assert len(found) == LENGTH - 2
     # what is cut off changes, so that all is seen in time
     assert {0, len(own) - len(found)} <= begins
 
 
 def test_every_example_can_be_read_whatever_its_shard(folder):
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
     for side in (TRAIN, HELD_OUT):
         corpus = Corpus(folder, side, 32)
         passages = [corpus.passage(n) for n in range(len(corpus))]
         documents = [passage.document for passage in passages]
         assert documents == sorted(documents)
-        tokenizer = load_tokenizer(folder / "tokenizer.json")
-        assert all(tokenizer.decode(text_of(one, one.first, one.first + 1)) for one in passages)
+        assert all(tokenizer.decode(one.between(one.first, one.first + 1)) for one in passages)
 
 
 def test_a_length_that_was_not_prepared_is_refused(folder):
