@@ -4,7 +4,6 @@ and of autograd.
 Attention, experts, recurrent and registered layers have files of their own.
 """
 
-from collections import Counter
 from fractions import Fraction
 from unittest.mock import patch
 
@@ -29,7 +28,6 @@ from torch_thor.curvature import Blocks, BlockSizes
 from torch_thor.curvature.kinds import kind_of
 from torch_thor.curvature.kinds import matrix as matrix_kinds
 from torch_thor.curvature.kinds.experts import ExpertsKind
-from torch_thor.curvature.kinds.matrix import standing_for_all
 
 TORCHS = ("plain", "transposed")
 STANDARDISED = (StdConv2d, StdConv2dSame, WeightStandardizedConv2d)
@@ -223,23 +221,6 @@ def check_rows_and_matrices(case, split_dim, most, piece):
     again = kind.to_matrix(back).mul_(2.0)
     kind.from_matrix_(again, back)
     assert torch.equal(back, 2 * weight)
-
-
-@given(count=st.integers(1, 400), most=st.integers(1, 60))
-def test_a_row_of_each_span_stands_for_it(count, most):
-    found = standing_for_all(count, most, torch.device("cpu"))
-    assert (found is None) == (count <= most)
-    for i, row in enumerate([] if found is None else found.tolist()):
-        assert i * count // most <= row < -(-(i + 1) * count // most)
-
-
-def test_rows_that_stand_for_all_come_from_all_places():
-    """Of 64 images of 16 pixels not always the same pixels, although 16 divides the steps."""
-    for images, most in ((64, 512), (512, 1024)):
-        places = standing_for_all(images * 16, most, torch.device("cpu")) % 16
-        counts = Counter(places.tolist())
-        assert counts.keys() == set(range(16))
-        assert max(counts.values()) <= 2 * min(counts.values())
 
 
 def test_batches_of_other_shapes_have_places_of_their_own():

@@ -12,46 +12,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
-from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 
 from comparing import DAMPING, assert_matches_reference, having
 from tiny import assert_same, cross_entropy, train, weights
-from torch_thor import THOR, ThorMuon
+from torch_thor import THOR
 
 
 def loss_of(terms):
     return lambda output: (output**3).sum() / terms
-
-
-class AlsoShifted(BartScaledWordEmbedding):
-    def forward(self, input_ids):
-        return super().forward(input_ids) + 1.0
-
-
-class OfPositions(nn.Embedding):
-    """What it wants is no tokens."""
-
-    embed_scale = 2.0
-
-    def forward(self, tokens, positions):
-        return super().forward(positions) * self.embed_scale
-
-
-@pytest.mark.filterwarnings("ignore:Thor.*preconditions", "ignore:THOR preconditions")
-def test_what_does_more_than_scale_is_not_guessed():
-    for other in (
-        AlsoShifted(7, 4, None, embed_scale=2.0),
-        OfPositions(7, 4),
-        T5Gemma2TextScaledWordEmbedding(7, 4, 0, embed_scale=2.0, eoi_token_index=3),
-    ):
-        entries = {e.name: e for e in THOR(nn.Sequential(other, nn.Linear(4, 3))).coverage()}
-        assert (
-            entries["0.weight"].reason
-            == f"{type(other).__name__} overrides the forward of Embedding"
-        )
-    entry = ThorMuon(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 9))).coverage()[0]
-    assert entry.reason == "the input factor is diagonal"
 
 
 # ---- the mask ------------------------------------------------------------------------------------
