@@ -72,6 +72,8 @@ def mixture(count):
 
 BOTH = "shared by '0.weight', '1.weight'"
 ALIKE = {"a.in_proj_weight": "shared by 'a.in_proj_weight', 'b.in_proj_weight'"}
+ALIKE |= {"a.in_proj_bias": WITHOUT_WEIGHT, "b.in_proj_bias": WITHOUT_WEIGHT}
+LOOSE = {"1.scale": "belongs to no layer inside Experts"}
 EXPERTS = {"up": (3, 6, 4), "up_bias": (3, 6), "down": (3, 4, 6), "scale": (3,)}
 NORM = {"1.weight": "a normalisation layer", "1.bias": "a normalisation layer"}
 # what a model is, its layers, and why the other parameters have no factors
@@ -80,26 +82,14 @@ CASES = [
     # neither of one geometry, nor an embedding and its decoders; or a module without a kind
     (shared(nn.Embedding(7, 4), Conv1D(4, 7)), [], {"0.weight": BOTH, "1.bias": WITHOUT_WEIGHT}),
     (shared(nn.Linear(4, 4, bias=False), nn.Bilinear(4, 1, 4, bias=False)), [], {"0.weight": BOTH}),
-    (
-        shared_attentions(),
-        ["a.out_proj", "b.out_proj"],
-        ALIKE | {f"{name}.in_proj_bias": WITHOUT_WEIGHT for name in "ab"},
-    ),
+    (shared_attentions(), ["a.out_proj", "b.out_proj"], ALIKE),
     (behind_a_layer(nn.LayerNorm(4)), ["0"], NORM),
     (behind_a_layer(nn.GroupNorm(2, 4)), ["0"], NORM),
     (behind_a_layer(nn.BatchNorm1d(4)), ["0"], NORM),
     (behind_a_layer(nn.RMSNorm(4)), ["0"], {"1.weight": NORM["1.weight"]}),
     (behind_a_layer(ModelRMSNorm()), ["0"], {"1.weight": NORM["1.weight"]}),
-    (
-        behind_a_layer(ModelRMSNorm((4, 4))),
-        ["0"],
-        {"1.weight": "no curvature for ModelRMSNorm"},
-    ),
-    (
-        behind_a_layer(Experts(**EXPERTS)),
-        ["0", "1.up", "1.down"],
-        {"1.scale": "belongs to no layer inside Experts"},
-    ),
+    (behind_a_layer(ModelRMSNorm((4, 4))), ["0"], {"1.weight": "no curvature for ModelRMSNorm"}),
+    (behind_a_layer(Experts(**EXPERTS)), ["0", "1.up", "1.down"], LOOSE),
     (behind_a_layer(mixture(3)), ["0", "1.weight"], {}),
     (behind_a_layer(mixture(4)), ["0"], {"1.weight": "no curvature for Mixture"}),
     # a position embedding is no expert

@@ -45,22 +45,19 @@ def through_windows(m, x):
 
 TOKENS = torch.arange(N * L).reshape(N, L) % 11
 VECTORS, SEQUENCES = torch.randn(N, D), torch.randn(N, L, D)
-KINDS = {  # layers that are not linear, by name
-    "words": lambda: nn.Embedding(11, D),
-    "positions": lambda: nn.Embedding(L, D),
-}
-MODELS = {  # the function, its layers, the input
-    "mlp": (plain, "body head", VECTORS),
-    "sequences": (plain, "body head", SEQUENCES),
-    "positions": (with_positions, "words positions body head", TOKENS),
-    "windows": (through_windows, "in body head", SEQUENCES),
+MODELS = {  # the function, its first layers, the input
+    "mlp": (plain, (), VECTORS),
+    "sequences": (plain, (), SEQUENCES),
+    "positions": (with_positions, ("words", "positions"), TOKENS),
+    "windows": (through_windows, ("in",), SEQUENCES),
 }
 
 
 def build(name):
     torch.manual_seed(0)
-    forward, layers, x = MODELS[name]
-    model = Forward(forward, **{layer: KINDS.get(layer, linear)() for layer in layers.split()})
+    forward, first, x = MODELS[name]
+    layers = {layer: linear() if layer == "in" else nn.Embedding(11, D) for layer in first}
+    model = Forward(forward, **layers, body=linear(), head=linear())
     return model.double(), x.double() if x.is_floating_point() else x
 
 

@@ -62,7 +62,7 @@ def listening():
 
 def test_a_call_is_heard_by_who_listens_and_nothing_is_put_on_the_module(listening):
     model, other = nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)
-    before = copy.copy(model[0]).__dict__
+    before = {name: copy.copy(value) for name, value in vars(model[0]).items()}
     watchers = [listening(model), listening(model)]
     model(other(X))
     assert [watcher.names for watcher in watchers] == [["0"], ["0"]]
@@ -84,31 +84,21 @@ def test_nothing_is_heard_while_a_model_is_traced(listening):
 # ---- what is handed over -------------------------------------------------------------------------
 
 
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "out_proj"]
 MODULES = {
-    "attention": (
-        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+    nn.MultiheadAttention(4, 2, batch_first=True): (
         lambda m, x: m(x, x, x, need_weights=False)[0],
-        PROJECTIONS,
+        ["q_proj", "k_proj", "v_proj", "out_proj"],
     ),
-    "lstm": (
-        lambda: nn.LSTM(4, 4, batch_first=True),
-        lambda m, x: m(x)[0],
-        ["weight_ih_l0", "weight_hh_l0"],
-    ),
-    "cell": (
-        lambda: nn.GRUCell(4, 4),
-        lambda m, x: m(x[:, 0], x[:, 1]),
-        ["weight_ih", "weight_hh"],
-    ),
+    nn.LSTM(4, 4, batch_first=True): (lambda m, x: m(x)[0], ["weight_ih_l0", "weight_hh_l0"]),
+    nn.GRUCell(4, 4): (lambda m, x: m(x[:, 0], x[:, 1]), ["weight_ih", "weight_hh"]),
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_layers_inside_a_module(name, listening):
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
+def test_layers_inside_a_module(module, listening):
     """Seen where rows are wanted; elsewhere the module's own code runs and no more."""
-    make, call, inside = MODULES[name]
-    model, x = nn.ModuleDict({"m": make()}), torch.randn(3, 5, 4)
+    call, inside = MODULES[module]
+    model, x = nn.ModuleDict({"m": module}), torch.randn(3, 5, 4)
     before = call(model["m"], x)
     other = listening(model, gathers=False)
     assert torch.equal(call(model["m"], x), before)
