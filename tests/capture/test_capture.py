@@ -149,6 +149,11 @@ def test_only_what_gathers_gives_rows_and_loss_terms():
     assert net.rows() == [0, 4, 4]
     assert loss_terms_of_step(net.capture.passes.values())[0] == 4
     assert net.capture.reached == {net.layers["2"], net.layers["4"]}
+    loss = net.forward().square().sum()
+    net.record(*NAMES, due=False)  # a gradient that comes when nothing gathers any more
+    before = net.rows()
+    loss.backward()
+    assert net.rows() == before
 
 
 # ``+`` a forward pass, ``e`` an evaluation, ``b`` the backward pass of the latest ``+``, ``z``
