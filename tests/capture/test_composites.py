@@ -1,10 +1,6 @@
-"""Composite modules: several layers in one forward, registered by the user; and the how-to page
-that explains them.
-"""
+"""Composite modules: several layers in one forward, registered by the user."""
 
-import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from tiny import batches, train, weights
+from tiny import batches, train
 from torch_thor import THOR, ThorMuon
 from torch_thor.capture import CompositeHook, InnerLayer, register_composite
 from torch_thor.capture.composites import declarations as registry
-from torch_thor.curvature import ParameterView, ProjectionKind
+from torch_thor.curvature import LayerCurvature, ParameterView, ProjectionKind
 from torch_thor.curvature.kinds import registry as kinds
-
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "register-kind.md"
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +27,8 @@ class TwoLayers(nn.Module):
 
     def __init__(self, width=5, outputs=5):
         super().__init__()
-        self.fused = nn.Parameter(torch.randn(width + outputs, width, dtype=torch.float64) / 2)
-        self.offsets = nn.Parameter(torch.randn(width + outputs, dtype=torch.float64))
+        self.fused = nn.Parameter(torch.randn(width + outputs, width) / 2)
+        self.offsets = nn.Parameter(torch.randn(width + outputs))
         self.sizes = width, outputs
 
     def forward(self, x):
@@ -46,12 +40,9 @@ class TwoLayers(nn.Module):
 def layers_of(module):
     width, outputs = module.sizes
     for name, rows in (("first", slice(0, width)), ("second", slice(width, width + outputs))):
-        weight, bias = (
-            ParameterView(module, attribute, rows) for attribute in ("fused", "offsets")
-        )
-        yield InnerLayer(
-            name, ProjectionKind(weight.of(module.fused), "TwoLayers"), weight, [bias], f"{name}_"
-        )
+        weight, bias = (ParameterView(module, of, rows) for of in ("fused", "offsets"))
+        kind = ProjectionKind(weight.of(module.fused), "TwoLayers")
+        yield InnerLayer(name, kind, weight, [bias], f"{name}_")
 
 
 class LinearCalls(TorchFunctionMode):
@@ -73,16 +64,14 @@ class Hook(CompositeHook):
 
 
 def network(inner):
-    return nn.Sequential(
-        nn.Linear(5, 5, dtype=torch.float64), inner, nn.Linear(5, 3, dtype=torch.float64)
-    )
+    return nn.Sequential(nn.Linear(5, 5), inner, nn.Linear(5, 3)).double()
 
 
 def fused_and_separate():
     """The same network twice: as a composite module, and as two modules in its place."""
     register_composite(TwoLayers, layers_of, Hook)
     model = network(TwoLayers())
-    one, two = (nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
+    one, two = nn.Linear(5, 5), nn.Linear(5, 5)
     twin = network(nn.Sequential(one, nn.Tanh(), two))
     with torch.no_grad():
         for i in (0, 2):
@@ -104,13 +93,11 @@ CASES = {
 def test_it_is_trained_as_separate_layers_are(kind, options, skipped, twins_skipped):
     """With bounds on the step that do not differ between one parameter and two."""
     model, twin = fused_and_separate()
-    left_out, twins_left_out = (
-        [f"-{name}" for name in names] or None for names in (skipped, twins_skipped)
-    )
-    optimizer = kind(model, split_dim=4, layers=left_out, **options)
+    optimizer = kind(model, split_dim=4, layers=[f"-{name}" for name in skipped], **options)
     assert set(optimizer.curvature) == {"0", "1.first", "1.second", "2"} - set(skipped)
     train(model, optimizer, batches(7))
-    train(twin, kind(twin, split_dim=4, layers=twins_left_out, **options), batches(7))
+    left_out = [f"-{name}" for name in twins_skipped]
+    train(twin, kind(twin, split_dim=4, layers=left_out, **options), batches(7))
     torch.testing.assert_close(model[0].weight, twin[0].weight)
     torch.testing.assert_close(model[1].fused, torch.cat([twin[1][0].weight, twin[1][2].weight]))
     torch.testing.assert_close(model[1].offsets, torch.cat([twin[1][0].bias, twin[1][2].bias]))
@@ -119,18 +106,13 @@ def test_it_is_trained_as_separate_layers_are(kind, options, skipped, twins_skip
 def test_layers_that_are_rows_of_one_weight_share_the_tensors_of_g():
     """The widest of their blocks tells how many columns there are."""
     register_composite(TwoLayers, layers_of, Hook)
-    model = nn.Sequential(nn.Linear(5, 5, dtype=torch.float64), TwoLayers(outputs=3))
+    model = nn.Sequential(nn.Linear(5, 5), TwoLayers(outputs=3)).double()
     optimizer = THOR(model, split_dim=None)
     train(model, optimizer, batches(1))
-    state, layers = (
-        optimizer.state[model[1].fused],
-        [optimizer.curvature[f"1.{name}"] for name in ("first", "second")],
-    )
-    for suffix, matrices in (
-        ("", [layer.factors() for layer in layers]),
-        ("_inverse", [c.inverses() for c in layers]),
-    ):
-        (a, wide), (own, narrow) = matrices
+    state = optimizer.state[model[1].fused]
+    layers = [optimizer.curvature[f"1.{name}"] for name in ("first", "second")]
+    for suffix, look in (("", LayerCurvature.factors), ("_inverse", LayerCurvature.inverses)):
+        (a, wide), (own, narrow) = map(look, layers)
         assert torch.equal(state[f"first_A{suffix}"], a)
         assert torch.equal(state[f"second_A{suffix}"], own)
         assert torch.equal(state[f"G{suffix}"], torch.cat([wide, F.pad(narrow, (0, 2))]))
@@ -146,22 +128,12 @@ def test_coverage():
     assert entries_of(network(TwoLayers()))["1.fused"].reason == "no curvature for TwoLayers"
     register_composite(TwoLayers, layers_of, Hook)
     model = network(TwoLayers())
-    model[1].extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     entries = entries_of(model)
-    fused, offsets = entries["1.fused"], entries["1.offsets"]
-    assert (fused.kind, fused.factor_sizes, fused.groups, fused.note) == (
-        "TwoLayers",
-        (5, 5),
-        2,
-        None,
-    )
-    assert (offsets.kind, offsets.factor_sizes, offsets.groups) == ("TwoLayers", (5,), 2)
-    assert entries["1.extra"].reason == "belongs to no layer inside TwoLayers"
-    assert (
-        entries_of(model, layers="-1.first")["1.offsets"].note
-        == "plain momentum for '1.first': left out by layers="
-    )
-    assert entries_of(model, layers="-1")["1.offsets"].reason == "left out by layers="
+    for name, sizes in (("1.fused", (5, 5)), ("1.offsets", (5,))):
+        entry = entries[name]
+        assert (entry.kind, entry.factor_sizes, entry.groups) == ("TwoLayers", sizes, 2)
+    note = entries_of(model, layers="-1.first")["1.offsets"].note
+    assert note == "plain momentum for '1.first': left out by layers="
 
 
 class Holder(nn.Module):
@@ -169,7 +141,7 @@ class Holder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Linear(5, 5, dtype=torch.float64)
+        self.inner = nn.Linear(5, 5)
 
     def forward(self, x):
         return F.linear(x, self.inner.weight, self.inner.bias)
@@ -177,13 +149,8 @@ class Holder(nn.Module):
 
 def test_children_that_are_not_called():
     def layers(module):
-        kind = ProjectionKind(module.inner.weight, "Holder")
-        yield InnerLayer(
-            "first",
-            kind,
-            ParameterView(module.inner, "weight"),
-            [ParameterView(module.inner, "bias")],
-        )
+        weight, bias = (ParameterView(module.inner, of) for of in ("weight", "bias"))
+        yield InnerLayer("first", ProjectionKind(module.inner.weight, "Holder"), weight, [bias])
 
     for with_children, name in ((False, "1.inner"), (True, "1.first")):
         registry.COMPOSITES.classes.pop(Holder, None)
@@ -197,12 +164,7 @@ def test_children_that_are_not_called():
         assert optimizer.curvature[name].refreshes == int(with_children)
 
 
-# ---- what does not fit ---------------------------------------------------------------------------
-
-
 def test_what_cannot_be_registered():
-    with pytest.raises(TypeError, match=r"module_type=TwoLayers\(\) must be a class of"):
-        register_composite(TwoLayers(), layers_of, Hook)
     for known in (nn.LSTM, nn.Linear):
         with pytest.raises(ValueError, match=f"{known.__name__} is registered already"):
             register_composite(known, layers_of, Hook)
@@ -214,29 +176,5 @@ def test_layers_that_do_not_fit_their_module():
         yield InnerLayer("first", kind, ParameterView(module, "fused"))
 
     register_composite(TwoLayers, made, Hook)
-    with pytest.raises(ValueError, match=r"inputs=5 of a weight of shape \(10, 5\): .* 50 numbers"):
+    with pytest.raises(ValueError, match=r"inputs=5 of a weight of shape \(10, 5\)"):
         THOR(network(TwoLayers()))
-
-
-# ---- the page that explains it -------------------------------------------------------------------
-
-
-def test_the_examples_of_the_how_to_page_run(capsys):
-    """Both examples, as printed; then their model is trained, and has the factors of linear
-    layers.
-    """
-    names = {}
-    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(code, names)
-    assert capsys.readouterr().out == "['0', '1']\n['1', '0.up', '0.down']\n"
-    optimizer = names["optimizer"]
-    model, inputs = optimizer.model, []
-    model[0].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    before = weights(model)
-    train(model, optimizer, batches(1, size=12, features=16, classes=4, dtype=torch.float32))
-    (x,) = inputs
-    gate, value = (x @ before["0.up"].T).chunk(2, -1)
-    for name, rows in (("0.up", x), ("0.down", F.silu(gate) * value)):
-        assert optimizer.curvature[name].refreshes == 1
-        torch.testing.assert_close(optimizer.curvature[name].factors()[0], rows.T @ rows / 12)
-    assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())

@@ -27,27 +27,90 @@ def reasons(found):
     return {entry.name: entry.reason for entry in found.entries if not entry.preconditioned}
 
 
-# ---- shared weights ------------------------------------------------------------------------------
-
-
 def shared(first, second):
-    model = nn.Sequential(first, second)
     second.register_parameter("weight", first.weight)
+    return nn.Sequential(first, second)
+
+
+def shared_bias():
+    model = shared(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].bias = model[0].bias
     return model
+
+
+def shared_attentions():
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(4, 2), "b": nn.MultiheadAttention(4, 2)})
+    model["b"].in_proj_weight = model["a"].in_proj_weight
+    return model
+
+
+def behind_a_layer(module):
+    return nn.Sequential(nn.Linear(3, 4), module)
+
+
+class ModelRMSNorm(nn.Module):
+    """A library's own: known by its name and its vectors."""
+
+    def __init__(self, shape=(4,)):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+
+class Experts(nn.Module):
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+
+def mixture(count):
+    """A module that is called otherwise: its number of experts tells."""
+    found = type("Mixture", (Experts,), {})(weight=(3, 6, 4))
+    found.num_experts = count
+    return found
+
+
+BOTH = "shared by '0.weight', '1.weight'"
+ALIKE = {"a.in_proj_weight": "shared by 'a.in_proj_weight', 'b.in_proj_weight'"}
+ALIKE |= {"a.in_proj_bias": WITHOUT_WEIGHT, "b.in_proj_bias": WITHOUT_WEIGHT}
+LOOSE = {"1.scale": "belongs to no layer inside Experts"}
+EXPERTS = {"up": (3, 6, 4), "up_bias": (3, 6), "down": (3, 4, 6), "scale": (3,)}
+NORM = {"1.weight": "a normalisation layer", "1.bias": "a normalisation layer"}
+# what a model is, its layers, and why the other parameters have no factors
+CASES = [
+    (shared_bias(), ["0"], {"0.bias": "shared by '0.bias', '1.bias'"}),
+    # neither of one geometry, nor an embedding and its decoders; or a module without a kind
+    (shared(nn.Embedding(7, 4), Conv1D(4, 7)), [], {"0.weight": BOTH, "1.bias": WITHOUT_WEIGHT}),
+    (shared(nn.Linear(4, 4, bias=False), nn.Bilinear(4, 1, 4, bias=False)), [], {"0.weight": BOTH}),
+    (shared_attentions(), ["a.out_proj", "b.out_proj"], ALIKE),
+    (behind_a_layer(nn.LayerNorm(4)), ["0"], NORM),
+    (behind_a_layer(nn.GroupNorm(2, 4)), ["0"], NORM),
+    (behind_a_layer(nn.BatchNorm1d(4)), ["0"], NORM),
+    (behind_a_layer(nn.RMSNorm(4)), ["0"], {"1.weight": NORM["1.weight"]}),
+    (behind_a_layer(ModelRMSNorm()), ["0"], {"1.weight": NORM["1.weight"]}),
+    (behind_a_layer(ModelRMSNorm((4, 4))), ["0"], {"1.weight": "no curvature for ModelRMSNorm"}),
+    (behind_a_layer(Experts(**EXPERTS)), ["0", "1.up", "1.down"], LOOSE),
+    (behind_a_layer(mixture(3)), ["0", "1.weight"], {}),
+    (behind_a_layer(mixture(4)), ["0"], {"1.weight": "no curvature for Mixture"}),
+    # a position embedding is no expert
+    (behind_a_layer(Experts(places=(1, 6, 4))), ["0"], {"1.places": "no curvature for Experts"}),
+]
+
+
+@pytest.mark.parametrize(("model", "layers", "why"), CASES)
+def test_layers_and_why_the_rest_has_no_factors(model, layers, why):
+    found = inspect(model)
+    assert list(found.layers) == layers
+    assert reasons(found) == why
 
 
 def test_modules_of_one_geometry_pool_their_rows():
     model = shared(nn.Linear(4, 4), nn.Linear(4, 4))
     found = inspect(model)
     (layer,) = found.layers.values()
-    assert layer.name == "0"
     assert [use.module for use in layer.uses] == list(model)
     assert [bias.module for bias in layer.biases] == list(model)
     assert found.entries[0].note == "shared with '1.weight'"
-    model[1].bias = model[0].bias  # then it is nobody's
-    found = inspect(model)
-    assert found.layers["0"].biases == []
-    assert reasons(found) == {"0.bias": "shared by '0.bias', '1.bias'"}
 
 
 def test_a_tied_decoder_goes_with_its_embedding():
@@ -59,89 +122,6 @@ def test_a_tied_decoder_goes_with_its_embedding():
     assert reasons(found) == {
         "1.bias": "the weight of its layer is preconditioned as that of '0', with another G"
     }
-
-
-def test_what_does_not_fit_together_has_no_factors():
-    """Neither is of one geometry, nor is one an embedding and the rest its decoders; or a module
-    has no kind.
-    """
-    model = shared(nn.Embedding(7, 4), Conv1D(4, 7)).append(nn.Linear(3, 3))
-    found = inspect(model)
-    assert set(found.layers) == {"2"}
-    assert reasons(found) == {
-        "0.weight": "shared by '0.weight', '1.weight'",
-        "1.bias": WITHOUT_WEIGHT,
-    }
-    bilinear = nn.Bilinear(4, 1, 4, bias=False)
-    assert reasons(inspect(shared(nn.Linear(4, 4), bilinear)))["0.weight"] == (
-        "shared by '0.weight', '1.weight'"
-    )
-
-
-# ---- normalisation -------------------------------------------------------------------------------
-
-
-class ModelRMSNorm(nn.Module):
-    """A library's own: known by its name and its vectors."""
-
-    def __init__(self, shape=(4,)):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(shape))
-
-
-@pytest.mark.parametrize(
-    "norm",
-    [nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), nn.BatchNorm1d(4), ModelRMSNorm()],
-)
-def test_norms(norm):
-    found = inspect(nn.Sequential(nn.Linear(3, 4), norm))
-    assert set(found.layers) == {"0"}
-    assert set(reasons(found).values()) == {"a normalisation layer"}
-
-
-def test_the_name_alone_makes_no_norm():
-    found = inspect(nn.Sequential(nn.Linear(3, 4), ModelRMSNorm((4, 4))))
-    assert reasons(found) == {"1.weight": "no curvature for ModelRMSNorm"}
-
-
-# ---- attention, experts --------------------------------------------------------------------------
-
-
-def test_attentions_that_share_their_weights():
-    """Neither has those of its own; what they do not share is preconditioned."""
-    model = nn.ModuleDict({"a": nn.MultiheadAttention(4, 2), "b": nn.MultiheadAttention(4, 2)})
-    model["b"].in_proj_weight = model["a"].in_proj_weight
-    found = inspect(model)
-    assert set(found.layers) == {"a.out_proj", "b.out_proj"}
-    assert reasons(found) == {
-        "a.in_proj_weight": "shared by 'a.in_proj_weight', 'b.in_proj_weight'",
-        "a.in_proj_bias": WITHOUT_WEIGHT,
-        "b.in_proj_bias": WITHOUT_WEIGHT,
-    }
-
-
-class Experts(nn.Module):
-    def __init__(self, **shapes):
-        super().__init__()
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
-
-
-def test_experts():
-    model = nn.ModuleDict(
-        {"experts": Experts(up=(3, 6, 4), up_bias=(3, 6), down=(3, 4, 6), scale=(3,))}
-    )
-    found = inspect(model)
-    assert set(found.layers) == {"experts.up", "experts.down"}
-    assert reasons(found) == {"experts.scale": "belongs to no layer inside Experts"}
-    for count in (3, 4):  # a module that is called otherwise: its number of experts tells
-        mixture = type("Mixture", (Experts,), {})(weight=(3, 6, 4))
-        mixture.num_experts = count
-        assert ("1.weight" in inspect(nn.Sequential(nn.Linear(4, 4), mixture)).layers) == (
-            count == 3
-        )
-    positions = Experts(positions=(1, 6, 4))  # a position embedding is no expert
-    assert set(inspect(nn.Sequential(nn.Linear(4, 4), positions)).layers) == {"0"}
 
 
 # ---- what is not there, or is computed -----------------------------------------------------------
@@ -160,14 +140,19 @@ def test_what_the_optimizer_has_not():
 @pytest.mark.parametrize(
     ("module", "weight", "bias"),
     [
+        (nn.Linear(3, 4), "weight", "bias"),
         (nn.LSTM(4, 4), "weight_ih_l0", "bias_ih_l0"),
         (nn.MultiheadAttention(4, 2), "in_proj_weight", "in_proj_bias"),
         (nn.GRUCell(4, 4), "weight_hh", "bias_hh"),
     ],
 )
-def test_a_weight_inside_a_module_that_the_optimizer_has_not(module, weight, bias):
+def test_a_weight_that_the_optimizer_has_not_and_a_bias_that_is_computed(module, weight, bias):
+    """Of a computed bias the weight is preconditioned as ever."""
     trained = [p for p in module.parameters() if p is not module.get_parameter(weight)]
     assert reasons(inspect(module, trained)) == {weight: NOT_TRAINED, bias: WITHOUT_WEIGHT}
+    ((name, why),) = reasons(inspect(prune.identity(module, bias))).items()
+    assert name == f"{bias}_orig"
+    assert why.startswith(f"{bias!r} is computed from it (pruned, weight_norm)")
 
 
 @pytest.mark.parametrize("change", [prune.identity, parametrizations.weight_norm])
@@ -183,34 +168,13 @@ def test_what_weights_are_computed_from(change):
     assert set(inspect(attention).layers) == {"q_proj", "k_proj", "v_proj"}
 
 
-@pytest.mark.parametrize(
-    ("module", "bias"),
-    [
-        (nn.Linear(3, 4), "bias"),
-        (nn.GRU(3, 4), "bias_hh_l0"),
-        (nn.MultiheadAttention(4, 2), "in_proj_bias"),
-    ],
-)
-def test_what_biases_are_computed_from(module, bias):
-    """The weight is preconditioned as ever."""
-    found = inspect(nn.ModuleDict({"m": prune.identity(module, bias)}))
-    why = f"{bias!r} is computed from it (pruned, weight_norm)"
-    assert reasons(found).keys() == {f"m.{bias}_orig"}
-    assert reasons(found)[f"m.{bias}_orig"].startswith(why)
-
-
 def test_without_g():
     """ThorMuon takes A alone: of no embeddings, and of no biases."""
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
     found = inspect(model, inputs_alone=True)
     assert set(found.layers) == {"1"}
     assert found.layers["1"].biases == []
-    assert reasons(found) == {
-        "0.weight": "the input factor is diagonal",
-        "1.bias": "no matrix",
-        "2.weight": "a normalisation layer",
-        "2.bias": "a normalisation layer",
-    }
+    assert reasons(found) == {"0.weight": "the input factor is diagonal", "1.bias": "no matrix"}
     assert found.entries[1].factor_sizes == (4,)
 
 

@@ -1,6 +1,6 @@
-"""Rows cut into runs of equal blocks, against dense float64 algebra: groups, tails, edges of
-shards, diagonals.
-"""
+"""Rows cut into runs of equal blocks, against dense float64 algebra."""
+
+from itertools import pairwise
 
 import torch
 from hypothesis import given
@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torch_thor.curvature import Blocks, BlockSizes
-from torch_thor.curvature.blocks import reblock
 
-CPU = torch.device("cpu")
 split_dims = st.none() | st.integers(1, 9)
 grouped = st.builds(BlockSizes.of, st.integers(1, 13), split_dims, st.integers(1, 3))
 sharded = st.builds(
@@ -22,19 +20,14 @@ cuts = grouped | sharded
 
 
 def random(*shape):
-    return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
-    )
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).double()
 
 
-def filled(block_sizes, samples=3):
-    """Blocks with the second moments of random samples, and these moments as full matrices of each
-    group.
-    """
-    x = random(block_sizes.groups, block_sizes.rows // block_sizes.groups, samples)
-    blocks = Blocks(
-        block_sizes, torch.zeros(block_sizes.rows, block_sizes.width, dtype=torch.float64)
-    )
+def filled(block_sizes):
+    """Blocks with the second moments of random samples, and these as full matrices of groups."""
+    x = random(block_sizes.groups, block_sizes.rows // block_sizes.groups, 3)
+    zeros = torch.zeros(block_sizes.rows, block_sizes.width, dtype=torch.float64)
+    blocks = Blocks(block_sizes, zeros)
     blocks.add_second_moment_(x)
     return blocks, x @ x.mT
 
@@ -77,18 +70,11 @@ def test_blocks_end_at_split_dim_groups_and_edges(rows, groups, split_dim, edges
             length = 0
     block_sizes = BlockSizes.of(rows, split_dim, groups, edges)
     assert [size for count, size in block_sizes.blocks for _ in range(count)] == sizes
-    assert (block_sizes.rows, block_sizes.width, block_sizes.is_diagonal) == (
-        groups * rows,
-        max(sizes),
-        max(sizes) == 1,
-    )
-    assert [run.last for run in block_sizes.runs] == [
-        *[run.first for run in block_sizes.runs][1:],
-        block_sizes.rows,
-    ]
-    assert all(
-        a.size != b.size for a, b in zip(block_sizes.runs, block_sizes.runs[1:], strict=False)
-    )
+    assert (block_sizes.rows, block_sizes.width) == (groups * rows, max(sizes))
+    assert block_sizes.is_diagonal == (max(sizes) == 1)
+    runs = block_sizes.runs
+    assert (runs[0].first, runs[-1].last) == (0, block_sizes.rows)
+    assert all(a.last == b.first and a.size != b.size for a, b in pairwise(runs))
 
 
 @given(block_sizes=cuts)
@@ -114,45 +100,8 @@ def test_products(block_sizes, columns, wider):
     matrix = random(block_sizes.groups, size, columns)
     wide = Blocks(block_sizes, nn.functional.pad(blocks.rows, (0, wider)))
     torch.testing.assert_close(wide.left_multiply(matrix), dense @ matrix)
-    into = torch.full(
-        (block_sizes.groups, columns, size), torch.nan, dtype=matrix.dtype
-    )  # is overwritten
+    into = torch.full_like(matrix.mT, torch.nan)  # is overwritten
     blocks.write_right_product_(matrix.mT, -2.0, into)
     torch.testing.assert_close(into, -2 * matrix.mT @ dense)
     torch.testing.assert_close(wide.traces(), dense.diagonal(dim1=1, dim2=2).sum(-1))
     assert torch.equal(torch.stack(wide.dense()), torch.stack(blocks.dense()))
-
-
-@given(block_sizes=cuts, processes=st.integers(1, 4), data=st.data())
-def test_what_a_process_holds(block_sizes, processes, data):
-    """Of every run some blocks: together all of them."""
-    bounds = []
-    for count, _ in block_sizes.blocks:
-        inner = data.draw(
-            st.lists(st.integers(0, count), min_size=processes - 1, max_size=processes - 1)
-        )
-        bounds.append((0, *sorted(inner), count))
-    for process in range(processes):
-        held = [
-            (of[process + 1] - of[process], size)
-            for of, (_, size) in zip(bounds, block_sizes.blocks, strict=True)
-        ]
-        assert block_sizes.local(bounds, process).blocks == tuple(
-            (count, size) for count, size in held if count
-        )
-
-
-@given(rows=st.integers(1, 13), groups=st.integers(1, 2), before=split_dims, after=split_dims)
-def test_cut_again(rows, groups, before, after):
-    """What lies in old blocks stays, the rest is zero; a wider tensor, as rows of one weight share
-    it, stays wide.
-    """
-    old, new = (BlockSizes.of(rows, split_dim, groups) for split_dim in (before, after))
-    blocks, whole = filled(old)
-    wide = torch.cat(
-        [blocks.rows, torch.zeros(old.rows, max(new.width - old.width, 0), dtype=torch.float64)], 1
-    )
-    found = Blocks(new, reblock(wide, old, new))
-    expected = torch.where(same_block(old) & same_block(new), torch.block_diag(*whole), 0.0)
-    torch.testing.assert_close(torch.block_diag(*found.dense()), expected)
-    assert found.rows.shape == wide.shape

@@ -1,6 +1,4 @@
-"""Products in float32: exact to its rounding by whichever library, and the user's settings stay as
-they are.
-"""
+"""Products in float32: exact to its rounding by any library, and the user's settings stay."""
 
 from itertools import product as pairs
 
@@ -40,13 +38,8 @@ def test_products_are_exact():
             a, b = matrices(count, m, k, of_a), matrices(count, k, n, of_b)
             with ieee_float32("cpu"):
                 error = (product(a, b) - a.double() @ b.double()).abs()
-            assert (error <= 2e-6 * (a.double().abs() @ b.double().abs())).all(), (
-                m,
-                k,
-                n,
-                of_a,
-                of_b,
-            )
+            bound = 2e-6 * (a.double().abs() @ b.double().abs())
+            assert (error <= bound).all(), (m, k, n, of_a, of_b)
         a, b = matrices(count, m, k), matrices(count, k, n)
         for layout in (*LAYOUTS, "column of blocks"):
             into = matrices(count, m, n, layout)
@@ -91,11 +84,9 @@ def test_a_library_that_rounds_to_bfloat16_is_not_taken(monkeypatch):
     bmm = torch.bmm
 
     def rounding(a, b):
-        return (
-            bmm(a.bfloat16().to(a.dtype), b.bfloat16().to(b.dtype))
-            if a.dtype == torch.float32
-            else bmm(a, b)
-        )
+        if a.dtype == torch.float32:
+            a, b = a.bfloat16().float(), b.bfloat16().float()
+        return bmm(a, b)
 
     monkeypatch.setattr(torch, "bmm", rounding)
     assert not find_out()

@@ -5,28 +5,21 @@ Layers that share a weight are in tests/capture/test_composites.py; what process
 tests/distributed.
 """
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from comparing import refreshed
 from tiny import as_list
-from torch_thor import THOR
-from torch_thor.curvature.kinds import kind_of
 
-# layers whose weights can be divided by rows: a slice of the weight is a row of its matrix, or
-# several
-BY_ROWS = [
-    (nn.Linear(5, 3), (2, 5)),
-    (nn.Conv2d(3, 4, (2, 3)), (2, 3, 4, 4)),
-    (nn.Embedding(7, 3), None),
-    (nn.ConvTranspose1d(1, 1, 3), (2, 1, 3)),  # one row
-]
-NOT = [
-    (nn.Conv2d(4, 6, 2, groups=2), (2, 4, 3, 3)),
-    # as many inputs as outputs: one row of it could be either
-    (nn.ConvTranspose2d(4, 4, 2), (2, 4, 2, 2)),
-    (nn.ConvTranspose1d(3, 1, 2), (2, 3, 4)),
-    (nn.ConvTranspose2d(4, 6, 2, groups=2), (2, 4, 2, 2)),
+# a layer, its input, and whether a slice of its weight is rows of its matrix
+CASES = [
+    (nn.Linear(5, 3), torch.randn(2, 5), True),
+    (nn.Conv2d(3, 4, (2, 3)), torch.randn(2, 3, 4, 4), True),
+    (nn.Embedding(7, 3), torch.randint(7, (2, 3)), True),
+    (nn.Conv2d(4, 6, 2, groups=2), torch.randn(2, 4, 3, 3), False),
+    (nn.ConvTranspose2d(4, 6, 2, groups=2), torch.randn(2, 4, 2, 2), False),
 ]
 
 
@@ -35,40 +28,20 @@ def rows_of(dense, split_dim):
     found = []
     for matrix in as_list(dense):
         size = split_dim or len(matrix)
-        for i, row in enumerate(matrix):
-            first = i // size * size
-            found.append(row[first : first + size])
-    width = max(len(row) for row in found)
+        found += [row[i // size * size :][:size] for i, row in enumerate(matrix)]
+    width = max(map(len, found))
     return torch.stack([F.pad(row, (0, width - len(row))) for row in found])
 
 
-def stepped(model, x, split_dim):
-    optimizer = THOR(model, lr=0.0, split_dim=split_dim)
-    model(x).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
-def test_rows_of_the_state_are_rows_of_the_blocks():
-    """And whether a weight can be divided by rows is what the matrix of its numbers says."""
-    for (layer, shape), split_dim in (
-        (case, split) for case in BY_ROWS + NOT for split in (None, 1, 2, 4)
-    ):
-        x = torch.randint(7, (2, 3)) if shape is None else torch.randn(shape)
-        optimizer, case = stepped(nn.Sequential(layer), x, split_dim), (layer, split_dim)
+@pytest.mark.parametrize("split_dim", [None, 1, 2, 4])
+def test_rows_of_the_state_are_rows_of_the_blocks(split_dim):
+    for layer, x, is_by_rows in CASES:
+        model = nn.Sequential(layer)
+        optimizer = refreshed(model, x, lambda y: y.square().sum(), split_dim=split_dim)
         state, curvature = optimizer.state[layer.weight], optimizer.curvature["0"]
-        for side, dense, inverse in zip(
-            "AG", curvature.factors(), curvature.inverses(), strict=True
-        ):
-            size = 1 if shape is None and side == "A" else split_dim
-            assert torch.equal(state[side], rows_of(dense, size)), case
-            assert torch.equal(state[f"{side}_inverse"], rows_of(inverse, size)), case
-        weight = torch.arange(layer.weight.numel()).view(layer.weight.shape)
-        rows = kind_of(layer).to_matrix(weight)
-        is_by_rows = rows.shape == (1, len(weight), weight[0].numel()) and torch.equal(
-            rows[0], weight.flatten(1)
-        )
-        assert is_by_rows == ("row_shards" in state) == any(layer is one for one, _ in BY_ROWS), (
-            case
-        )
+        for side, *both in zip("AG", curvature.factors(), curvature.inverses(), strict=True):
+            size = 1 if side == "A" and curvature.kind.diagonal_input else split_dim
+            for key, dense in zip((side, f"{side}_inverse"), both, strict=True):
+                assert torch.equal(state[key], rows_of(dense, size)), (layer, key)
+        assert ("row_shards" in state) == is_by_rows, layer
+        model.zero_grad()

@@ -1,10 +1,9 @@
-"""Damped inverses of blocks: one batch for all, and what happens to the block that cannot be
-inverted.
-"""
+"""Damped inverses of blocks: one batch for all, and the block that cannot be inverted."""
 
 from itertools import groupby
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from torch_thor.curvature import Blocks, BlockSizes
@@ -33,15 +32,12 @@ def matrix_of(*groups, dtype=torch.float64):
 
 
 def inverted(new):
-    """The inverse of a factor, and whether one of its blocks needed more damping or could not be
-    inverted.
-    """
+    """The inverse of a factor; whether a block needed more damping, or could not be inverted."""
     found = Blocks(new.sums.block_sizes, torch.zeros_like(new.sums.rows))
     for into, inverse in zip(found.parts, new.inverses, strict=True):
         into.copy_(inverse)
-    return SimpleNamespace(
-        dense=torch.stack(found.dense()), flags=(new.level > 0, new.level == NOT_POSITIVE)
-    )
+    flags = new.level > 0, new.level == NOT_POSITIVE
+    return SimpleNamespace(dense=torch.stack(found.dense()), flags=flags)
 
 
 def damped_inverses(factors):
@@ -55,11 +51,8 @@ def damped_inverses(factors):
 
 
 def relative(factor, damping):
-    size = factor.block_sizes.rows // factor.block_sizes.groups
-    return [
-        relative_damping(trace, size, damping, factor.rows.dtype)
-        for trace in factor.traces().tolist()
-    ]
+    size, dtype = factor.block_sizes.rows // factor.block_sizes.groups, factor.rows.dtype
+    return [relative_damping(trace, size, damping, dtype) for trace in factor.traces().tolist()]
 
 
 def positive(size, scale=1.0):
@@ -91,66 +84,48 @@ def test_blocks_of_many_sizes_groups_and_dampings():
             # the mean diagonal is that of the WHOLE matrix of a group, not of the block
             if is_relative:
                 shift = 0.3 * dense.diagonal(dim1=1, dim2=2).mean(1)
-            expected = torch.linalg.inv(
-                dense + shift[:, None, None] * torch.eye(dense.shape[1], dtype=torch.float64)
-            )
+            identity = torch.eye(dense.shape[1], dtype=torch.float64)
+            expected = torch.linalg.inv(dense + shift[:, None, None] * identity)
             torch.testing.assert_close(result.dense, expected, rtol=1e-10, atol=1e-12)
             if not isinstance(damping, list):
                 assert torch.equal(torch.stack(inverse_of(factor, damping).dense()), result.dense)
-    assert all(
-        torch.equal(factor.rows, old) for (factor, _), old in zip(factors, before, strict=True)
-    )
+    assert all(torch.equal(f.rows, old) for (f, _), old in zip(factors, before, strict=True))
     assert damped_inverses([]) == []
 
 
-def test_only_the_bad_block_gets_more_damping():
-    """√(λ/T) = 0.1: −0.05 is saved by it, −0.5 by ten times, −5 by a hundred times as much; and −50
-    by nothing.
-    """
-    for worst, raise_by in (
-        (-0.05, 1),
-        (-0.5, 10),
-        (-5.0, 100),
-        (-50.0, None),
-        (float("nan"), None),
+@pytest.mark.parametrize(
+    ("worst", "raise_by"), [(-0.05, 1), (-0.5, 10), (-5.0, 100), (-50.0, None), (torch.nan, None)]
+)
+def test_only_the_bad_block_gets_more_damping(worst, raise_by):
+    """√(λ/T) = 0.1 saves −0.05; ten and a hundred times as much the next two."""
+    good, healthy = positive(2), matrix_of([positive(2), positive(2)])
+    bad = matrix_of([good, diagonal(1.0, worst)])
+    # relative to a mean diagonal of 100 with λ = 0.001, which is 0.1 too
+    second = matrix_of([diagonal(100.0, 100.0), diagonal(200.0 - worst, worst)])
+    factors = [(bad, 0.1), (second, relative(second, 0.001)), (healthy, 0.1)]
+    *results, other = damped_inverses(factors)
+    assert other.flags == (False, False)
+    torch.testing.assert_close(other.dense, damped_inverses([(healthy, 0.1)])[0].dense)
+    if raise_by is None:
+        assert results[0].flags[1]
+        assert inverse_of(bad, 0.1) is None
+        return
+    shift = 0.1 * raise_by
+    for result, first, largest in zip(
+        results, (good, diagonal(100, 100)), (1, 200 - worst), strict=True
     ):
-        good, healthy = positive(2), matrix_of([positive(2), positive(2)])
-        # the second is relative to a mean diagonal of 100 with λ = 0.001, which is 0.1 too
-        second = matrix_of([diagonal(100.0, 100.0), diagonal(200.0 - worst, worst)])
-        factors = [
-            (matrix_of([good, diagonal(1.0, worst)]), 0.1),
-            (second, relative(second, 0.001)),
-            (healthy, 0.1),
-        ]
-        *results, other = damped_inverses(factors)
-        assert other.flags == (False, False)
-        torch.testing.assert_close(other.dense, damped_inverses([(healthy, 0.1)])[0].dense)
-        if raise_by is None:
-            assert results[0].flags[1]
-            assert inverse_of(factors[0][0], 0.1) is None
-            continue
-        for result, first, largest in zip(
-            results, (good, diagonal(100, 100)), (1, 200 - worst), strict=True
-        ):
-            assert result.flags == (raise_by > 1, False), worst
-            [inverse], shift = result.dense, 0.1 * raise_by
-            torch.testing.assert_close(
-                inverse[:2, :2], torch.linalg.inv(first + diagonal(0.1, 0.1))
-            )
-            torch.testing.assert_close(
-                inverse[2:, 2:], diagonal(1 / (largest + shift), 1 / (worst + shift))
-            )
+        assert result.flags == (raise_by > 1, False)
+        rest = torch.linalg.inv(first + diagonal(0.1, 0.1))
+        raised = diagonal(1 / (largest + shift), 1 / (worst + shift))
+        torch.testing.assert_close(result.dense, torch.block_diag(rest, raised)[None])
 
 
 def test_averages_kept_groups_and_groups_without_an_inverse():
-    """Of four groups one is averaged, one keeps what it has, and one that never had a row takes the
-    identity.
-    """
+    """One is averaged, one keeps what it has, one that never had a row takes the identity."""
     new, old = (matrix_of(*([positive(2), positive(1)] for _ in range(4))) for _ in range(2))
     keeps, plain = [False, True, False, False], [False, False, True, False]
-    one = NewFactor(
-        WHOLE, Blocks(new.block_sizes, new.rows.clone()), [0.1] * 4, old, 0.25, keeps, plain
-    )
+    sums = Blocks(new.block_sizes, new.rows.clone())
+    one = NewFactor(WHOLE, sums, [0.1] * 4, old, 0.25, keeps, plain)
     invert_([one])
     now, before = torch.stack(new.dense()), torch.stack(old.dense())
     expected = now + 0.25 * (before - now)
@@ -162,9 +137,7 @@ def test_averages_kept_groups_and_groups_without_an_inverse():
 
 
 def test_float32():
-    """Rank 3 of 64 and λ = 1e-3, as the first batches of a wide layer give; and squares near the
-    smallest number.
-    """
+    """Rank 3 of 64 and λ = 1e-3, as of first batches; and squares near the smallest number."""
     rows = torch.randn(3, 64, dtype=torch.float64)
     unit = rows.T @ rows / 3
     factors = [matrix_of([unit], dtype=dtype) for dtype in (torch.float64, torch.float32)]

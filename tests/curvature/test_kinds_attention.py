@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from comparing import DAMPING, assert_matches_reference, having
-from reference import attention_by_hand, attention_layers
+from reference import attention_by_hand
 from torch_thor import THOR
 
 E, HEADS, N, L, S = 6, 2, 3, 4, 5
@@ -27,28 +27,17 @@ class Model(nn.Module):
         return self.attention(query=query, value=value, key=key, **self.call)[0]
 
     def by_hand(self, query, key, value):
-        masks = {
-            name: mask
-            for name, mask in self.call.items()
-            if name in ("attn_mask", "key_padding_mask")
-        }
+        masks = {name: mask for name, mask in self.call.items() if name.endswith("_mask")}
         return attention_by_hand(self.attention, "attention", query, key, value, **masks)
 
 
 def inputs(model, *, batch=N, key_length=S, query_length=L):
-    """(query, key, value), different, as the attention takes them; no batch where `batch` is
-    None.
-    """
+    """(query, key, value) as the attention takes them; no batch where `batch` is None."""
     attention, made = model.attention, []
     widths = attention.embed_dim, attention.kdim, attention.vdim
     for length, width in zip((query_length, key_length, key_length), widths, strict=True):
-        leading = (
-            (length,)
-            if batch is None
-            else (batch, length)
-            if attention.batch_first
-            else (length, batch)
-        )
+        leading = (length,) if batch is None else (length, batch)
+        leading = leading[::-1] if attention.batch_first else leading
         made.append(torch.randn(*leading, width, dtype=torch.float64))
     return tuple(made)
 
@@ -91,28 +80,23 @@ FLAGS = ("need_weights", "bias", "batch_first", "add_bias_kv", "add_zero_attn")
 def test_any_attention(
     heads, size, lengths, batch, widths, split_dim, flags, mask, padding, average
 ):
-    """Loss terms are sequences, also where the batch comes second; without a batch they are
-    queries.
-    """
+    """Loss terms are sequences, or queries without a batch."""
     assume(batch or lengths[0] > 1)  # one query alone is no batch
     masks = {"attn_mask": MASKS[mask](heads * (batch or 1), *lengths)}
     if padding:
         masks["key_padding_mask"] = (
             PADDING[:batch, : lengths[1]] if batch else PADDING[0, : lengths[1]]
         )
-    call = {**masks, "average_attn_weights": average}
-    model = Model(
-        embed_dim=heads * size, num_heads=heads, kdim=widths[0], vdim=widths[1], call=call, **flags
-    )
+    flags |= {"call": {**masks, "average_attn_weights": average}}
+    model = Model(embed_dim=heads * size, num_heads=heads, kdim=widths[0], vdim=widths[1], **flags)
     x = inputs(model, batch=batch, query_length=lengths[0], key_length=lengths[1])
     check(model, x, terms=batch or lengths[0], split_dim=split_dim)
     # the oracle is an attention
     wanted, found = model.attention(*x, **masks), model.by_hand(*x)[:2]
     torch.testing.assert_close(found, wanted)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    torch.testing.assert_close(
-        *(torch.autograd.grad(loss_of(1)(output), parameters) for output, _ in (found, wanted))
-    )
+    gradients = (torch.autograd.grad(loss_of(1)(y), parameters) for y, _ in (found, wanted))
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_mask_that_is_said_to_be_causal():
@@ -138,19 +122,8 @@ def test_called_twice():
     assert optimizer.curvature["attention.k_proj"].rows_per_term == 2 * S
 
 
-def test_attention_is_the_model_itself():
-    model = nn.MultiheadAttention(E, HEADS)
-    assert (
-        set(THOR(model).curvature)
-        == {"q_proj", "k_proj", "v_proj", "out_proj"}
-        == set(attention_layers(model, ""))
-    )
-
-
 def test_a_mask_of_rows_holds_for_the_projections_whose_length_it_has():
-    """Cross attention: the mask of the keys (N, S) leaves rows out of k and v alone; it is always
-    batch first.
-    """
+    """Cross attention: the mask of the keys (N, S) leaves rows out of k and v alone."""
     for batch_first in (True, False):
         model = Model(batch_first=batch_first, call={"key_padding_mask": PADDING})
         x = inputs(model)

@@ -1,6 +1,4 @@
-"""What is special to convolutions: sizes that a call gives, weights that are standardised, and what
-is unknown.
-"""
+"""What is special to convolutions: sizes that a call gives, and weights that are standardised."""
 
 import copy
 
@@ -38,22 +36,6 @@ def test_output_size_given_to_the_call():
             x = torch.randn(2, 2, 4, 3).double()
             model = WithSize(sizes, by_name)
             assert_matches_reference(model, x, loss, terms=2, split_dim=4, forward=forward)
-
-
-def test_no_guess_where_the_forward_is_not_known():
-    louder = type(
-        "Louder",
-        (ScaledStdConv2d,),
-        {"forward": lambda self, x: 2 * ScaledStdConv2d.forward(self, x)},
-    )
-    strange = type(
-        "StdConv2d", (nn.Conv2d,), {"forward": lambda self, x: nn.Conv2d.forward(self, x) - 1}
-    )
-    for kind in (louder, strange):
-        entries = {
-            e.name: e for e in THOR(nn.Sequential(nn.Conv2d(9, 9, 3), kind(2, 3, 1))).coverage()
-        }
-        assert entries["1.weight"].reason == f"{kind.__name__} overrides the forward of Conv2d"
 
 
 def test_half_precision_statistics_are_those_of_float32():

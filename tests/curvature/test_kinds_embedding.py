@@ -12,60 +12,22 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
-from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 
 from comparing import DAMPING, assert_matches_reference, having
 from tiny import assert_same, cross_entropy, train, weights
-from torch_thor import THOR, ThorMuon
+from torch_thor import THOR
 
 
 def loss_of(terms):
     return lambda output: (output**3).sum() / terms
 
 
-class AlsoShifted(BartScaledWordEmbedding):
-    def forward(self, input_ids):
-        return super().forward(input_ids) + 1.0
-
-
-class OfPositions(nn.Embedding):
-    """What it wants is no tokens."""
-
-    embed_scale = 2.0
-
-    def forward(self, tokens, positions):
-        return super().forward(positions) * self.embed_scale
-
-
-@pytest.mark.filterwarnings("ignore:Thor.*preconditions", "ignore:THOR preconditions")
-def test_what_does_more_than_scale_is_not_guessed():
-    for other in (
-        AlsoShifted(7, 4, None, embed_scale=2.0),
-        OfPositions(7, 4),
-        T5Gemma2TextScaledWordEmbedding(7, 4, 0, embed_scale=2.0, eoi_token_index=3),
-    ):
-        entries = {e.name: e for e in THOR(nn.Sequential(other, nn.Linear(4, 3))).coverage()}
-        assert (
-            entries["0.weight"].reason
-            == f"{type(other).__name__} overrides the forward of Embedding"
-        )
-    entry = ThorMuon(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 9))).coverage()[0]
-    assert entry.reason == "the input factor is diagonal"
-
-
 # ---- the mask ------------------------------------------------------------------------------------
 
 
 def language_model(padding_idx=None):
-    layers = (
-        nn.Embedding(11, 4, padding_idx),
-        nn.Tanh(),
-        nn.Linear(4, 5),
-        nn.Tanh(),
-        nn.Linear(5, 3),
-    )
-    return nn.Sequential(*layers).double()
+    layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)
+    return nn.Sequential(nn.Embedding(11, 4, padding_idx), nn.Tanh(), *layers).double()
 
 
 def sentences():
@@ -76,9 +38,7 @@ def sentences():
 
 
 def test_masks_of_micro_batches_padding_index_and_predicted_tokens():
-    """Rows are the 8 real tokens, N counts the predicted: as of the same tokens without padding, in
-    one row.
-    """
+    """Rows are the 8 real tokens, N counts the predicted: as of the same tokens in one row."""
     x, labels, mask = sentences()
     some = torch.zeros_like(mask)
     some[0, 1] = some[1, 0] = some[2, 2] = True
@@ -87,20 +47,17 @@ def test_masks_of_micro_batches_padding_index_and_predicted_tokens():
         (None, 3, 128), (mask, some), (None, 5), ([slice(0, 3)], [slice(0, 1), slice(1, 3)])
     ):
         model, terms = language_model(padding), int(predicted.sum())
-        optimizer = having(
-            THOR(model, lr=0.0, damping=DAMPING, split_dim=split_dim), loss_terms=lambda n=terms: n
-        )
+        optimizer = THOR(model, lr=0.0, damping=DAMPING, split_dim=split_dim)
+        optimizer.loss_terms = lambda n=terms: n
         for part in parts:
             optimizer.row_mask = mask[part]
             chosen = predicted[part]
-            cross_entropy(labels[part][chosen])(model(x[part])[chosen]).mul(
-                int(chosen.sum()) / terms
-            ).backward()
+            loss = cross_entropy(labels[part][chosen])(model(x[part])[chosen])
+            (loss * chosen.sum() / terms).backward()
         optimizer.step()
         loss = lambda output, its=predicted[mask]: cross_entropy(labels[mask][its])(output[its])  # noqa: E731
-        assert_matches_reference(
-            model, x[mask], loss, terms=terms, split_dim=split_dim, optimizer=optimizer
-        )
+        same = {"terms": terms, "split_dim": split_dim, "optimizer": optimizer}
+        assert_matches_reference(model, x[mask], loss, **same)
 
 
 def test_mask_holds_for_layers_of_its_shape_only():

@@ -1,19 +1,20 @@
-"""Layers of the user's own, with a kind that is registered for them: they are trained as linear
-layers are.
-"""
+"""Layers with a kind that a user has registered: they are trained as linear layers are."""
 
 import math
 from itertools import product
 
 import pytest
 import torch
+from timm.layers import ScaledStdConv2d
 from torch import nn
+from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 
 from comparing import having
 from tiny import train
 from torch_thor import THOR, ThorMuon, register_kind
 from torch_thor.curvature import LinearKind
-from torch_thor.curvature.kinds import kind_of, registry, why_not
+from torch_thor.curvature.kinds import kind_of, registry
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +54,7 @@ class CopiedKind(InOutKind):
 
 
 class PerHead(nn.Module):
-    """A projection to heads of two numbers: the weight is (in, heads, 2); no parameter has its
-    usual name.
-    """
+    """A projection to heads of two numbers; the weight is (in, heads, 2)."""
 
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -83,11 +82,9 @@ def as_linear(model):
     found = []
     for layer in model:
         own = [p.detach() for p in layer.parameters()]
-        found += (
-            [own[0].flatten(1).mT, own[1].flatten()]
-            if own and not isinstance(layer, nn.Linear)
-            else own
-        )
+        if own and not isinstance(layer, nn.Linear):
+            own = [own[0].flatten(1).mT, own[1].flatten()]
+        found += own
     return found
 
 
@@ -100,16 +97,6 @@ def twins(layer):
     return model, twin
 
 
-@pytest.fixture(params=["transposed", "copied", "heads"])
-def layer(request):
-    """A class of layers, whose kind is registered."""
-    if request.param == "heads":
-        register_kind(PerHead, PerHeadKind, weight="kernel", bias="offset")
-        return PerHead
-    register_kind(InOut, InOutKind if request.param == "transposed" else CopiedKind)
-    return InOut
-
-
 MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
 CASES = [
     (THOR, {"momentum": 0.9, "nesterov": True}, None),
@@ -118,28 +105,20 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("layer", [InOut, PerHead])
 def test_steps_and_factors_are_those_of_linear_layers(layer):
-    """Nothing but the place of the numbers is another."""
+    register_kind(InOut, CopiedKind)
+    register_kind(PerHead, PerHeadKind, weight="kernel", bias="offset")
     stream = [(torch.randn(3, 4, 5).double(), torch.randint(3, (3, 4))) for _ in range(8)]
     for (method, options, mask), split_dim in product(CASES, (None, 4)):
-        options = {
-            "update_interval": 3,
-            "split_dim": split_dim,
-            "max_update_ratio": None,
-            **options,
-        }
+        options = {**options, "split_dim": split_dim, "max_update_ratio": None}
         models, optimizers = twins(layer), []
         for model in models:
-            optimizers.append(having(method(model, **options), row_mask=mask))
+            optimizers.append(having(method(model, update_interval=3, **options), row_mask=mask))
             train(model, optimizers[-1], stream)
-        # polar factors are iterated to some accuracy
-        accuracy = (
-            {"rtol": 1e-6, "atol": 1e-8} if method is ThorMuon else {"rtol": 1e-8, "atol": 1e-10}
-        )
-        torch.testing.assert_close(*map(as_linear, models), **accuracy)
-        for one, other in zip(
-            *(optimizer.curvature.values() for optimizer in optimizers), strict=True
-        ):
+        rtol = 1e-6 if method is ThorMuon else 1e-8  # polar factors are iterated to some accuracy
+        torch.testing.assert_close(*map(as_linear, models), rtol=rtol, atol=rtol / 100)
+        for one, other in zip(*(each.curvature.values() for each in optimizers), strict=True):
             assert (one.refreshes, one.rows_per_term) == (other.refreshes, other.rows_per_term)
             assert one.refreshes > 1
             torch.testing.assert_close(one.factors(), other.factors(), rtol=1e-6, atol=1e-9)
@@ -153,22 +132,46 @@ class Gated(nn.Linear):
         return super().forward(x).tanh()
 
 
+class OfPositions(nn.Embedding):
+    """What it wants is no tokens."""
+
+    embed_scale = 2.0
+
+    def forward(self, tokens, positions):
+        return super().forward(positions) * self.embed_scale
+
+
+def louder(base, name="Louder"):
+    """A class whose forward does more than that of its base."""
+    return type(name, (base,), {"forward": lambda self, x: 2 * base.forward(self, x)})
+
+
 # of two classes of one name, the one that is not registered is named with its Python module
 BODY = {"__module__": "library", "forward": lambda self, x: x @ self.weight}
 OTHER, OVERRIDING = type("Linear", (InOut,), BODY), type("Linear", (nn.Linear,), BODY)
+T5 = T5Gemma2TextScaledWordEmbedding(7, 4, 0, embed_scale=2.0, eoi_token_index=3)
 
 
-def test_why_a_module_has_no_kind():
-    classes = InOut, Gated, OTHER, OVERRIDING
-    entries = THOR(nn.Sequential(*(c(3, 3) for c in classes), nn.Linear(9, 9))).coverage()
-    assert [entry.reason for entry in entries[::2]] == [
-        "no curvature for InOut",
-        "Gated overrides the forward of Linear",
-        "no curvature for library.Linear",
-        "library.Linear overrides the forward of Linear",
-        None,
-    ]
-    assert [entry.kind for entry in entries[4:6]] == ["library.Linear"] * 2
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (InOut(3, 3), "no curvature for InOut"),
+        (OTHER(3, 3), "no curvature for library.Linear"),
+        (OVERRIDING(3, 3), "library.Linear overrides the forward of Linear"),
+        (Gated(3, 3), "Gated overrides the forward of Linear"),
+        (louder(BartScaledWordEmbedding)(7, 4, None), "Louder overrides the forward of Embedding"),
+        (OfPositions(7, 4), "OfPositions overrides the forward of Embedding"),
+        (T5, "T5Gemma2TextScaledWordEmbedding overrides the forward of Embedding"),
+        (louder(ScaledStdConv2d)(2, 3, 1), "Louder overrides the forward of Conv2d"),
+        (louder(nn.Conv2d, "StdConv2d")(2, 3, 1), "StdConv2d overrides the forward of Conv2d"),
+        (louder(nn.LSTM)(3, 4), "Louder overrides the forward of LSTM"),
+    ],
+)
+def test_what_a_class_of_its_own_computes_is_not_guessed(module, reason):
+    entry, *_, last = THOR(nn.Sequential(module, nn.Linear(40, 9))).coverage()
+    assert entry.reason == reason
+    assert entry.kind == type(module).__name__ or "library" in reason
+    assert last.preconditioned
 
 
 @pytest.mark.parametrize(
@@ -183,15 +186,13 @@ def test_layers_of_libraries_are_known_by_their_names(base, library):
 def test_which_modules():
     """Those of the class and of subclasses that run its forward; of several classes the nearest."""
     Named = type("Named", (InOut,), {})
-    Doubled = type("Doubled", (InOut,), {"forward": lambda self, x: 2 * InOut.forward(self, x)})
     register_kind(Gated, LinearKind)
     register_kind(InOut, InOutKind)
     optimizer = THOR(nn.Sequential(InOut(2, 3), nn.Linear(3, 30)))
     entries = [(entry.kind, entry.factor_sizes) for entry in optimizer.coverage()[:2]]
     assert entries == [("InOut", (2, 3)), ("InOut", (3,))]
     assert "InOut" in repr(optimizer)
-    assert why_not(Doubled(2, 3)) == "Doubled overrides the forward of InOut"
-    assert kind_of(Doubled(2, 3)) is None
+    assert kind_of(louder(InOut)(2, 3)) is None
     kinds = [type(kind_of(c(2, 3))) for c in (Gated, InOut, Named)]
     assert kinds == [LinearKind, InOutKind, InOutKind]
     register_kind(Named, CopiedKind)
@@ -202,13 +203,9 @@ def test_which_modules():
 
 
 def test_what_cannot_be_registered():
-    with pytest.raises(
-        TypeError, match=r"module_type=InOut\(\) must be a class of torch.nn.Module"
-    ):
+    with pytest.raises(TypeError, match=r"module_type=InOut\(\) must be a class of"):
         register_kind(InOut(2, 3), InOutKind)
-    with pytest.raises(
-        ValueError, match=r"torch\.nn\.modules\.linear\.Linear is registered already"
-    ):
+    with pytest.raises(ValueError, match=r"modules\.linear\.Linear is registered already"):
         register_kind(nn.Linear, InOutKind)
 
 
@@ -228,11 +225,7 @@ WHOLE = "they must be whole numbers whose product is the weight's 30 numbers"
         (changed(inputs=4), {}, rf"Changed, registered for Own, .*inputs=4 of .*: {WHOLE}"),
         (TURNED, {}, r"makes \(1, 6, 5\) of .*\(1, 5, 6\)"),
         (InOutKind, {"weight": "kernel"}, r"has the weight 'kernel', and the module has no"),
-        (
-            lambda module: object(),
-            {},
-            r"<lambda>, registered for Own, has no loss_terms, .*, label",
-        ),
+        (lambda module: object(), {}, "<lambda>, registered for Own, has no loss_terms, .*, label"),
     ],
 )
 def test_a_kind_that_does_not_fit_its_module(kind, names, match):

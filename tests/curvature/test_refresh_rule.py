@@ -32,9 +32,7 @@ def test_the_borders_belong_to_keep():
 
 
 def test_events_of_a_run():
-    """One weight, shown the input √a and the gradient 1: tr(F + λI) = a + 0.5. The layer's counters
-    agree.
-    """
+    """Of one weight, shown the input √a and the gradient 1: tr(F + λI) = a + 0.5."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False)).double()
     optimizer = THOR(model, lr=0.0, damping=0.5, trace_thresholds=(0.01, 0.001), update_interval=2)
     layer, told = optimizer.curvature["0"], []
@@ -54,9 +52,8 @@ def test_events_of_a_run():
     ]  # fmt: skip
     assert [e.trace for e in events] == pytest.approx([1.5, 4.5, 4.52, 4.501], rel=1e-9)
     assert events[0].trace_change is None
-    assert [e.trace_change for e in events[1:]] == pytest.approx(
-        [3 / 1.5, 0.02 / 4.5, 0.001 / 4.5], rel=1e-6
-    )
+    changes = [3 / 1.5, 0.02 / 4.5, 0.001 / 4.5]
+    assert [e.trace_change for e in events[1:]] == pytest.approx(changes, rel=1e-6)
     with pytest.raises(dataclasses.FrozenInstanceError):
         events[0].step = 3
 
@@ -85,13 +82,9 @@ def test_a_stopped_layer_has_no_hooks_until_an_older_state_is_loaded():
     every = {"0", "2", "4"}
     for stopped in (set(), {"2"}, {"0", "2"}, every):
         model = mlp()
-        groups = [
-            {
-                "params": [*model.get_submodule(name).parameters()],
-                "trace_thresholds": (1e9, 1e8) if name in stopped else TAKE_ALL,
-            }
-            for name in sorted(every)
-        ]
+        groups = [{"params": [*model[int(name)].parameters()]} for name in sorted(every)]
+        for name, group in zip(sorted(every), groups, strict=True):
+            group["trace_thresholds"] = (1e9, 1e8) if name in stopped else TAKE_ALL
         optimizer = THOR(groups, model=model, lr=0.1, update_interval=2)
         train(model, optimizer, STREAM[:2])
         assert listened_to(model) == every  # the step to come decides
@@ -102,8 +95,7 @@ def test_a_stopped_layer_has_no_hooks_until_an_older_state_is_loaded():
         for begin, end in ((3, 4), (4, 10)):
             train(model, optimizer, STREAM[begin:end])
             assert listened_to(model) == every - stopped
-        assert {n: layer.refreshes for n, layer in optimizer.curvature.items()} == {
-            n: 1 if n in stopped else 5 for n in every
-        }
+        for name, layer in optimizer.curvature.items():
+            assert layer.refreshes == (1 if name in stopped else 5)
         optimizer.load_state_dict(early)
         assert listened_to(model) == every

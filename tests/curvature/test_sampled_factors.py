@@ -1,6 +1,4 @@
-"""Factors from sampled labels: explicit loops over what was drawn, and curvlinops for their
-expectation.
-"""
+"""Factors from sampled labels: loops over what was drawn, and curvlinops for their expectation."""
 
 import pytest
 import torch
@@ -67,38 +65,40 @@ def vectors(*leading):
     return lambda: (mlp(), torch.randn(*leading, 5, dtype=torch.float64))
 
 
+def cross_entropy(y, t):
+    return F.cross_entropy(y, t, reduction="sum")
+
+
+def moments(y):
+    return y[:, 0], y[:, 1]
+
+
+def normal_of_moments(y):
+    return Normal(y[0], (0.5 * y[1]).exp())
+
+
+def nll_of_moments(y, t):
+    return (0.5 * ((y[:, 0] - t) ** 2 * (-y[:, 1]).exp() + y[:, 1])).sum()
+
+
+def counts(y):
+    return Independent(Poisson(y.exp()), 1)
+
+
 # name: model and input, what is predicted, its distribution, loss terms, the log-likelihood of what
 # was drawn
 PREDICTIONS = {
-    "images": (images, whole, classes, 3, lambda y, t: F.cross_entropy(y, t, reduction="sum")),
-    "tokens": (
-        vectors(2, 3),
-        whole,
-        classes,
-        3,
-        lambda y, t: F.cross_entropy(y[MASK], t[MASK], reduction="sum"),
-    ),
+    "images": (images, whole, classes, 3, cross_entropy),
+    "tokens": (vectors(2, 3), whole, classes, 3, lambda y, t: cross_entropy(y[MASK], t[MASK])),
     "means": (
         vectors(8),
         whole,
         lambda y: Normal(y, 0.5),
         24,
-        lambda y, t: ((y - t) ** 2).sum() / 0.5,
+        lambda y, t: 2 * (y - t).pow(2).sum(),
     ),
-    "counts": (
-        vectors(8),
-        whole,
-        lambda y: Independent(Poisson(y.exp()), 1),
-        8,
-        lambda y, t: (y.exp() - t * y).sum(),
-    ),
-    "means-and-variances": (
-        vectors(8),
-        lambda y: (y[:, 0], y[:, 1]),
-        lambda y: Normal(y[0], (0.5 * y[1]).exp()),
-        8,
-        lambda y, t: (0.5 * ((y[:, 0] - t) ** 2 * (-y[:, 1]).exp() + y[:, 1])).sum(),
-    ),
+    "counts": (vectors(8), whole, counts, 8, lambda y, t: (y.exp() - t * y).sum()),
+    "means-and-variances": (vectors(8), moments, normal_of_moments, 8, nll_of_moments),
 }
 
 
@@ -132,24 +132,19 @@ def test_a_name_draws_what_its_distribution_draws():
         given = sampled(model, x, distribution=distribution, seed=4)
         for ours, its in zip(named.curvature.values(), given.curvature.values(), strict=True):
             assert ours.rows_per_term == its.rows_per_term
-            torch.testing.assert_close(
-                ours.factors(), its.factors(), rtol=1e-12, atol=1e-14, msg=name
-            )
+            both = ours.factors(), its.factors()
+            torch.testing.assert_close(*both, rtol=1e-12, atol=1e-14, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
 def test_curvlinops_exact_fisher_is_the_expectation():
-    """One datum and each of its labels in turn, weighted by its probability: curvlinops'
-    ``type-2``, in every layer.
-    """
+    """One datum and each of its labels in turn, weighted by its probability."""
     for model, x in (vectors(1)(), conv_model("stride", batch=1)):
         inputs, grads = curvlinops_factors(model, x, torch.zeros(1, dtype=torch.long), "type-2")
         expected = dict.fromkeys(grads, 0.0)
         for label, p in enumerate(model(x).softmax(-1)[0].tolist()):
-            known = torch.tensor([label])
-            optimizer = sampled(
-                model, x, distribution=lambda y, known=known: Known(y, known), split_dim=None
-            )
+            known = lambda y, label=label: Known(y, torch.tensor([label]))  # noqa: E731
+            optimizer = sampled(model, x, distribution=known, split_dim=None)
             assert set(optimizer.curvature) == set(grads)
             for name, curvature in optimizer.curvature.items():
                 A, G = curvature.factors()

@@ -1,13 +1,13 @@
-"""Small models, and their training on ranks (DDP, FSDP2, HSDP) beside one process on the joined
-batch.
-"""
+"""Small models, and their training on ranks beside one process on the joined batch."""
 
 import contextlib
 import hashlib
 import inspect
 import re
 from collections import defaultdict
+from operator import methodcaller
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from comparing import having
 from every_kind import Experts
 from torch_thor import THOR, Distributed
 
@@ -36,9 +35,7 @@ ROWS = {"max_update_ratio": None, "split_dim": 1, "layers": "-images.3"}
 
 
 class Both(nn.Module):
-    """Images through plain and grouped convolutions, tokens through an embedding and attention;
-    norms, biases.
-    """
+    """Images through convolutions, tokens through an embedding and attention; norms, biases."""
 
     def __init__(self):
         super().__init__()
@@ -65,18 +62,14 @@ class Both(nn.Module):
 
 
 class Routed(nn.Module):
-    """Words through experts, some on one rank alone; with `inner`, through a recurrent layer and a
-    cell too.
-    """
+    """Words through experts; with `inner`, through a recurrent layer and a cell too."""
 
     def __init__(self, inner=False):
         super().__init__()
         self.tokens, self.experts, self.inner = nn.Embedding(11, 8), Experts(5, 8, 8), inner
         if inner:
-            self.rnn, self.cell = (
-                nn.GRU(8, 4, batch_first=True, bidirectional=True),
-                nn.LSTMCell(8, 8),
-            )
+            self.rnn = nn.GRU(8, 4, batch_first=True, bidirectional=True)
+            self.cell = nn.LSTMCell(8, 8)
         self.head = nn.Linear(8, 5)
 
     def forward(self, batch):
@@ -108,28 +101,20 @@ def routed(**options):
 
 
 def linear(dtype=torch.float64):
-    """Eleven, seven and five rows: no shard has as many as the next, and the last of four may have
-    none.
-    """
+    """No shard has as many rows as the next, and the last of four may have none."""
     torch.manual_seed(0)
     layers = nn.Linear(8, 11), nn.Tanh(), nn.Linear(11, 7, bias=False), nn.Tanh(), nn.Linear(7, 5)
     return nn.Sequential(Rows(), *layers, nn.Tanh(), nn.Linear(5, 5)).to(dtype)
 
 
 class TwoHeads(nn.Module):
-    """A head for the examples whose first word is 0, and one for 1; with `skips`, no head is called
-    without any.
-    """
+    """A head for the first word 0, and one for 1; with `skips`, none is called without any."""
 
     def __init__(self, skips=False):
         super().__init__()
         torch.manual_seed(0)
-        self.rows, self.trunk, self.unused, self.skips = (
-            Rows(),
-            nn.Linear(8, 6),
-            nn.Linear(6, 4),
-            skips,
-        )
+        self.rows, self.trunk, self.unused = Rows(), nn.Linear(8, 6), nn.Linear(6, 4)
+        self.skips = skips
         self.heads = nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 5)])
         self.double()
 
@@ -207,27 +192,14 @@ def sum_over(terms):
     return lambda output, labels: F.cross_entropy(output, labels, reduction="sum") / terms
 
 
-def train(
-    model,
-    optimizer,
-    batches,
-    loss=F.cross_entropy,
-    micro=1,
-    step=lambda optimizer: optimizer.step(),
-):
-    """The ordinary loop, with gradient accumulation over `micro` parts. Returns what each step
-    decided.
-    """
+def train(model, optimizer, batches, loss=F.cross_entropy, micro=1, step=methodcaller("step")):
+    """The ordinary loop, accumulating over `micro` parts. Returns what each step decided."""
     decisions = []
     for batch in batches:
         for i in range(micro):
             inputs, labels = part(batch, slice(i, None, micro))
-            later = (
-                getattr(model, "no_sync", contextlib.nullcontext)
-                if i < micro - 1
-                else contextlib.nullcontext
-            )
-            with later():
+            later = getattr(model, "no_sync", None) if i < micro - 1 else None
+            with (later or contextlib.nullcontext)():
                 (loss(model(inputs), labels) / micro).backward()
         step(optimizer)
         decisions.append({event.layer: event.decision.name for event in optimizer.last_refresh})
@@ -236,36 +208,28 @@ def train(
 
 
 def counted(optimizer):
-    """Take a step; returns how often it has started which collective, but for DDP's own, which
-    start in C++.
-    """
+    """Take a step; returns how often it has started which collective, but for DDP's own."""
     with CommDebugMode() as counter:
         optimizer.step()
-    return {
-        str(name).rpartition(".")[2]: count
-        for name, count in counter.get_comm_counts().items()
-        if count
-    }
+    counts = counter.get_comm_counts().items()
+    return {str(name).rpartition(".")[2]: count for name, count in counts if count}
 
 
 def uneven(model, optimizer, first, step):
-    """The last rank has one example, the others share the rest. Every example has the same
-    weight.
-    """
+    """The last rank has one example, the others share the rest, all with one weight."""
     batches = list(stream(10))
     if step > 1:
-        others = shares([part(batch, slice(1, None)) for batch in batches], first, step - 1)
-        batches = [part(batch, slice(0, 1)) for batch in batches] if first == step - 1 else others
+        own = slice(0, 1) if first == step - 1 else slice(1 + first, None, step - 1)
+        batches = [part(batch, own) for batch in batches]
     optimizer.loss_terms = SIZE // step
     return train(model, optimizer, batches, loss=sum_over(SIZE // step))
 
 
-def optimizer_of(model, method=THOR, *, distributed=None, loss_terms=None, **options):
+def optimizer_of(model, method=THOR, *, distributed=None, **options):
     """An optimizer with those options of these tests that it has."""
     known = inspect.signature(method).parameters
     options = {name: value for name, value in {**OPTIONS, **options}.items() if name in known}
-    made = method(model, distributed=Distributed(**(distributed or {})), **options)
-    return having(made, loss_terms=loss_terms)
+    return method(model, distributed=Distributed(**(distributed or {})), **options)
 
 
 def mesh_of(shape):
@@ -278,9 +242,7 @@ def world_of(way):
 
 
 def made(way, make=network, ddp=None, fsdp=None, inner=("images.0", "attention"), **options):
-    """A model and its optimizer: "ddp" (the optimizer first, as in the training application), or a
-    shape of a mesh.
-    """
+    """A model and its optimizer under "ddp" (made before), or on a mesh of a shape."""
     model = make()
     if way == "ddp":
         optimizer = optimizer_of(model, **options)
@@ -317,37 +279,31 @@ def assert_same_weights(ours, theirs, rtol=1e-8, atol=1e-11):
     """Two models have the same whole parameters."""
     ours = weights_of(ours)
     for name, wanted in weights_of(theirs).items():
-        torch.testing.assert_close(
-            ours[name], wanted, rtol=rtol, atol=atol, msg=lambda m, at=name: f"{at}: {m}"
-        )
+        where = lambda m, at=name: f"{at}: {m}"  # noqa: E731
+        torch.testing.assert_close(ours[name], wanted, rtol=rtol, atol=atol, msg=where)
 
 
 def state_of(optimizer):
     """What this rank holds of the state of each parameter, by its number."""
-    state = optimizer.state_dict()["state"]
-    return {
-        i: {k: own(v) if torch.is_tensor(v) else v for k, v in of.items()}
-        for i, of in state.items()
-    }
+    found = {}
+    for i, state in optimizer.state_dict()["state"].items():
+        found[i] = {key: own(v) if torch.is_tensor(v) else v for key, v in state.items()}
+    return found
 
 
 def assert_same_training(ranks, single, rtol=1e-8, atol=1e-11):
-    """Two trainings (model, optimizer, decisions) have made the same decisions, and the same
-    weights and state.
-    """
+    """Two trainings (model, optimizer, decisions) are the same, with their weights and state."""
     (model, optimizer, decisions), (twin, other, wanted) = ranks, single
     assert decisions == wanted
     assert_same_weights(model, twin, rtol, atol)
-    torch.testing.assert_close(
-        state_of(optimizer), state_of(other), rtol=rtol, atol=max(atol, 1e-9)
-    )
+    state = state_of(optimizer), state_of(other)
+    torch.testing.assert_close(*state, rtol=rtol, atol=max(atol, 1e-9))
 
 
 def as_one_process(
     rank, world, go, make=network, *, way="ddp", parts=False, twin=None, ddp=None, **both
 ):
-    """`go(model, optimizer, first, step)` trains on ranks and in one process, which get the same
-    weights.
+    """`go(model, optimizer, first, step)` gets the same weights on ranks and in one process.
 
     Under DDP the same state too. The examples of a rank are those from `first` on, every `step`-th.
     With `parts` the one process has a layer for each shard of a layer; `twin` are other options of
@@ -358,9 +314,8 @@ def as_one_process(
     model, optimizer = made(way, make, ddp, **of_shards, **both)
     decisions = go(model, optimizer, rank, world)
     # made after that, because compiled models run eagerly as long as an optimizer awaits statistics
-    theirs = alone(
-        (lambda: in_row_parts(make(), world)) if parts else make, **{**both, **(twin or {})}
-    )
+    make_one = (lambda: in_row_parts(make(), world)) if parts else make
+    theirs = alone(make_one, **{**both, **(twin or {})})
     wanted = go(*theirs, 0, 1)
     if way == "ddp":
         assert_same_training((model, optimizer, decisions), (*theirs, wanted), **rounding)
@@ -381,9 +336,11 @@ def digest(model, optimizer):
             found.update(f"{number} {key}".encode() + bits)
     for group in optimizer.param_groups:  # loading may make lists of tuples
         options = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items()}
-        found.update(
-            repr(
-                {k: v for k, v in options.items() if k not in ("params", "update_interval")}
-            ).encode()
-        )
+        del options["params"], options["update_interval"]
+        found.update(repr(options).encode())
     return found.hexdigest()
+
+
+def marked(cases, slow):
+    """The names of cases, of which some are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in cases]

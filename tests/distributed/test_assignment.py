@@ -39,10 +39,8 @@ def test_every_matrix_has_one_owner_and_the_largest_come_first(costs, processes)
 @pytest.mark.parametrize("processes", [8, 16, 32, 64, 128, 256])
 def test_large_models_are_divided_evenly(processes):
     with torch.device("meta"):
-        config = BertConfig(
-            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
-        )
-        models = {1.02: BertForPreTraining(config)}
+        sizes = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+        models = {1.02: BertForPreTraining(BertConfig(num_hidden_layers=24, **sizes))}
         # ResNet-50 has 636 blocks of 128 rows: three for some of 256 processes, two for others
         if processes < 256:
             models[1.01] = resnet50()

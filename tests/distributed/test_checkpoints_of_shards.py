@@ -1,6 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint, saved on some ranks and loaded on others, under DDP,
-FSDP2 and HSDP.
-"""
+"""Checkpoints of torch.distributed.checkpoint, saved on some ranks and loaded on others."""
 
 import functools
 
@@ -66,9 +64,7 @@ def save(rank, world, way, path, how, count, **options):
 
 
 def load(rank, world, way, path, how, count, **options):
-    """Go on from a checkpoint, as one process that has never stopped; returns the bits in the
-    end.
-    """
+    """Go on from a checkpoint, as one process that has never stopped; returns the bits."""
     model, optimizer = made(way, **{**FIXED, **options})
     if how == "whole":
         given = torch.load(path) if rank == 0 else {"model": {}, "optimizer": {}}
@@ -79,9 +75,8 @@ def load(rank, world, way, path, how, count, **options):
         form = StateDictOptions(**HOW[how])
         weights, state = get_state_dict(model, optimizer, options=form)
         dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
-        set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=state, options=form
-        )
+        loaded = {"model_state_dict": weights, "optim_state_dict": state}
+        set_state_dict(model, optimizer, **loaded, options=form)
     train(model, optimizer, shares(stream(STEPS), rank, world)[count:])
     twin, other = alone(**{**FIXED, **options})
     train(twin, other, stream(STEPS))
@@ -91,38 +86,33 @@ def load(rank, world, way, path, how, count, **options):
     return digest(model, optimizer)
 
 
+ANYTIME = {"method": ThorMuon, "anytime": True}
 CASES = [
-    pytest.param("ddp-1", "before", "fsdp-2", "plainly", {}, marks=pytest.mark.slow),
-    pytest.param("ddp-2", "after", "hsdp", "plainly", {}, marks=pytest.mark.slow),
     ("fsdp-2", "at", "ddp-1", "plainly", {}),
-    pytest.param("fsdp-4", "at", "fsdp-2", "plainly", {}, marks=pytest.mark.slow),
-    pytest.param("hsdp", "at", "hsdp", "plainly", {}, marks=pytest.mark.slow),
     ("fsdp-2", "at", "fsdp-4", "in the background", {"method": ThorMuon}),
-    ("fsdp-2", "at", "ddp-1", "plainly", {"method": ThorMuon, "anytime": True}),
-    ("ddp-2", "after", "fsdp-2", "whole", {"method": ThorMuon, "anytime": True}),
-    pytest.param(
-        "fsdp-2",
-        "after",
-        "fsdp-4",
-        "in the background",
-        {"factor_decay": 0.5},
-        marks=pytest.mark.slow,
-    ),
+    ("fsdp-2", "at", "ddp-1", "plainly", ANYTIME),
+    ("ddp-2", "after", "fsdp-2", "whole", ANYTIME),
     ("ddp-2", "after", "ddp-2", "flattened", {}),
     ("fsdp-2", "after", "fsdp-2", "flattened", {}),
     ("fsdp-2", "after", "ddp-1", "whole", {}),
-    pytest.param("fsdp-2", "after", "hsdp", "whole", {}, marks=pytest.mark.slow),
     ("ddp-2", "after", "fsdp-4", "plainly", {}),
 ]
+SLOW = [
+    ("ddp-1", "before", "fsdp-2", "plainly", {}),
+    ("ddp-2", "after", "hsdp", "plainly", {}),
+    ("fsdp-4", "at", "fsdp-2", "plainly", {}),
+    ("hsdp", "at", "hsdp", "plainly", {}),
+    ("fsdp-2", "after", "fsdp-4", "in the background", {"factor_decay": 0.5}),
+    ("fsdp-2", "after", "hsdp", "whole", {}),
+]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
 @pytest.mark.parametrize(("before", "moment", "after", "how", "options"), CASES)
 def test_goes_on_as_one_process_that_never_stopped(
     run, tmp_path, before, moment, after, how, options
 ):
-    """Blocks of one row are cut alike for any number of shards. The bits are those of the first
-    training on as many.
-    """
+    """On as many ranks, with the bits of the first training."""
     (way, world), (others, other_world) = WAYS[before], WAYS[after]
     given = {"path": str(tmp_path / "checkpoint"), "how": how, "count": SAVED[moment], **options}
     wanted = run(world, functools.partial(save, way=way, **given))
@@ -151,9 +141,8 @@ def factors(rank, world, path, loads, build):
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     else:
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    return {
-        name: (*layer.factors(), *layer.inverses()) for name, layer in optimizer.curvature.items()
-    }
+    layers = optimizer.curvature.items()
+    return {name: (*layer.factors(), *layer.inverses()) for name, layer in layers}
 
 
 def blocks(rows, shards, split_dim):
@@ -175,19 +164,13 @@ def test_blocks_are_cut_again_at_the_new_shards(run, tmp_path, before, after, bu
     saved, *_ = run(before, factors, path, False, build)
     loaded, *others = run(after, factors, path, True, build)
     for name, (a, g, a_inverse, g_inverse) in loaded.items():
-        assert all(
-            torch.equal(one, two)
-            for other in others
-            for one, two in zip(other[name], loaded[name], strict=True)
-        )
+        assert all(all(map(torch.equal, other[name], loaded[name])) for other in others)
         old_a, old_g, *_ = saved[name]
         assert torch.equal(a, old_a)
-        assert torch.equal(
-            g, torch.where(blocks(len(g), after, 4) & blocks(len(g), before, 4), old_g, 0.0)
-        )
+        stays = blocks(len(g), after, 4) & blocks(len(g), before, 4)
+        assert torch.equal(g, torch.where(stays, old_g, 0.0))
         for matrix, inverse, shards in ((a, a_inverse, 1), (g, g_inverse, after)):
-            damped = matrix + OPTIONS["damping"] ** 0.5 * torch.eye(
-                len(matrix), dtype=torch.float64
-            )
+            identity = torch.eye(len(matrix), dtype=torch.float64)
+            damped = matrix + OPTIONS["damping"] ** 0.5 * identity
             wanted = torch.where(blocks(len(matrix), shards, 4), torch.linalg.inv(damped), 0.0)
             torch.testing.assert_close(inverse, wanted)

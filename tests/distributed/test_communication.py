@@ -1,6 +1,4 @@
-"""What the ranks tell each other, and when: on refresh steps, in a few collectives, whatever the
-layers.
-"""
+"""What the ranks tell each other: on refresh steps, in a few collectives, for any layers."""
 
 import functools
 
@@ -25,7 +23,7 @@ from joined import (
     weights_of,
     world_of,
 )
-from torch_thor import ThorMuon
+from torch_thor import THOR, ThorMuon
 
 
 def calls_of(model, optimizer, batches):
@@ -42,10 +40,8 @@ def deep(layers):
 
 
 def steps_of(rank, world, layers):
-    options = {"process_group": dist.group.WORLD}
-    model, optimizer = made(
-        "ddp", lambda: deep(layers), trace_thresholds=(0.0, 0.0), distributed=options
-    )
+    options = {"trace_thresholds": (0.0, 0.0), "distributed": {"process_group": dist.group.WORLD}}
+    model, optimizer = made("ddp", lambda: deep(layers), **options)
     batches = shares(stream(8), rank, world)
     model(batches[0][0]).sum().backward()  # DDP sets itself up
     optimizer.zero_grad()
@@ -74,9 +70,7 @@ def test_models_of_their_own(run):
 
 
 def heads(rank, world, reached):
-    """The second head is reached by the examples that `reached` says, of the joined batch, from
-    step 4 on.
-    """
+    """The second head is reached by some examples of the joined batch, from step 4 on."""
     calls, seen = [], []
 
     def go(model, optimizer, first, step):
@@ -90,14 +84,8 @@ def heads(rank, world, reached):
         seen.append(optimizer.curvature["heads.1"].refreshes)
         return []
 
-    _, bits = as_one_process(
-        rank,
-        world,
-        go,
-        lambda: TwoHeads(skips=True),
-        ddp={"find_unused_parameters": True},
-        update_interval=6,
-    )
+    options = {"ddp": {"find_unused_parameters": True}, "update_interval": 6}
+    _, bits = as_one_process(rank, world, go, functools.partial(TwoHeads, skips=True), **options)
     assert seen[0] == seen[1]
     return {step for step, names in enumerate(calls[0]) if names}, bool(seen[0]), bits
 
@@ -108,8 +96,7 @@ def heads(rank, world, reached):
 def test_a_layer_that_only_some_ranks_reach(run, reached):
     (steps, refreshed, bits), *others = run(2, heads, reached)
     assert others == [(steps, refreshed, bits)]
-    # the late layer refreshes on its own, in between: in the step after the one that gave all ranks
-    # a gradient for it
+    # the late layer refreshes on its own, in the step after the one that gave it a gradient
     assert steps == ({0, 5, 6, 12} if reached else {0, 6, 12})
     assert refreshed == bool(reached)
 
@@ -117,21 +104,20 @@ def test_a_layer_that_only_some_ranks_reach(run, reached):
 # ---- the dtype in which blocks are sent ----------------------------------------------------------
 
 
-def in_bfloat16(rank, world, way, distributed=None, **options):
+def flat(model):
+    return torch.cat([weight.flatten() for weight in weights_of(model).values()])
+
+
+def in_bfloat16(rank, world, way, method):
     trained = []
-    for dtype in (torch.bfloat16, None, torch.float32):
-        distributed = {**(distributed or {}), "communication_dtype": dtype}
-        model, optimizer = made(
-            way, distributed=distributed, trace_thresholds=(0.0, 0.0), **options
-        )
+    for dtype in (None, torch.bfloat16, torch.float32):
+        options = {"method": method, "distributed": {"communication_dtype": dtype}}
+        model, optimizer = made(way, trace_thresholds=(0.0, 0.0), **options)
         train(model, optimizer, shares(stream(6), rank, world))
-        trained.append(torch.cat([weight.flatten() for weight in weights_of(model).values()]))
-    start = torch.cat([weight.flatten() for weight in weights_of(network()).values()])
-    errors = [
-        float((one - trained[1]).norm() / (trained[1] - start).norm())
-        for one in (trained[0], trained[2])
-    ]
-    return errors, trained[0].tolist()
+        trained.append(flat(model))
+    exact, *others = trained
+    moved = (exact - flat(network())).norm()
+    return [float((one - exact).norm() / moved) for one in others], others[0].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:.*returns a view")
@@ -139,13 +125,9 @@ def in_bfloat16(rank, world, way, distributed=None, **options):
     "way", ["ddp", (2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str
 )
 def test_steps_differ_by_the_rounding_of_bfloat16(run, way):
-    """Equal bits on all ranks. Its relative rounding is 2⁻⁹; that of float32, 2⁻²⁴, beside factors
-    of float64.
-    """
-    for options in ({}, {"method": ThorMuon}):
-        (errors, bits), *others = run(
-            world_of(way), functools.partial(in_bfloat16, way=way, **options)
-        )
+    """Equal bits on all ranks. Its relative rounding is 2⁻⁹; that of float32, 2⁻²⁴."""
+    for method in (THOR, ThorMuon):
+        (errors, bits), *others = run(world_of(way), in_bfloat16, way, method)
         assert all(found == (errors, bits) for found in others)
         assert 1e-6 < errors[0] < 0.2
         assert 0 < errors[1] < 1e-5

@@ -3,16 +3,13 @@
 import torch
 from torch import distributed as dist
 
-from torch_thor.distributed.assignment import packed_size
-from torch_thor.distributed.data_parallel import DataParallel, pack, unpack_
+from torch_thor.distributed.data_parallel import DataParallel
 
 SHAPES = [(5, 4), (1, 7), (0, 3), (9, 1), (2, 7)]
 
 
 def parts_of(rank):
-    """Symmetric blocks of two dtypes, others on each rank; those of float32 have one owner, so
-    nothing is padded.
-    """
+    """Symmetric blocks; those of float32 have one owner, so nothing is padded."""
     generator = torch.Generator().manual_seed(rank)
     found = []
     for i, (count, size) in enumerate(SHAPES):
@@ -41,21 +38,3 @@ def test_sums_of_all_ranks_on_all_ranks(run):
     for world in (2, 4):
         first, *others = run(world, exchange)
         assert all(other == first for other in others)
-
-
-def test_triangles_of_blocks_are_packed_and_come_back():
-    assert packed_size(6) == 21
-    for size in (1, 2, 5):
-        blocks = torch.randn(3, size, size)
-        blocks = blocks + blocks.mT
-        packed = torch.full((3 * packed_size(size) + 1,), 7.0)
-        pack(blocks, packed[:-1])
-        assert packed[-1] == 7
-        found = torch.full_like(blocks, torch.nan)
-        unpack_(found, packed[:-1])
-        assert torch.equal(found, blocks)
-    blocks = torch.tensor([[[1.0, 9.0], [2.0, 3.0]]])  # the lower triangle decides
-    packed = torch.empty(3)
-    pack(blocks, packed)
-    unpack_(blocks, packed)
-    assert (packed.tolist(), blocks.tolist()) == ([1, 2, 3], [[[1, 2], [2, 3]]])

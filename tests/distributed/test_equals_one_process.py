@@ -1,6 +1,4 @@
-"""DDP on 1, 2 and 4 ranks takes the steps of one process on the joined batch, in float64, over
-several refreshes.
-"""
+"""DDP on 2 and 4 ranks takes the steps of one process on the joined batch, in float64."""
 
 import functools
 
@@ -21,6 +19,7 @@ from joined import (
     assert_same_training,
     digest,
     made,
+    marked,
     part,
     routed,
     shares,
@@ -30,7 +29,7 @@ from joined import (
     uneven,
 )
 from third_optimizer import NaturalSGD
-from torch_thor import ThorMuon, follow_labels
+from torch_thor import ThorMuon
 
 STEPS = 14
 EVERY_OTHER = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
@@ -64,9 +63,8 @@ def ordinarily(model, optimizer, first, step, count, micro):
             optimizer.sample_fisher(output, lambda logits: LeastLikely(logits=logits))
         return F.cross_entropy(output, labels)
 
-    return train(
-        model, optimizer, shares(batches, first, step), loss, micro=micro if step > 1 else 1
-    )
+    micro = micro if step > 1 else 1
+    return train(model, optimizer, shares(batches, first, step), loss, micro=micro)
 
 
 # ---- other loops ---------------------------------------------------------------------------------
@@ -74,15 +72,12 @@ def ordinarily(model, optimizer, first, step, count, micro):
 
 def of_words():
     torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5)
-    ).double()
+    layers = nn.LayerNorm(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5)
+    return nn.Sequential(nn.Embedding(11, 8), *layers).double()
 
 
 def padded(model, optimizer, first, step):
-    """Rows of padding and loss terms of one's own, other ones on each rank, once (a refresh) none
-    on the second.
-    """
+    """Padding and loss terms differ between ranks; once (a refresh) the second has none."""
     generator, decisions = torch.Generator().manual_seed(9), []
     for number in range(STEPS):
         words = torch.randint(11, (SIZE, 4), generator=generator)
@@ -90,8 +85,7 @@ def padded(model, optimizer, first, step):
         if number == 3:
             keep[1::2] = False
         keep[0, 0] ^= bool(keep.sum() % 2)
-        # a rank's sum is divided by its share of all terms, so that the average of the ranks is the
-        # mean over all
+        # so that the average of the ranks is the mean over all
         terms = int(keep.sum()) // step
         words, keep = words[first::step], keep[first::step]
         optimizer.row_mask, optimizer.loss_terms = keep, terms
@@ -100,44 +94,6 @@ def padded(model, optimizer, first, step):
         optimizer.step()
         decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
         optimizer.zero_grad()
-    return decisions
-
-
-class Labelled(nn.Module):
-    """Called as the models of transformers are."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = of_words()
-
-    def forward(self, input_ids, attention_mask, labels):
-        return F.cross_entropy(self.net(input_ids).flatten(0, 1), labels.flatten())
-
-
-def followed(model, optimizer, first, step):
-    """Padding and loss terms from what the model is called with, on ranks; by hand in one
-    process.
-    """
-    generator, decisions = torch.Generator().manual_seed(9), []
-    end = follow_labels(optimizer) if step > 1 else None
-    for _ in range(STEPS):
-        words = torch.randint(11, (SIZE, 4), generator=generator)
-        keep = torch.arange(4) < torch.randint(2, 5, (SIZE, 1), generator=generator)
-        # as many on each rank
-        target = torch.arange(4) == torch.randint(2, (SIZE, 1), generator=generator)
-        given = {
-            "input_ids": words,
-            "attention_mask": keep.long(),
-            "labels": (words % 5).masked_fill(~target, -100),
-        }
-        if end is None:
-            optimizer.row_mask, optimizer.loss_terms = keep, SIZE
-        model(**{name: value[first::step] for name, value in given.items()}).backward()
-        optimizer.step()
-        decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
-        optimizer.zero_grad()
-    if end is not None:
-        end()
     return decisions
 
 
@@ -151,10 +107,10 @@ def asked_for(model, optimizer, first, step):
 
 # ---- all of them ---------------------------------------------------------------------------------
 
-STATIC, UNUSED = (
-    {"static_graph": True, "gradient_as_bucket_view": True},
-    {"find_unused_parameters": True},
-)
+STATIC = {"static_graph": True, "gradient_as_bucket_view": True}
+UNUSED = {"find_unused_parameters": True}
+INNER = {**EVERY_OTHER, "count": 5}
+AVERAGE = {"factor_decay": 0.3, "split_dim": 3, "micro": 3, "count": 8}
 SAMPLED = {"fisher": "sampled", "count": 5}  # the pass of sampled labels averages no gradient
 # of a softmax's gradient one direction is rounding alone, which polar factors raise to some 1e-9
 MUON = {"method": ThorMuon, "damping": 0.1, "count": 8, "rtol": 1e-6, "atol": 1e-8}
@@ -167,32 +123,20 @@ ON_FOUR_TOO = {
     "ThorMuon": MUON,
     "every step": {**EVERY_OTHER, "update_interval": 1, "count": 6},
     "experts": {"make": routed, **EVERY_OTHER, "count": 6},
-    "inner layers": {"make": functools.partial(routed, inner=True), **EVERY_OTHER, "count": 5},
-    "inner layers, frozen, accumulation": {
-        "make": frozen_inside,
-        **EVERY_OTHER,
-        "count": 5,
-        "micro": 3,
-    },
+    "inner layers": {"make": functools.partial(routed, inner=True), **INNER},
+    "inner layers, frozen, accumulation": {"make": frozen_inside, **INNER, "micro": 3},
     "checkpointed": {"make": functools.partial(Checkpointed, False), "ddp": STATIC},
     "checkpointed, reentrant": {"make": functools.partial(Checkpointed, True), "ddp": STATIC},
     "sampled": SAMPLED,
     "sampled, accumulation": {**SAMPLED, "micro": 3},
     "uneven": {"go": uneven},
     # some experts have no rows in a refresh, and keep their factors; some have never had any
-    "experts, average": {
-        "make": routed,
-        "factor_decay": 0.3,
-        "split_dim": 3,
-        "micro": 3,
-        "count": 8,
-    },
+    "experts, average": {"make": routed, **AVERAGE},
     "a third optimizer": {"method": NaturalSGD, "count": 7},
 }
 CASES = ON_FOUR_TOO | {
     "anytime": {**MUON, "anytime": True},
     "padded": {"go": padded, "make": of_words},
-    "followed": {"go": followed, "make": Labelled},
     "asked for": {"go": asked_for},
     "compile, then DDP": {"count": 7, "ddp": lambda model: DDP(compiled(model))},
     "DDP, then compile": {"count": 7, "ddp": lambda model: compiled(DDP(model))},
@@ -210,9 +154,8 @@ def ranks_and_one(rank, world, name):
     options = dict(CASES[name])
     go = options.pop("go", None)
     if go is None:
-        go = functools.partial(
-            ordinarily, count=options.pop("count", STEPS), micro=options.pop("micro", 1)
-        )
+        count, micro = options.pop("count", STEPS), options.pop("micro", 1)
+        go = functools.partial(ordinarily, count=count, micro=micro)
     graphs.clear()
     decisions, bits = as_one_process(rank, world, go, **options)
     assert bool(graphs) == ("compile" in name)
@@ -221,29 +164,19 @@ def ranks_and_one(rank, world, name):
 
 # those that take longest, beside which others of their kind are fast
 SLOW = (
-    "experts, average",
-    "checkpointed, reentrant",
-    "unused allowed",
-    "static graph",
-    "every step",
-    "inner layers, frozen, accumulation",
-    "compile, then DDP",
-)
+    "experts, average", "checkpointed, reentrant", "unused allowed", "static graph", "every step",
+    "inner layers, frozen, accumulation", "compile, then DDP",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
-)
+@pytest.mark.parametrize("name", marked(CASES, SLOW))
 def test_equals_one_process_on_the_joined_batch(run, name):
     for world in (2, 4) if name in ON_FOUR_TOO else (2,):
         decisions, digests = zip(*run(world, ranks_and_one, name), strict=True)
         assert len(set(digests)) == 1, "the ranks differ in some bit"
         if name == "plain":
-            assert {kind for step in decisions[0] for kind in step.values()} == {
-                "UPDATE",
-                "KEEP",
-                "STOP",
-            }
+            kinds = {kind for step in decisions[0] for kind in step.values()}
+            assert kinds == {"UPDATE", "KEEP", "STOP"}
 
 
 def uneven_means(rank, world):
@@ -252,10 +185,9 @@ def uneven_means(rank, world):
     train(model, optimizer, [part(batch, slice(3 * rank, 3 + 9 * rank)) for batch in stream(1)])
     train(twin, other, stream(1))
     for name, layer in optimizer.curvature.items():
-        assert layer.rows_per_term == other.curvature[name].rows_per_term
-        torch.testing.assert_close(
-            layer.factors(), other.curvature[name].factors(), rtol=1e-10, atol=1e-13
-        )
+        wanted = other.curvature[name]
+        assert layer.rows_per_term == wanted.rows_per_term
+        torch.testing.assert_close(layer.factors(), wanted.factors(), rtol=1e-10, atol=1e-13)
     assert optimizer.param_groups[0]["last_loss_terms"] == SIZE
 
 

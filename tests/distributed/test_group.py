@@ -1,6 +1,4 @@
-"""`torch_thor.Distributed`: its checks, and which processes it means in one process; the other
-files have several.
-"""
+"""`torch_thor.Distributed`: its checks, and which processes it means in one process."""
 
 import dataclasses
 
@@ -11,22 +9,22 @@ from torch import distributed as dist
 from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR, Distributed, ThorMuon
 
-WRONG = {
-    "process_group": (
-        [True, 0, 1, "gloo", [0, 1], dist.GroupMember.NON_GROUP_MEMBER],
-        "default group, or False",
-    ),
-    "whole_matrices": (["yes", 1, None], "True or False"),
-    "communication_dtype": (
-        [torch.float16, "bfloat16"],
-        "None, torch.bfloat16 or torch.float32; .*float16",
-    ),
-}
+GROUPS = [True, 0, 1, "gloo", [0, 1], dist.GroupMember.NON_GROUP_MEMBER]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_refused(name):
-    values, rule = WRONG[name]
+@pytest.mark.parametrize(
+    ("name", "values", "rule"),
+    [
+        ("process_group", GROUPS, "default group, or False"),
+        ("whole_matrices", ["yes", 1, None], "True or False"),
+        (
+            "communication_dtype",
+            [torch.float16, "bfloat16"],
+            "None, torch.bfloat16 or torch.float32",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused(name, values, rule):
     for value in values:
         with pytest.raises(ValueError, match=f"(?s)^{name}=.*: {name} must be .*{rule}"):
             Distributed(**{name: value})

@@ -13,12 +13,10 @@ from transformers.pytorch_utils import Conv1D
 
 from torch_thor import AGCSGD, LAMB, adaptive_clip_grad_
 
-NESTEROV = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+CLIPPED = {"lr": 0.1, "clip_factor": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 OPTIMIZERS = {
-    "agc-sgd": lambda model: AGCSGD(model, lr=0.1, clip_factor=0.02, **NESTEROV),
-    "agc-sgd, one at a time": lambda model: AGCSGD(
-        model, lr=0.1, momentum=0.9, clip_factor=0.02, foreach=False
-    ),
+    "agc-sgd": lambda model: AGCSGD(model, **CLIPPED),
+    "agc-sgd, one at a time": lambda model: AGCSGD(model, foreach=False, **CLIPPED),
     "lamb": lambda model: LAMB(model, lr=0.05),
     "lamb, one at a time": lambda model: LAMB(model, lr=0.05, foreach=False),
     "clipped sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -49,10 +47,8 @@ def compare(rank, world):
                 counts.append(None if found is None else (int(found.clipped), found.units))
             assert counts[0] == counts[1], name
             assert counts[0] is None or 0 < counts[0][0] < counts[0][1], name
-        for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(
-                p.full_tensor(), q, rtol=1e-12, atol=1e-15, msg=f"{name}, {key}"
-            )
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q, rtol=1e-12, atol=1e-15, msg=name)
 
 
 def test_two_processes_take_the_steps_of_one(run):

@@ -1,6 +1,4 @@
-"""What is refused under sharding, with one sentence that names the value, the rule and the remedy;
-what is left out.
-"""
+"""What is refused under sharding, and what is left out."""
 
 import warnings
 
@@ -21,15 +19,13 @@ def model():
 
 
 def tensor_parallel():
-    return parallelize_module(
-        model(), mesh_of((4,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    )
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(model(), mesh_of((4,)), plan)
 
 
 def by_columns():
-    return fully_shard(
-        model(), mesh=mesh_of((4,)), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None
-    )
+    where = lambda p: Shard(1) if p.ndim > 1 else None  # noqa: E731
+    return fully_shard(model(), mesh=mesh_of((4,)), shard_placement_fn=where)
 
 
 def flat():
@@ -77,18 +73,16 @@ class Left(nn.Module):
 
 
 def divided_later(rank, world, method):
-    """Accelerate makes the optimizer first, then shards the model and puts the new parameters into
-    its groups.
+    """Accelerate shards the model later, and puts the new parameters into the groups.
 
-    The model is inspected again, the first step is taken without curvature, and the second one
-    refreshes.
+    The first step is taken without curvature, and the second one refreshes.
     """
     own = Left().double()
     optimizer = method(own, update_interval=2)
     before = [entry.reason for entry in optimizer.coverage()]
     fully_shard(own, mesh=mesh_of((world,)))
     optimizer.param_groups[0]["params"] = list(own.parameters())
-    x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(rank)).double()
     for _ in range(3):
         optimizer.zero_grad()
         own(x).square().mean().backward()
@@ -98,9 +92,8 @@ def divided_later(rank, world, method):
     assert {name for name, reason in entries.items() if reason is None} >= {"plain.weight"}
     assert "has 2 groups with factors of their own" in entries["grouped.weight"]
     assert "which is no dimension of its matrix" in entries["transposed.weight"]
-    assert [(name, layer.refreshes > 0) for name, layer in optimizer.curvature.items()] == [
-        ("plain", True)
-    ]
+    assert {*optimizer.curvature} == {"plain"}
+    assert optimizer.curvature["plain"].refreshes > 0
 
 
 @pytest.mark.filterwarnings("ignore:Thor|THOR")
