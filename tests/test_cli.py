@@ -95,15 +95,11 @@ def test_the_first_minute(run, tmp_path, monkeypatch):
     assert (
         ", 8 steps with each of thor-muon, adamw, muon, on cpu, processes=1, threads=1" in shown[0]
     )
-    assert shown[1].startswith("thor-muon: preconditions 9 layers with ")
-    assert len([line for line in shown if "│" in line]) <= 6
+    assert len([line for line in shown if "│" in line]) == 7
+    for name in ("thor-muon", "adamw", "muon"):
+        assert any(line.startswith(f"{name} writes: ") for line in shown)
     # it leads
     assert "thor-muon" in next(line for line in out.splitlines() if line[0] == "┃").split("┃")[2]
-    assert re.fullmatch(
-        r"Steps to what adamw ends with \(held-out loss [\d.]+\): thor-muon (\d .*|not reached), "
-        r"adamw \d \([\d.]+ s\), muon (\d .*|not reached)",
-        shown[-3],
-    )
     assert shown[-2] == "Curves, metrics, recipe and checkpoints are in runs/characters"
     assert shown[-1].startswith("next: optimizer = torch_thor.ThorMuon(model) in your own loop; ")
     # of what fits the run, by a command that works

@@ -178,13 +178,8 @@ def test_a_resumed_run_replaces_the_scalars_after_its_checkpoint(tmp_path):
 
 
 def test_what_is_said_first():
-    run = new_run(name="sgd")
-    run.model = nn.Sequential(nn.Linear(9, 10), nn.LayerNorm(10), nn.Linear(10, 20))
-    run.optimizer = THOR(run.model)
-    assert list(facts(run)) == [
-        "trial: small-cnn (340 parameters), 9 steps with each of sgd, thor, on cpu, processes=1, "
-        f"threads={torch.get_num_threads()}",
-        "sgd: preconditions 2 layers with 94.12% of the parameters",
+    assert list(facts(new_run(name="sgd"))) == [
+        "trial: small-cnn (18 parameters), 9 steps with each of sgd, thor, on cpu, processes=1, "
+        f"threads={torch.get_num_threads()}"
     ]
-    sgd = new_run(lambda model: torch.optim.SGD(model.parameters(), lr=0.1), name="thor")
-    assert list(facts(sgd)) == []  # of the second optimizer, if it has no curvature
+    assert list(facts(new_run(name="thor"))) == []  # of the second optimizer

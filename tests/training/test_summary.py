@@ -12,7 +12,7 @@ from rich.console import Console
 from torch_thor.training import summary
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.recipe_model import Recipe
-from torch_thor.training.summary import Result, compared, draw_curves, report
+from torch_thor.training.summary import Result, draw_curves, report
 from torch_thor.training.tasks.images import ImageClassification
 from torch_thor.training.tasks.task import Metric, primary
 
@@ -28,7 +28,7 @@ def write(folder, name, finals=(0.8, 0.7), averages=(None, None)):
         at += duration
         lines.append(
             {"kind": "step", "step": step, "loss": loss, "duration": duration, "seconds": at,
-             "waited": duration / 4, "terms": 8, "refresh": step == 1, "skipped": step == 3}
+             "lr": 0.1 / step, "waited": duration / 4, "terms": 8, "refresh": step == 1, "skipped": step == 3}
         )  # fmt: skip
         lines += [
             {"kind": "refresh", "step": step, "layer": layer, "decision": decision}
@@ -69,6 +69,7 @@ def folder(tmp_path):
 def test_one_optimizer(folder):
     table, lines, [told] = reported(folder, targets=(0.9, 0.2, 0.7597))
     assert table == {
+        "highest learning rate": ["0.1"],
         "steps to accuracy 20%": ["2 (5.0 s)"],
         "steps to accuracy 75.97%": ["2 (5.0 s)"],
         "steps to accuracy 90%": ["not reached"],
@@ -106,30 +107,30 @@ def test_averaged_weights_decide_where_there_are_any(folder):
 
 
 @pytest.mark.parametrize(
-    ("names", "sentence"),
+    ("names", "row"),
     [
         (
             ("thor-muon", "adamw", "muon"),
-            "Steps to what adamw ends with (accuracy 75.00%): "
-            "thor-muon 2 (5.0 s), adamw 4 (8.0 s), muon not reached",
+            {"steps to adamw's end, 75.00%": ["2 (5.0 s)", "4 (8.0 s)", "not reached"]},
         ),
-        (
-            ("muon", "thor-muon"),
-            "Steps to what thor-muon ends with (accuracy 90.00%): "
-            "muon not reached, thor-muon 4 (8.0 s)",
-        ),
-        (("muon",), ""),  # there is nothing to compare
-        (("muon", "nan"), ""),
+        (("muon", "thor-muon"), {"steps to thor-muon's end, 90.00%": ["not reached", "4 (8.0 s)"]}),
+        (("muon",), {}),  # there is nothing to compare
+        (("muon", "nan"), {}),
     ],
 )
-def test_the_sentence_compares_with_adamw_or_the_last(folder, names, sentence):
+def test_a_row_compares_with_adamw_or_the_last(folder, names, row):
     finals = {
         "thor-muon": (0.75, 0.9),
         "adamw": (0.7, 0.75),
         "muon": (0.5, 0.6),
         "nan": (0.5, None),
     }
-    assert compared([write(folder, name, finals[name]) for name in names]) == sentence
+    results = [write(folder, name, finals[name]) for name in names]
+    columns = summary.table(results, Recipe()).columns
+    first, *rest = ([str(cell) for cell in column.cells] for column in columns)
+    found = dict(zip(first, map(list, zip(*rest, strict=True)), strict=True))
+    assert {key: cells for key, cells in found.items() if "'s end" in key} == row
+    assert found["highest learning rate"] == ["0.1"] * len(names)
 
 
 def test_a_loss_is_reached_from_above(tmp_path):
@@ -142,7 +143,7 @@ def test_a_loss_is_reached_from_above(tmp_path):
     assert [line and line["step"] for line in reached] == [0, 2, 2, None]
     assert result.best()["step"] == 2
     table = summary.table([result], Recipe(targets=(1.5, 2.0, 2.5), optimizer=("sgd",)))
-    assert [str(cell) for cell in table.columns[0].cells][:3] == [
+    assert [str(cell) for cell in table.columns[0].cells][1:4] == [
         f"steps to held-out loss {goal}" for goal in ("2.5", "2", "1.5")
     ]
 
@@ -157,7 +158,7 @@ def test_curves(folder, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: drawn.append(self))
     results = [write(folder, "sgd"), write(folder, "thor", averages=(0.75, 0.85))]
-    draw_curves(results, folder.curves)
+    draw_curves(results, folder.curves, "a title")
     [figure] = drawn
     panels = [axes.get_lines() for axes in figure.axes]  # losses, then metrics, by step and by time
     for panel, xs in zip(panels, ([1, 2, 4], [4, 5, 8], [2, 4], [5, 8]), strict=True):
@@ -167,12 +168,16 @@ def test_curves(folder, monkeypatch):
         for line, values in zip(panel, ys, strict=True):
             assert line.get_ydata().tolist() == pytest.approx(values)
     [legend] = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["sgd", "thor"]
+    assert [text.get_text() for text in legend.get_texts()] == ["sgd, lr 0.1", "thor, lr 0.1"]
+    assert figure.get_suptitle() == "a title"
+    # what the last ends with, 0.85: only itself is there
+    marked = [line.get_markevery() for line in panels[2]]
+    assert marked == [[], [1]]
 
 
 @pytest.mark.pictures
 def test_settings_of_matplotlib_for_other_work_do_not_matter(folder, monkeypatch):
     monkeypatch.setenv("PATH", "")  # without LaTeX
     with matplotlib.rc_context({"text.usetex": True}):
-        draw_curves([write(folder, "sgd")], folder.curves)
+        draw_curves([write(folder, "sgd")], folder.curves, "")
     assert folder.curves.read_bytes().startswith(b"\x89PNG")
