@@ -28,7 +28,8 @@ def write(folder, name, finals=(0.8, 0.7), averages=(None, None)):
         at += duration
         lines.append(
             {"kind": "step", "step": step, "loss": loss, "duration": duration, "seconds": at,
-             "lr": 0.1 / step, "waited": duration / 4, "terms": 8, "refresh": step == 1, "skipped": step == 3}
+             "lr": 0.1 / step, "waited": duration / 4, "terms": 8, "refresh": step == 1,
+             "skipped": step == 3}
         )  # fmt: skip
         lines += [
             {"kind": "refresh", "step": step, "layer": layer, "decision": decision}
