@@ -111,6 +111,7 @@ def _minilm(name: str, lora: bool, title: str, steps: int) -> Problem:
         partial(halves, partial(sentences, name, False)),
         lambda model, batch: functional.cross_entropy(logits(model, batch[0]), batch[1]),
         lambda model, batch: (logits(model, batch[0]).argmax(1) == batch[1]).double(),
+        evaluations=1,
     )  # fmt: skip
 
 

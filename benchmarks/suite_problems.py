@@ -50,6 +50,7 @@ class Problem:
         score: Returns the figure of a batch for each of its samples, as one dimension.
         prepare: Called with the network between the backward pass and the optimizer's step.
         schedule: How the learning rate falls, by its name in training.py.
+        evaluations: How often a run is evaluated whose seed is reported.
     """
 
     title: str
@@ -64,6 +65,7 @@ class Problem:
     score: Callable[[nn.Module, Batch], Tensor]
     prepare: Callable[[nn.Module], object] = lambda model: None
     schedule: str = "linear"
+    evaluations: int = 16
 
 
 # ---- data ----------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from benchmarks.runner.timing import RATE, time_optimizers
 
 TUNING_SEEDS, SEEDS = (10, 11, 12), (0, 1, 2)
 WARM_UP = 0.05  # of the steps
-EVALUATIONS = 16
 HIGHEST_LOSS = 1e5  # a run whose loss exceeds it, or is no number, has diverged
 BATCHES = 20  # for the statistics of BatchNorm
 WORDS = ("task", "optimizer", "seed", "schedule", "half")  # of a job; the rest are options
@@ -64,7 +63,7 @@ def run(job: Job) -> dict[str, Any]:
         refreshes += bool(getattr(optimizer, "last_refresh", ()))
         if not losses[-1] <= HIGHEST_LOSS:
             return {"value": None, "failure": f"loss {losses[-1]} in step {step}"}
-        evaluated = not tuning and step % max(1, problem.steps // EVALUATIONS) == 0
+        evaluated = not tuning and step % max(1, problem.steps // problem.evaluations) == 0
         if evaluated or step == problem.steps:
             curve.append((step, evaluate(problem, model, optimizer, batches, half), refreshes))
     mean_loss = statistics.fmean(losses[-max(1, problem.steps // 20) :])
