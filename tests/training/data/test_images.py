@@ -94,18 +94,6 @@ def test_folders_that_are_wrong(tree, spoil, said):
     assert "\n" not in str(caught.value)
 
 
-def test_an_evaluation_needs_no_training_images_and_labels_follow_the_names(tree):
-    shutil.rmtree(tree / "train")
-    training, held_out = opened(tree, train=False)
-    assert training is None
-    assert held_out.labels.tolist() == [0] * 3 + [1] * 3 + [2] * 3
-    shutil.rmtree(tree / "val/china")
-    trained = ["another", "china", "digit", "flower"]
-    _, held_out = opened(tree, train=False, classes=trained)
-    assert held_out.labels.tolist() == [2] * 3 + [3] * 3
-    assert held_out.classes == trained
-
-
 def test_a_training_is_known_by_the_names_of_its_files(tree, tmp_path):
     before = opened(tree)[0].data
     assert (before["samples"], before["classes"]) == (18, [*CLASSES])
