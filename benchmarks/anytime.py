@@ -43,8 +43,7 @@ TITLES: dict[str, Job] = {
 SCHEDULED, ANYTIME, AS_IT_IS, ADAMW, FREE, PRODIGY, COSINE, *_ = TITLES
 OTHERS = {  # problems beside those of the suite, and who trains on them
     "nanogpt": (SCHEDULED, ANYTIME, FREE, PRODIGY, COSINE),
-    "minilm-sst2": (SCHEDULED, ANYTIME, FREE, PRODIGY),
-    "minilm-trec": (SCHEDULED, ANYTIME),
+    "minilm-sst2": (SCHEDULED, ANYTIME),
 }
 
 
