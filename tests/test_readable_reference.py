@@ -225,14 +225,5 @@ def test_every_case_differs(make, defaults, cases):
             assert difference(weights[-1], plain) > 1e-4, f"{case} with {network}"
 
 
-def test_tokens_have_other_numbers_of_rows_than_loss_terms():
-    model = of_tokens()
-    optimizer = THOR(model, **OF_THOR)
-    backward(model, tokens, 0)
-    optimizer.step()
-    T = {name: layer.rows_per_term for name, layer in optimizer.curvature.items()}
-    assert T == {"0.0": 4.0, "0.2": 4.0, "3": 1.0}
-
-
 def test_it_is_short():
     assert len(inspect.getsource(reference).splitlines()) <= 175
