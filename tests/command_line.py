@@ -1,6 +1,4 @@
-"""The command line: in this process, or in processes of its own, alone or under `torchrun`, killed
-where they hang.
-"""
+"""The command line: in this process, or in processes of its own, killed where they hang."""
 
 import contextlib
 import json
@@ -21,9 +19,7 @@ PATIENCE = 600
 
 
 def call(monkeypatch, capsys, *words):
-    """`torch-thor WORDS` in this process, which has imported torch already: (exit code, stdout,
-    stderr).
-    """
+    """`torch-thor WORDS` in this process: (exit code, stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", ["torch-thor", *(str(word) for word in words)])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -47,11 +43,9 @@ def contents(folder):
 
 
 def start(folder, *words, ranks=None, script=None, module="torch_thor", cold=False):
-    """`python -m MODULE WORDS` in a folder, or as many as `ranks` under `torchrun`; `script` takes
-    the module's place.
+    """`python -m MODULE WORDS` (or `script`) in a folder, or as many as `ranks` under `torchrun`.
 
-    The processes are forked from one that has imported the application (warm.py); `cold` ones are
-    fresh interpreters, and their `torchrun` is the real one.
+    The processes are forked (warm.py); `cold` ones are fresh, and their `torchrun` is the real one.
     """
     command = ["-m", module] if script is None else [script]
     command = [str(word) for word in (*command, *words)]
@@ -62,13 +56,8 @@ def start(folder, *words, ranks=None, script=None, module="torch_thor", cold=Fal
             return warm.WarmRanks(command, folder, environment, ranks)
         return warm.WarmProcess(command, folder, environment)
     if ranks is not None:
-        command = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            *command,
-        ]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [*torchrun, *command]
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
@@ -126,22 +115,6 @@ def descendants(pid):
     return [*children, *(deeper for child in children for deeper in descendants(child))]
 
 
-def alive(pid):
-    """Whether a process runs; one that has ended and waits to be asked about does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def assert_ends(pid, timeout=PATIENCE):
-    """A process ends by itself; it closes its files a moment before it counts as ended."""
-    deadline = time.monotonic() + timeout
-    while alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} still runs"
-        time.sleep(0.01)
-
-
 def checkpoints(run, optimizer):
     """Steps of the checkpoints of one optimizer, sorted."""
     return sorted(int(path.name[5:]) for path in (run / optimizer / "checkpoints").glob("step-*"))
@@ -151,8 +124,6 @@ def lines(run, optimizer, kind=None, *, timed=False):
     """The lines of `metrics.jsonl`, without their times."""
     clock = () if timed else ("seconds", "duration", "waited")
     text = (run / optimizer / "metrics.jsonl").read_text()
-    every = [
-        {key: value for key, value in json.loads(line).items() if key not in clock}
-        for line in text.splitlines()
-    ]
-    return [line for line in every if kind in (None, line["kind"])]
+    every = [json.loads(line) for line in text.splitlines()]
+    every = [line for line in every if kind in (None, line["kind"])]
+    return [{key: value for key, value in line.items() if key not in clock} for line in every]

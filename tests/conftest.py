@@ -1,6 +1,4 @@
-"""Shared by all tests: one thread (two cores serve many processes), a fixed seed, the command line,
-ranks, pictures.
-"""
+"""Shared by all tests: one thread, a fixed seed, the command line, ranks, pictures."""
 
 import functools
 import gc
@@ -19,13 +17,9 @@ hypothesis.settings.register_profile("torch_thor", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("torch_thor")
 
 
-# These take minutes, in which processes mostly start or wait: they begin first, so that the others
-# run beside them.
-FIRST = "test_killed_ranks"
-
-
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: not item.name.startswith(FIRST))
+    """What mostly waits begins first, so that the others run beside it."""
+    items.sort(key=lambda item: not item.name.startswith("test_killed_ranks"))
 
 
 def pytest_collection_finish():
@@ -36,9 +30,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def blank_pictures(request, monkeypatch):
-    """Saved pictures are blank, unless a test is marked `pictures`: drawing takes longer than a
-    small training.
-    """
+    """Saved pictures are blank, unless a test is marked `pictures`: drawing takes long."""
     if "pictures" not in request.keywords:
         monkeypatch.setattr(Figure, "savefig", save_blank)
 

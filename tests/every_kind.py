@@ -1,6 +1,4 @@
-"""A small model with layers of all kinds, and token batches for it: for tests of state and of its
-interactions.
-"""
+"""A small model with layers of all kinds, and token batches for it."""
 
 import torch
 from timm.layers import ScaledStdConv2d
@@ -29,9 +27,7 @@ class Experts(nn.Module):
 
 
 class EveryKind(nn.Module):
-    """Two branches: a decoder that is the embedding, behind attentions; and what lies inside
-    modules.
-    """
+    """Two branches: a decoder that is the embedding, and what lies inside modules."""
 
     def __init__(self):
         super().__init__()
@@ -73,8 +69,6 @@ def build():
 def stream():
     """Tokens of kind 3 come late, those of kind 0 go early."""
     generator = torch.Generator().manual_seed(4)
-    kinds = [
-        torch.randint(int(step > 2), 3 + (step > 1), (4, 5), generator=generator)
-        for step in range(STEPS)
-    ]
+    bounds = [(int(step > 2), 3 + (step > 1)) for step in range(STEPS)]
+    kinds = [torch.randint(*bound, (4, 5), generator=generator) for bound in bounds]
     return [(tokens, torch.randint(9, (4, 5), generator=generator)) for tokens in kinds]

@@ -4,7 +4,5 @@ from unittest import mock
 
 
 def fake_times(seconds):
-    """In a `with` block, `seconds(sizes, split_dims, **options)` replaces the measurement of
-    inversions.
-    """
+    """In a block, `seconds(sizes, split_dims, **options)` replaces the measurement."""
     return mock.patch("torch_thor.split.inverse_seconds", seconds)

@@ -1,7 +1,6 @@
 """How much there is to know: statements of each package, files and functions of a step, classes.
 
-    python tests/ideas.py             # what test_budgets.py holds
-    python tests/ideas.py --kernels   # and the kernels of a step on the device of pretend.py
+    python tests/ideas.py   # what test_budgets.py holds
 
 Statements are those of ``ast`` without docstrings; an assignment to a tuple counts its targets. A
 step is a forward pass, a backward pass and ``step()`` on Linear-ReLU-Linear; comprehensions count
@@ -113,19 +112,6 @@ def reachable(start):
     return found
 
 
-def print_kernels():
-    """Print the kernels and the waits of an ordinary step on a device."""
-    sys.path[:0] = [".", "tests", "tests/optim"]
-    import test_device
-
-    import pretend
-
-    for label in ("THOR", "ThorMuon"):
-        for network in ("GPT-2", "ResNet-18"):
-            count, waits = pretend.run(test_device.kernels, label, network)
-            print(f"{label}, {network}: {count} kernels, {len(waits)} waits")
-
-
 def main():
     """Print everything."""
     found = statements()
@@ -139,8 +125,6 @@ def main():
             f"{optimizer.__name__}: {ordinary[0]} files and {ordinary[1]} functions in an ordinary "
             f"step, {refresh[0]} and {refresh[1]} in a refresh, {len(classes)} classes"
         )
-    if "--kernels" in sys.argv:
-        print_kernels()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""A small ImageNet: photographs and digits as JPEGs of different sizes, with the odd files that the
-real one has.
-"""
+"""A small ImageNet: JPEGs of different sizes, with the odd files that the real one has."""
 
 import functools
 
@@ -14,18 +12,12 @@ CLASSES = ("china", "digit", "flower")
 def pictures():
     """(class, number, picture) each."""
     china, flower = (Image.fromarray(image) for image in load_sample_images().images)
-    digits = [
-        Image.fromarray((image * 15).astype("uint8")).convert("RGB")
-        for image in load_digits().images[:9]
-    ]
+    images = (load_digits().images[:9] * 15).astype("uint8")
+    digits = [Image.fromarray(image).convert("RGB") for image in images]
     found = []
     for number in range(9):
-        box = (
-            20 * number,
-            10 * number,
-            20 * number + 120 + 7 * number,
-            10 * number + 150 - 9 * number,
-        )
+        x, y = 20 * number, 10 * number
+        box = (x, y, x + 120 + 7 * number, y + 150 - 9 * number)
         found.append(("china", number, china.crop(box)))
         found.append(("flower", number, flower.crop(box)))
         found.append(("digit", number, digits[number].resize((64, 48), Image.Resampling.BICUBIC)))
@@ -39,11 +31,8 @@ def write_tree(root, train="train", evaluation="val"):
         folder.mkdir(parents=True, exist_ok=True)
         picture.save(folder / f"{name}_{number}.JPEG", quality=90)
     odd = root / train
-    grey, cmyk, rgba = (
-        odd / "china/china_1.JPEG",
-        odd / "flower/flower_1.JPEG",
-        odd / "digit/digit_1.JPEG",
-    )
+    names = ("china/china_1", "flower/flower_1", "digit/digit_1")
+    grey, cmyk, rgba = (odd / f"{name}.JPEG" for name in names)
     Image.open(grey).convert("L").save(grey)
     Image.open(cmyk).convert("CMYK").save(cmyk)
     Image.open(rgba).convert("RGBA").save(rgba.with_suffix(".png"))

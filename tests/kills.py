@@ -45,9 +45,7 @@ def content(run):
 
 
 def kill(place, recipe, times, words):
-    """Kill a training so many times; gives the number of runs that reached their end, and the steps
-    continued from.
-    """
+    """Kill a training so many times: (runs that reached their end, the steps continued from)."""
     train = ("train", recipe, *WORDS, *words, "--out")
     for name in ("first", "whole"):  # the first one may prepare its data
         began = time.monotonic()
@@ -62,11 +60,8 @@ def kill(place, recipe, times, words):
             time.sleep(random.uniform(0, duration))
             end(process.pid)
         code, out, err = finish(process)
-        steps += [
-            int(line.split("step ")[1].split()[0])
-            for line in out.splitlines()
-            if ": continues from" in line
-        ]
+        told = [line for line in out.splitlines() if ": continues from" in line]
+        steps += [int(line.split("step ")[1].split()[0]) for line in told]
         assert "damaged" not in out + err, out + err
         if code == -signal.SIGKILL:
             kills += 1

@@ -29,16 +29,9 @@ class Node:
 
 
 def replaced(source: str, function: str, node: Node, becomes: str) -> str:
-    """Return a source in which a node has become an expression, where ``_`` is what it was.
+    """Return a source in which a node of a function has become an expression.
 
-    Args:
-        source: a module.
-        function: the qualified name of the function, such as ``Blocks.traces``.
-        node: the expression.
-        becomes: the expression in its place.
-
-    Raises:
-        LookupError: there is no such function or node, or there are several.
+    In that ``_`` is what it was. LookupError: there is no such function or node, or several.
     """
     tree = ast.parse(source)
     old = _found(_function(tree, function), function, node)

@@ -1,10 +1,9 @@
 """A pretend accelerator: counts the kernels of a program, and where it waits for the device.
 
-Its tensors hold their numbers in tensors of the CPU. What a program does with them passes
-`__torch_dispatch__`, so kernels are counted as torch dispatches them, and everything that would
-make the host wait for a real device is noted: reads of numbers, copies to the host, copies from
-memory that is not pinned, operations whose result has a shape that the host must know (`nonzero`,
-indexing by a mask), and factorisations that look whether they have succeeded.
+Its tensors hold their numbers in tensors of the CPU. Kernels are counted as torch dispatches them,
+and everything that would make the host wait for a real device is noted: reads of numbers, copies to
+the host, copies from memory that is not pinned, operations whose result has a shape that the host
+must know, and factorisations that look whether they have succeeded.
 
 The device can be registered once in a process, and from then on `torch.accelerator` believes in
 it. So tests run in a process of their own: `run(function, *arguments)`.

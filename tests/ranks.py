@@ -1,8 +1,7 @@
 """Processes for tests of several ranks: started once, then given one function after the other.
 
-Every function runs in a process group of its own (gloo), so one that fails or is out of step spoils
-no other. A rank that raises is reported with its traceback; one that hangs or dies is killed and
-reported, and the next function gets new processes.
+Every function runs in a process group of its own (gloo). A rank that raises is reported with its
+traceback; one that hangs or dies is killed, and the next function gets new processes.
 """
 
 import contextlib
@@ -16,9 +15,7 @@ from torch import distributed as dist
 
 import warm
 
-# How long nothing may come: generous, so that no test hangs on how busy the machine is. What waits
-# for something waits for the thing itself, and goes on at once when it is there; the limits are for
-# what will never come.
+# Limits for what will never come: what waits for something goes on at once when it is there.
 START_SECONDS = 600  # importing torch, beside other tests; and ending
 SECONDS = 600  # for one function; a collective that waits in vain gives up before that
 COLLECTIVE_SECONDS = 300
@@ -32,13 +29,9 @@ def _serve(rank, connection):
             function, world, store, args = task
             try:
                 torch.manual_seed(0)
-                dist.init_process_group(
-                    "gloo",
-                    rank=rank,
-                    world_size=world,
-                    init_method=f"file://{store}",
-                    timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS),
-                )
+                timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
+                given = {"rank": rank, "world_size": world, "timeout": timeout}
+                dist.init_process_group("gloo", init_method=f"file://{store}", **given)
                 connection.send((None, function(rank, world, *args)))
             except BaseException:
                 connection.send((traceback.format_exc(), None))
@@ -69,9 +62,7 @@ class Ranks:
             assert connection.recv() == "ready"
 
     def run(self, world, folder, function, *args, seconds=SECONDS):
-        """Run `function(rank, world, *args)` on ranks 0 to world - 1 and return what each
-        returns.
-        """
+        """Return what `function(rank, world, *args)` returns on ranks 0 to world - 1."""
         if not self.processes:
             self.start()
         self.count += 1
@@ -85,9 +76,8 @@ class Ranks:
             if not ready:
                 hung = sorted(waiting.values())
                 self.kill()
-                raise TimeoutError(
-                    f"ranks {hung} hung for {seconds} seconds in {function.__name__}; got {answers}"
-                )
+                where = f"{seconds} seconds in {function.__name__}; got {answers}"
+                raise TimeoutError(f"ranks {hung} hung for {where}")
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
@@ -97,9 +87,8 @@ class Ranks:
                     self.processes[rank].join(START_SECONDS)
                     code = self.processes[rank].exitcode
                     self.kill()
-                    raise ChildProcessError(
-                        f"rank {rank} died in {function.__name__} with exit code {code}"
-                    ) from None
+                    where = f"{function.__name__} with exit code {code}"
+                    raise ChildProcessError(f"rank {rank} died in {where}") from None
         errors = [f"rank {rank}: {error}" for rank, (error, _) in sorted(answers.items()) if error]
         if errors:
             raise AssertionError("\n".join(errors))

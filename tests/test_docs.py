@@ -75,29 +75,10 @@ def look_up_imports(code):
             exec(ast.unparse(node), {})
 
 
-def test_what_is_not_run_is_still_checked():
-    look_up_imports("import torch\nfrom torch_thor import THOR")
-    with pytest.raises(ImportError, match="AbsentName"):
-        look_up_imports("def f():\n    from torch_thor import AbsentName")
-    with pytest.raises(ModuleNotFoundError):
-        look_up_imports("import torch.absent")
-
-
-def test_a_reason_belongs_to_the_fragment_that_follows_it():
-    page = "<!-- not run: slow -->\n```python\na\n```\n\ntext\n\n```python\nb\n```\n"
-    assert [(match["reason"], match["code"]) for match in FRAGMENT.finditer(page)] == [
-        ("slow", "a\n"),
-        (None, "b\n"),
-    ]
-    reasons = sum(page.read_text().count("<!-- not run:") for page in PAGES)
-    assert reasons == sum(fragment.values[2] is not None for fragment in fragments())
-
-
 def test_the_coverage_table_is_that_of_the_program(capsys):
     page = (ROOT / "docs" / "tutorial" / "your-own-loop.md").read_text()
-    program = next(
-        match["code"] for match in FRAGMENT.finditer(page) if "load_digits" in match["code"]
-    )
+    codes = [match["code"] for match in FRAGMENT.finditer(page)]
+    program = next(code for code in codes if "load_digits" in code)
     exec(program.partition("for epoch in")[0], {})
     table = capsys.readouterr().out.partition("\n)\n")[2].strip()
     assert "0.weight" in table
@@ -139,47 +120,30 @@ def headings(text):
     return github & site
 
 
-def assert_leads(target, page, text):
-    """Assert that a link of a page, as GitHub resolves it, leads to a file and a heading."""
-    path, _, anchor = target.partition("#")
-    file = (page.parent / path).resolve() if path else page
-    assert file.exists(), f"{page.relative_to(ROOT)}: {target} leads nowhere"
-    if anchor:
-        own = text if file == page else file.read_text()
-        assert anchor in headings(own), f"{page.relative_to(ROOT)}: {target} is no heading there"
-
-
-@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_each_link_leads_somewhere_on_github(page, hook):
-    text = page.read_text()
-    for target in links(text, hook):
-        assert_leads(target, page, text)
-
-
-def test_a_link_that_leads_nowhere_is_found(hook):
-    page = ROOT / "docs" / "index.md"
-    text = "# Two words\n[a](#two-words) [b](how-to/data.md) ![c](images/suite.png) `[d](e)`\n"
-    assert links(text, hook) == ["#two-words", "how-to/data.md", "images/suite.png"]
-    for target in links(text, hook):
-        assert_leads(target, page, text)
-    for target in ("absent.md", "#three-words", "how-to/data.md#absent"):
-        with pytest.raises(AssertionError, match=re.escape(target)):
-            assert_leads(target, page, text)
+def test_each_link_leads_somewhere_on_github(hook):
+    """To a file, and where it names a heading to that, as GitHub resolves it."""
+    texts, checked = {page: page.read_text() for page in TEXTS}, 0
+    for page, text in texts.items():
+        for target in links(text, hook):
+            checked += 1
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), f"{page.relative_to(ROOT)}: {target} leads nowhere"
+            if anchor:
+                there = headings(file.read_text())
+                assert anchor in there, f"{page.relative_to(ROOT)}: {target} is no heading there"
+    assert checked > 50
 
 
 def test_links_of_the_site_lead_to_its_pages(hook):
     with_links = hook("root_pages").with_links
-    text = (
-        "[a\nb](docs/how-to/data.md#options) ![c](docs/images/suite.png) [d](CHANGELOG.md) [e](#x)"
-    )
-    found = "[a\nb](how-to/data.md#options) ![c](images/suite.png) [d](changelog.md) [e](#x)"
+    text = "[a\nb](docs/how-to/x.md#options) ![c](docs/images/x.png) [d](CHANGELOG.md) [e](#x)"
+    found = "[a\nb](how-to/x.md#options) ![c](images/x.png) [d](changelog.md) [e](#x)"
     assert with_links(text, "README.md", "index.md") == found
     # what the site does not have is named
     assert with_links("[f](LICENSE)", "README.md", "index.md") == "f (`LICENSE`)"
     code = "```python\nlayers[0](x)\n```\n`a[0](x)`\n\n    a[0](x)\n"
     assert with_links(code, "README.md", "index.md") == code
-    after = with_links(f"{code}\n[a](docs/x.md)", "README.md", "index.md")
-    assert after == f"{code}\n[a](x.md)"
     text = "[a](../../README.md#results) [b](../index.md) [c](https://docs/x) [d](../../src/x.py)"
     found = "[a](../index.md#results) [b](../index.md) [c](https://docs/x) d (`src/x.py`)"
     assert with_links(text, "docs/how-to/x.md", "how-to/x.md") == found
@@ -215,18 +179,15 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
         assert part in home, part
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
+def test_the_lists_of_the_reference_are_filled_in(hook):
+    cells = {
         "| `thor-muon` |", "| `digits` |", "### torch-thor train", "| `weight_decay` |",
         " | `128` | `128` |  |  |", "| `row_splits` |",
-    ],
-)  # fmt: skip
-def test_the_lists_of_the_reference_are_filled_in(hook, cell):
+    }  # fmt: skip
     page = (ROOT / "docs" / "reference" / "api.md").read_text()
     filled = hook("reference_pages").filled(page)
     assert "generated:" not in filled
-    assert (cell in filled, cell in page) == (True, False)
+    assert all(cell in filled and cell not in page for cell in cells)
 
 
 def test_the_citation_is_of_this_version():

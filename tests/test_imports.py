@@ -66,21 +66,14 @@ EXCEPTIONS = {
 
 @cache
 def imports_of(module):
-    """[(module, name, whether for type checkers alone)] of the imports of a module of the package
-    from the package.
-    """
+    """[(module, name, whether for type checkers alone)] of what a module imports of the package."""
     found, tree = [], ast.parse((MODULES | PACKAGES)[module].read_text())
-    blocks = [
-        n
-        for n in ast.walk(tree)
-        if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
-    ]
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    blocks = [one for one in branches if ast.unparse(one.test) == "TYPE_CHECKING"]
     of_types = {id(node) for block in blocks for node in ast.walk(block)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            assert not node.level, (
-                f"{module}: a relative import, whose package is not looked at here"
-            )
+            assert not node.level, f"{module}: a relative import, which is not looked at here"
             if node.module.split(".")[0] == "torch_thor":
                 found += [(node.module, alias.name, id(node) in of_types) for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -108,35 +101,23 @@ def test_arrows_point_one_way():
 OPTIMIZERS = ("curvature", "capture", "distributed", "optim", "split")
 
 
-def circles(modules, *, with_types):
-    """The groups of modules that import each other, as words without `torch_thor`."""
+def reachable(modules, *, with_types):
+    """What each of some modules imports of them, and what those import, and so on."""
     reached = {}
     for module in modules:
-        pairs = [
-            (f"{target}.{name}", target)
-            for target, name, types in imports_of(module)
-            if with_types or not types
-        ]
+        named = [one for one in imports_of(module) if with_types or not one[2]]
+        pairs = [(f"{target}.{name}", target) for target, name, _ in named]
         reached[module] = {one for pair in pairs for one in pair if one in modules} - {module}
-    while True:  # to the modules that those import, and so on
-        further = {
-            module: of.union(*(reached[one] for one in of)) for module, of in reached.items()
-        }
-        if further == reached:
-            break
-        reached = further
-    found = {
-        frozenset(one for one in of if module in reached[one]) for module, of in reached.items()
-    } - {frozenset()}
-    return sorted(
-        " ".join(sorted(one.removeprefix("torch_thor.") for one in circle)) for circle in found
-    )
+    for _ in modules:
+        reached = {one: of.union(*(reached[each] for each in of)) for one, of in reached.items()}
+    return reached
 
 
 def test_no_circles():
-    assert circles({*MODULES}, with_types=False) == []
     of_optimizers = {module for module in MODULES if module.split(".")[1] in OPTIMIZERS}
-    assert circles(of_optimizers, with_types=True) == []
+    for modules, with_types in ((MODULES, False), (of_optimizers, True)):
+        reached = reachable(modules, with_types=with_types)
+        assert [module for module in modules if module in reached[module]] == []
 
 
 def private_attributes(module):
@@ -176,19 +157,15 @@ def test_the_package_imports_nothing_of_the_repository():
 
 def test_no_module_imports_a_private_name_of_another():
     found = [
-        (module, f"{t}.{name}")
+        (module, f"{target}.{name}")
         for module in MODULES | PACKAGES
-        for t, name, _ in imports_of(module)
-        if name
+        for target, name, _ in imports_of(module)
+        if name and re.search(r"\._(?!_version__)", f"{target}.{name}")
     ]
-    assert not [(module, name) for module, name in found if re.search(r"\._(?!_version__)", name)]
+    assert not found
 
 
 # ---- the tests -----------------------------------------------------------------------------------
-
-
-def exists(module):
-    return module in MODULES or module in PACKAGES
 
 
 @cache
@@ -209,18 +186,17 @@ def imported(code):
 
 
 def private_module(module, name):
-    """The module of which an import takes a private name; `None` for public names and other
-    libraries.
-    """
+    """The module of which an import takes a private name, or None."""
     if module.split(".")[0] != "torch_thor":
         return None
     if module.split(".")[1:2] in (["training"], ["errors"], ["printing"]):
         return None  # the application has no other names than those of its modules
     if module in PACKAGES and (name is None or name in public_names(module)):
         return None
-    if not exists(f"{module}.{name}"):
-        return module
-    return None if f"{module}.{name}" in PACKAGES else f"{module}.{name}"
+    whole = f"{module}.{name}"
+    if whole in PACKAGES:
+        return None
+    return whole if whole in MODULES else module
 
 
 def test_tests_import_public_names():
@@ -235,8 +211,5 @@ def test_tests_import_public_names():
             f"{file} no longer needs {module}: remove it from EXCEPTIONS"
             for module in sorted(allowed - found)
         ]
-    assert not wrong, (
-        "import public names, or put the test beside the package that it tests:\n"
-        + "\n".join(wrong)
-    )
+    assert not wrong, "\n".join(wrong)
     assert set(EXCEPTIONS) <= set(FILES)

@@ -45,9 +45,7 @@ def resolves(name):
 
 
 def test_names_in_docstrings_resolve():
-    """The target of a Sphinx role is an absolute name, or a name of the module or of a class in the
-    module.
-    """
+    """The target of a role is an absolute name, or one of the module or of a class in it."""
     missing, checked = [], 0
     for path in SOURCE.rglob("*.py"):
         text = path.read_text()
@@ -70,9 +68,7 @@ OTHERS = {
 
 
 def test_options_in_messages_exist():
-    """`word=` in a text of the optimizer half is an option of something public, or an attribute of
-    a layer or kind.
-    """
+    """`word=` in a text of the optimizers is an option of something public or an attribute."""
     kinds, options = torch_thor.curvature, torch_thor.THOR
     public = [getattr(torch_thor, name) for name in torch_thor.__all__] + [options.sample_fisher]
     public += [torch_thor.intervals.Geometric, torch_thor.intervals.Piecewise]
@@ -114,42 +110,25 @@ main()
 
 @pytest.mark.slow
 def test_what_is_released_trains_from_an_empty_folder_and_needs_torch_alone(tmp_path):
-    """The wheel is built from the sdist, and installed without this checkout; torch and others are
-    those of here.
-    """
-    subprocess.run(
-        [sys.executable, "-m", "build", "-n", "-o", tmp_path, ROOT], check=True, timeout=600
-    )
+    """The wheel is built from the sdist, and installed without this checkout."""
+    subprocess.run([sys.executable, "-m", "build", "-n", "-o", tmp_path, ROOT], check=True)
     (wheel,), (sdist,) = tmp_path.glob("torch_thor-*.whl"), tmp_path.glob("torch_thor-*.tar.gz")
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert {
-        "LICENSE",
-        "README.md",
-        "CITATION.cff",
-        "recipes/digits.yaml",
-        "tests/test_package.py",
-        "benchmarks/suite.py",
-        "benchmarks/runner/study.py",
-        "benchmarks/gpu.sh",
-        "examples/nanogpt.py",
-    } <= inside
+    wanted = "LICENSE README.md CITATION.cff recipes/digits.yaml tests/test_package.py"
+    wanted += (
+        " benchmarks/suite.py benchmarks/runner/study.py benchmarks/gpu.sh examples/nanogpt.py"
+    )
+    assert {*wanted.split()} <= inside
     venv.create(tmp_path / "venv", with_pip=True)
     place = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
     python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run(
-        [python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True, timeout=600
-    )
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True)
     (Path(place) / "those_of_here.pth").write_text(sysconfig.get_path("purelib"))
     (tmp_path / "empty").mkdir()
     code = f"import sys; sys.argv[1:] = ['train', '--list']{TRAINS.format(place=place)}"
-    done = subprocess.run(
-        [python, "-I", "-c", code],  # without the PYTHONPATH of whoever runs the tests
-        cwd=tmp_path / "empty",
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    words = [python, "-I", "-c", code]  # without the PYTHONPATH of whoever runs the tests
+    done = subprocess.run(words, cwd=tmp_path / "empty", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "digits " in done.stdout
     with zipfile.ZipFile(wheel) as archive:

@@ -1,8 +1,4 @@
-"""The reference's schedules: their published values, and damping that is driven as torch drives
-lr.
-"""
-
-import math
+"""The reference's schedules: their published values, and damping driven as torch drives lr."""
 
 import pytest
 import torch
@@ -24,42 +20,11 @@ def test_the_formulas_are_those_of_the_design():
         )
         assert resnet50_damping(step, EPOCH) == pytest.approx(0.03 * 0.50036 ** (e / 10), rel=1e-12)
     assert resnet50_lr(53 * EPOCH, EPOCH) == 0.0  # and no complex number
-    assert resnet50_lr(39 * EPOCH, EPOCH, decay_epochs=None) == 4 * 0.5 * resnet50_lr(
-        39 * EPOCH, EPOCH
-    )
-    values = [
-        polynomial(step, 30_000, start=7.035e-3, end=1e-6, power=4)
-        for step in (0, 15_000, 30_000, 40_000)
-    ]
+    whole = resnet50_lr(39 * EPOCH, EPOCH, decay_epochs=None)
+    assert whole == 2 * resnet50_lr(39 * EPOCH, EPOCH)
+    bounds = {"start": 7.035e-3, "end": 1e-6, "power": 4}
+    values = [polynomial(step, 30_000, **bounds) for step in (0, 15_000, 30_000, 40_000)]
     assert values == pytest.approx([7.035e-3, 1e-6 + 7.034e-3 / 16, 1e-6, 1e-6], rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", [THOR, ThorMuon])
-def test_damping_follows_its_lambda_as_lr_does(kind):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    groups = [{"params": model[0].parameters(), "damping": 0.5}, {"params": model[1].parameters()}]
-    optimizer = kind(groups, model=model, damping=0.2, lr=0.2)
-    lr = LambdaLR(optimizer, lambda step: 0.5**step)
-    damping = LambdaDamping(optimizer, lambda step: 0.5**step)
-    for step in range(4):
-        assert damping.get_last_damping() == pytest.approx([0.5 * 0.5**step, 0.2 * 0.5**step])
-        assert damping.get_last_damping()[1] == pytest.approx(lr.get_last_lr()[1])
-        model(torch.randn(5, 3)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        lr.step()
-        damping.step()
-    saved, state = damping.state_dict(), optimizer.state_dict()
-    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
-    again = kind(groups, model=model)
-    again.load_state_dict(state)
-    resumed = LambdaDamping(again, lambda step: 0.5**step)
-    resumed.load_state_dict(saved)
-    again.load_state_dict(state)  # the constructor has set the damping of step 0
-    for scheduler in (damping, resumed):
-        scheduler.step()
-    assert resumed.get_last_damping() == damping.get_last_damping()
-    assert math.isclose(damping.get_last_damping()[0], 0.5 * 0.5**5)
 
 
 def two_layers():
@@ -69,6 +34,22 @@ def two_layers():
 
 def halved(step):
     return 0.5**step
+
+
+@pytest.mark.parametrize("kind", [THOR, ThorMuon])
+def test_damping_follows_its_lambda_as_lr_does(kind):
+    model = two_layers()
+    groups = [{"params": model[0].parameters(), "damping": 0.5}, {"params": model[1].parameters()}]
+    optimizer = kind(groups, model=model, damping=0.2, lr=0.2)
+    lr, damping = LambdaLR(optimizer, halved), LambdaDamping(optimizer, halved)
+    for step in range(4):
+        assert damping.get_last_damping() == pytest.approx([0.5 * 0.5**step, 0.2 * 0.5**step])
+        assert damping.get_last_damping()[1] == pytest.approx(lr.get_last_lr()[1])
+        model(torch.randn(5, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lr.step()
+        damping.step()
 
 
 def test_what_is_refused():
@@ -107,22 +88,14 @@ def test_a_group_that_is_added_later_starts_at_the_present_step(several):
     assert resumed.get_last_damping() == damping.get_last_damping()
 
 
-def fails(step):
-    raise RuntimeError("the user's own")
-
-
 @pytest.mark.parametrize(
-    ("function", "error", "said"),
-    [
-        (lambda step: fails(step) if step else 1.0, RuntimeError, "the user's own"),
-        (lambda step: "half" if step else 1.0, ValueError, "could not convert string to float"),
-    ],
+    "function", [lambda step: 1 / (1 - step), lambda step: "half" if step else 1.0]
 )
-def test_a_function_that_fails_has_changed_nothing(function, error, said):
+def test_a_function_that_fails_has_changed_nothing(function):
     model = two_layers()
     groups = [{"params": layer.parameters()} for layer in model]
     damping = LambdaDamping(THOR(groups, model=model, damping=0.5), [halved, function])
-    with pytest.raises(error, match=said):
+    with pytest.raises((ZeroDivisionError, ValueError)):
         damping.step()
     assert damping.get_last_damping() == [0.5, 0.5]
     assert damping.state_dict() == {"last_epoch": 0, "base_dampings": [0.5, 0.5]}

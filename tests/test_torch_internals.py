@@ -1,6 +1,4 @@
-"""What torch does not document does what the package needs of it, and is used through one module
-only.
-"""
+"""What torch does not document does what is needed of it, and is used through one module only."""
 
 import ast
 from pathlib import Path
@@ -49,15 +47,12 @@ def test_backward_passes_are_told_apart():
 
 
 def test_whether_a_weight_is_reached():
-    other = torch.ones(1, requires_grad=True)
+    """A leaf of autograd.grad is an error."""
+    other, x = torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True)
     reached = in_backward(
         lambda x: [backward_reaches(get_gradient_edge(one).node) for one in (x, other)]
     )
     assert reached == [[True, False]]
-
-
-def test_a_leaf_of_autograd_grad_is_an_error():
-    x = torch.ones(2, requires_grad=True)
     y = x * 2
     y.register_hook(lambda _: backward_reaches(get_gradient_edge(x).node))
     with pytest.raises(RuntimeError):
@@ -92,15 +87,12 @@ def test_the_stance_of_the_compiler():
         assert run()
 
 
-def test_the_innermost_mode():
+def test_the_innermost_mode_and_trees():
     outer, inner = TorchFunctionMode(), TorchFunctionMode()
     with outer:
         with inner:
             assert function_mode() is inner
         assert function_mode() is outer
-
-
-def test_trees():
     tree = {"a": [torch.ones(1), 2], "b": (3,)}
     leaves, shape = tree_flatten(tree)
     assert leaves == tree_leaves(tree) == [torch.ones(1), 2, 3]

@@ -9,8 +9,7 @@ from torch import nn
 
 from torch_thor.capture.hooks import ModuleCalls
 
-# kernel, stride, padding and so on of one convolution from 4 channels to 6, and the size of its
-# input; tests/curvature/test_kinds.py draws others
+# options of one convolution from 4 channels to 6, and the size of its input
 UNEVEN = {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (1, 2)}
 CIRCULAR = {"kernel_size": 3, "padding": (1, 2), "padding_mode": "circular", "stride": 2}
 APART = {"kernel_size": 2, "groups": 2, "stride": 2, "dilation": 2, "bias": False}
@@ -76,7 +75,7 @@ def as_list(value):
 
 
 def cross_entropy(labels):
-    """A loss of the output alone, averaged over everything but the classes (the last dimension)."""
+    """A loss of the output alone, whose classes are the last dimension."""
 
     def loss(output):
         return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), labels.reshape(-1))
@@ -127,9 +126,7 @@ def weights(model):
 
 
 def assert_same(left, right, where="it"):
-    """Two trees of mappings, sequences, tensors and plain values are identical, tensors to the last
-    bit.
-    """
+    """Two trees of mappings, sequences, tensors and plain values are identical, to the last bit."""
     if isinstance(left, torch.Tensor):
         assert isinstance(right, torch.Tensor), where
         assert left.dtype == right.dtype, where
@@ -159,15 +156,12 @@ def largest_difference(left, right):
 def listeners():
     """The module calls that some optimizer handles."""
     hooks = torch.nn.modules.module._global_forward_pre_hooks.values()
-    return [
-        hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), ModuleCalls)
-    ]
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    return [owner for owner in owners if isinstance(owner, ModuleCalls)]
 
 
 def leave_no_listeners(but=None):
-    """Remove all hooks, including those that an optimizer of another test has left; an optimizer
-    may keep its own.
-    """
+    """Remove all hooks, also those that other tests have left; an optimizer may keep its own."""
     for listener in listeners():
         if but is None or listener is not but._curvature.capture._calls:
             listener.close()

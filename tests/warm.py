@@ -1,9 +1,7 @@
-"""Processes that start at once: forked from one that has imported what the application needs, and
-done nothing else.
+"""Processes that start at once: forked from one that has imported what the application needs.
 
-A fresh interpreter takes some seven seconds of a core to import torch and the rest. What is tested
-of a process seldom is its imports; where it is (`cold=True` in command_line.py), and where a system
-cannot fork, a fresh one is started.
+A fresh interpreter imports for seven seconds. Where a system cannot fork one is started, and where
+its imports are tested (`cold=True` in command_line.py).
 """
 
 import atexit
@@ -76,13 +74,10 @@ def _become(folder, environment, words, out, err):
     for connection, number in ((out, 1), (err, 2)):
         os.dup2(connection.fileno(), number)
         connection.close()
-    for name, number, options in (
-        ("stdout", 1, {}),
-        ("stderr", 2, {"line_buffering": True, "errors": "backslashreplace"}),
-    ):
-        stream = io.TextIOWrapper(
-            io.BufferedWriter(io.FileIO(number, "w", closefd=False)), encoding="utf-8", **options
-        )
+    as_it_is = {"line_buffering": True, "errors": "backslashreplace"}
+    for name, number, options in (("stdout", 1, {}), ("stderr", 2, as_it_is)):
+        buffer = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
+        stream = io.TextIOWrapper(buffer, encoding="utf-8", **options)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     multiprocessing.current_process()._config["daemon"] = False  # it may have workers
@@ -94,38 +89,31 @@ def _become(folder, environment, words, out, err):
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    is_module = words[0] == "-m"
+    sys.argv = list(words[is_module:])
+    sys.path.insert(0, str(folder if is_module else Path(words[0]).parent))
     try:
-        if words[0] == "-m":
-            sys.argv = list(words[1:])
-            sys.path.insert(0, str(folder))
+        if is_module:
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = list(words)
-            sys.path.insert(0, str(Path(words[0]).parent))
             runpy.run_path(words[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # multiprocessing ends a process without
 
 
 class WarmProcess:
-    """`python WORDS` in a folder: what is used of `subprocess.Popen`, for a process that is
-    forked.
-    """
+    """`python WORDS` in a folder, forked: what is used of `subprocess.Popen`."""
 
     def __init__(self, words, folder, environment):
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
         self._ours = [ours for ours, _ in pipes]
-        arguments = (
-            str(folder),
-            environment,
-            [str(word) for word in words],
-            *(theirs for _, theirs in pipes),
-        )
+        theirs = [one for _, one in pipes]
+        arguments = (str(folder), environment, [str(word) for word in words], *theirs)
         # a daemon: if a test ends without it, so does the process
         self._process = context().Process(target=_become, args=arguments, daemon=True)
         self._process.start()
-        for _, theirs in pipes:
-            theirs.close()
+        for one in theirs:
+            one.close()
         self.pid = self._process.pid
 
     @property
@@ -146,9 +134,7 @@ class WarmProcess:
 
 
 def read_all(connections, timeout=None, watch=lambda: None):
-    """All that is written to pipes until every writer has closed them; `watch` is called now and
-    then.
-    """
+    """All that is written to pipes until they are closed; `watch` is called now and then."""
     deadline = None if timeout is None else time.monotonic() + timeout
     found = {connection: b"" for connection in connections}
     with selectors.DefaultSelector() as selector:
@@ -169,9 +155,7 @@ def read_all(connections, timeout=None, watch=lambda: None):
 
 
 class WarmRanks:
-    """`torchrun --nproc-per-node` for warm processes: the environment of its ranks, and one that
-    fails ends all.
-    """
+    """`torchrun` for warm processes: the environment of its ranks, and one that fails ends all."""
 
     def __init__(self, words, folder, environment, count):
         # at a port of its own
@@ -184,12 +168,8 @@ class WarmRanks:
             "TORCHELASTIC_RUN_ID": "warm",
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
         }
-        self.ranks = [
-            WarmProcess(
-                words, folder, {**environment, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))}
-            )
-            for rank in range(count)
-        ]
+        own = [dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(count)]
+        self.ranks = [WarmProcess(words, folder, {**environment, **one}) for one in own]
         self.pid = self.ranks[0].pid
         self._failed_at = None
 

@@ -5,11 +5,8 @@ import torch
 from PIL import Image
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
-GOOD, BAD, NEUTRAL = (
-    ("good", "fine", "great"),
-    ("bad", "poor", "dull"),
-    ("a", "the", "film", "plot"),
-)
+GOOD, BAD = ("good", "fine", "great"), ("bad", "poor", "dull")
+NEUTRAL = ("a", "the", "film", "plot")
 IMAGES = {"train": 16, "test": 4, "val": 4}  # of each class
 COLOURS = {"red": 0, "green": 1, "blue": 2, "yellow": (0, 1), "pink": (0, 2), "cyan": (1, 2)}
 

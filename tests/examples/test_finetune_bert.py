@@ -1,19 +1,11 @@
 """The plain loop: a tiny encoder learns words, and what is saved loads."""
 
-import warnings
-
 import pytest
-import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import finetune_bert
 
-
-@pytest.fixture(autouse=True)
-def small_networks_warn():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="ThorMuon")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore:ThorMuon")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "thor-muon", "thor"])
@@ -22,15 +14,10 @@ def test_it_trains_and_saves(encoder, sentences, optimizer, tmp_path, capsys):
     words += ["--batch", "8", "--epochs", "4", "--out", str(tmp_path)]
     accuracy = finetune_bert.main(words)
     assert "step 32: loss " in capsys.readouterr().out
-    before, after = (
-        AutoModelForSequenceClassification.from_pretrained(folder) for folder in (encoder, tmp_path)
-    )
-    changed = [
-        name
-        for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True)
-        if not old.equal(new)
-    ]
-    assert {"classifier.weight", "bert.encoder.layer.0.output.dense.weight"} <= {*changed}
+    of = AutoModelForSequenceClassification.from_pretrained
+    before, after = of(encoder).state_dict(), of(tmp_path)
+    changed = {name for name, new in after.named_parameters() if not before[name].equal(new)}
+    assert {"classifier.weight", "bert.encoder.layer.0.output.dense.weight"} <= changed
     texts, labels = finetune_bert.read(sentences, "dev")
     tokens = AutoTokenizer.from_pretrained(tmp_path)(texts, padding=True, return_tensors="pt")
     assert (after(**tokens).logits.argmax(1) == labels).double().mean() == accuracy
@@ -46,19 +33,12 @@ def test_each_parameter_is_trained_once(encoder):
         assert trained == sorted(id(p) for p in model.parameters())
 
 
-def test_the_rates_rise_and_fall():
+def test_the_rates_rise_and_fall_and_files_of_glue_have_heads(tmp_path):
     rates = [finetune_bert.rate(step, 100) for step in range(101)]
-    assert rates[0] == 0.1
-    assert max(rates) == rates[9] == 1.0
-    assert rates[55] == 0.5
-    assert rates[100] == 0.0
-
-
-def test_files_of_glue_have_heads(tmp_path):
+    assert (rates[0], rates[9], max(rates), rates[55], rates[100]) == (0.1, 1.0, 1.0, 0.5, 0.0)
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\na film\t1\nno\ttabs\t0\n")
     sentences, labels = finetune_bert.read(tmp_path, "dev")
-    assert sentences == ["a film", "no\ttabs"]
-    assert labels.equal(torch.tensor([1, 0]))
+    assert (sentences, labels.tolist()) == (["a film", "no\ttabs"], [1, 0])
 
 
 def test_what_is_missing_is_one_line(tmp_path, monkeypatch):

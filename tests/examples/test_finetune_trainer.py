@@ -1,20 +1,16 @@
 """The Trainer of Hugging Face: all weights, or adapters."""
 
-import warnings
-
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:ThorMuon")]
 
 
 def run(*words):
     import finetune_trainer
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="ThorMuon")
-        return finetune_trainer.main([str(word) for word in words])
+    return finetune_trainer.main([str(word) for word in words])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "thor-muon", "thor"])

@@ -12,7 +12,6 @@ import torch_thor
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DOCUMENTED = ("torch_thor.schedules", "torch_thor.trainers.hugging_face")
-USUAL = {"adamw", "thor-muon", "thor"}
 
 
 def test_all_are_here():
@@ -38,15 +37,3 @@ def test_an_example_is_one_page_on_the_public_api(path):
             else:
                 assert node.module == "torch_thor"
                 assert names <= {*torch_thor.__all__}
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_optimizer_is_made_in_one_place(path):
-    tree = ast.parse(path.read_text())
-    made = [
-        function
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef) and "ThorMuon(" in ast.unparse(function)
-    ]
-    assert [f.name.rstrip("s") for f in made] in (["make_optimizer"], ["configure_optimizer"])
-    assert {c.value for c in ast.walk(tree) if isinstance(c, ast.Constant)} >= USUAL

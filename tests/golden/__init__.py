@@ -1,3 +1,1 @@
-"""Golden runs: trainings whose every bit is on record; CONTRIBUTING.md says when they are recorded
-anew.
-"""
+"""Golden runs: trainings whose every bit is on record (CONTRIBUTING.md)."""

@@ -45,27 +45,20 @@ def runs_of(commit, names):
         subprocess.run([*git, "add", "-q", "--detach", str(tree), commit], check=True)
         try:
             environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
-            subprocess.run(
-                [sys.executable, "-c", TRAIN, str(result), *names],
-                cwd=tree,
-                env=environment,
-                check=True,
-            )
+            words = [sys.executable, "-c", TRAIN, str(result), *names]
+            subprocess.run(words, cwd=tree, env=environment, check=True)
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
         return json.loads(result.read_text(encoding="utf-8"))
 
 
 def main(old, new, *names):
-    """Print the first difference of each run, and return the exit status. Names of settings may
-    differ.
-    """
+    """Print the first difference of each run, and return the exit status."""
     before, after = runs_of(old, names), runs_of(new, names)
     code = 0
     for name in names or {**before, **after}:
-        if missing := [
-            commit for commit, runs in ((old, before), (new, after)) if name not in runs
-        ]:
+        both = ((old, before), (new, after))
+        if missing := [commit for commit, runs in both if name not in runs]:
             lines = [f"{name}: no such run in {' and '.join(missing)}"]
         else:
             lines = computed_differences(name, before[name], after[name])

@@ -43,16 +43,11 @@ def _processor():
     if not info.is_file():
         return platform.processor() or platform.machine()
     first = info.read_text().partition("\n\n")[0]
-    found = {
-        key.strip(): value.strip()
-        for key, _, value in (line.partition(":") for line in first.splitlines())
-    }
+    pairs = [line.partition(":") for line in first.splitlines()]
+    found = {key.strip(): value.strip() for key, _, value in pairs}
     known = ("cpu family", "model", "stepping", "cache size")
-    parts = [
-        found.get("model name", platform.machine()),
-        *(f"{key} {found[key]}" for key in known if key in found),
-    ]
-    return ", ".join(parts)
+    parts = [f"{key} {found[key]}" for key in known if key in found]
+    return ", ".join([found.get("model name", platform.machine()), *parts])
 
 
 def content_of(found):
@@ -82,9 +77,7 @@ def other_machine(golden, now):
 
 
 def differences(name, golden, now):
-    """A line a difference from what was recorded, the first step that differs before all else;
-    empty if none is.
-    """
+    """A line a difference from what was recorded, the first step that differs before all else."""
     if golden["settings"] != now["settings"]:
         return [f"{name}: its settings were {golden['settings']} and are {now['settings']}"]
     exact = not other_machine(golden, now)
@@ -92,9 +85,8 @@ def differences(name, golden, now):
     for kind in ("refreshes", "evaluations") if exact else ():
         for old, new in zip_longest(golden[kind], now[kind], fillvalue="nothing"):
             if old != new:
-                lines.append(
-                    f"{name}: {kind}: '{old}' was recorded, '{new}' is the first that differs"
-                )
+                found = f"'{old}' was recorded, '{new}' is the first that differs"
+                lines.append(f"{name}: {kind}: {found}")
                 break
     for kind in ("optimizer", "model"):
         lines += _of_states(f"{name}: {kind}", golden[kind], now[kind], exact)

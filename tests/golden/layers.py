@@ -87,9 +87,8 @@ class EveryLayer(nn.Module):
     def forward(self, images, tokens):
         """Scores (N, L, VOCABULARY) from images (N, 1, 8, 8) and tokens (N, L)."""
         seen = self.picture(images)
-        seen = torch.cat(
-            [self.line(seen.flatten(2)).flatten(1), self.volume(seen[:, None]).flatten(1)], 1
-        )
+        parts = self.line(seen.flatten(2)), self.volume(seen[:, None])
+        seen = torch.cat([part.flatten(1) for part in parts], 1)
         x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]).expand_as(tokens))
         x = x + self.from_picture(torch.tanh(seen))[:, None]
         later = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
@@ -108,9 +107,8 @@ def batches(count):
     """(images, tokens): scikit-learn's digits, and lines of TEXT with some padding behind."""
     found = load_digits()
     pixels = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16 - 0.3
-    text = torch.tensor(
-        [max(ord(character) - 59, PADDING) for character in TEXT.replace("\n", " ")]
-    )
+    codes = [max(ord(character) - 59, PADDING) for character in TEXT.replace("\n", " ")]
+    text = torch.tensor(codes)
     for step in range(count):
         starts = [(37 * (BATCH * step + n)) % (len(text) - LENGTH - 1) for n in range(BATCH)]
         tokens = torch.stack([text[start : start + LENGTH + 1] for start in starts])

@@ -31,9 +31,7 @@ def outcome(settings, steps, scores, optimizer, model):
 
 
 def _described(tensor):
-    """Dtype, shape, strides, and the beginning of the SHA-256 of the numbers in the order of the
-    dimensions.
-    """
+    """Dtype, shape, strides, and the beginning of the SHA-256 of the numbers."""
     numbers = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     checksum = hashlib.sha256(numbers).hexdigest()[:DIGITS_OF_CHECKSUM]
     kind = str(tensor.dtype).removeprefix("torch.")
@@ -50,7 +48,5 @@ def _flat(value, key):
         for number, part in enumerate(value):
             yield from _flat(part, f"{key}.{number}")
     else:
-        yield (
-            key,
-            value if value is None or isinstance(value, bool | int | float | str) else repr(value),
-        )
+        is_plain = value is None or isinstance(value, bool | int | float | str)
+        yield key, value if is_plain else repr(value)

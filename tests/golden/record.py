@@ -92,11 +92,8 @@ def main(words):
     moves = moves_of(contents)
     if given.harmless and (large := {name: by for name, by in moves.items() if by > HARMLESS}):
         by = ", ".join(f"{name} by {by:.1e}" for name, by in large.items())
-        sys.exit(
-            f"not harmless: the first other loss may move by {HARMLESS:.1e} at most, and here "
-            f"that of {by}. "
-            "Nothing is written: leave out --harmless, and the numbers rise"
-        )
+        most = f"the first other loss may move by {HARMLESS:.1e} at most, and here that of {by}"
+        sys.exit(f"not harmless: {most}. Nothing is written: without --harmless the numbers rise")
     for name, now in contents.items():
         compare.write(name, now)
     if moves:

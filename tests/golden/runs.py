@@ -47,17 +47,12 @@ def application(recipe, *words, change=lambda task: None, ranks=None):
 def first_images(task):
     many, few = KEPT["train"], KEPT["test"]
     task.train, task.test = [part[:many] for part in task.train], [part[:few] for part in task.test]
-    task.samples, task.held_out_samples, task.steps_per_epoch = (
-        many,
-        few,
-        many // task.recipe.batch_size,
-    )
+    task.samples, task.held_out_samples = many, few
+    task.steps_per_epoch = many // task.recipe.batch_size
 
 
 def image_folder(*words):
-    """Train on files of JPEG and PNG: random crops, flips, grey and broken images, read in this
-    process.
-    """
+    """Train on files: random crops, flips, grey and broken images, read in this process."""
     from image_tree import write_tree
 
     with tempfile.TemporaryDirectory() as folder:

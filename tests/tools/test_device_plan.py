@@ -43,13 +43,11 @@ def console():
 
 def test_what_is_kept_and_sent(mine, console, tmp_path):
     """Blocks of 128, 128, 44 (A), 128, 2 (G), 128, 2 (A) and 10 (G)."""
-    rows = plan(
-        mine("build"), console, devices=(1, 2, 5, 8), shards=2, out=tmp_path, optimizer="thor"
-    )
-    assert [(row["form"], row["devices"]) for row in rows] == [
-        ("ddp", 1), *((form, n) for form in ("ddp", "fsdp") for n in (2, 5, 8)),
-        ("hsdp", 8)
-    ]  # fmt: skip
+    options = {"devices": (1, 2, 5, 8), "shards": 2, "out": tmp_path, "optimizer": "thor"}
+    rows = plan(mine("build"), console, **options)
+    divided = [(form, count) for form in ("ddp", "fsdp") for count in (2, 5, 8)]
+    found = [(row["form"], row["devices"]) for row in rows]
+    assert found == [("ddp", 1), *divided, ("hsdp", 8)]
     alone, two, *_ = rows
     weights = 4 * (301 * 130 + 131 * 10)
     factors = 4 * 2 * (300 * 128 + 130 * 128 + 130 * 128 + 10 * 10)
@@ -87,17 +85,16 @@ def test_times_are_printed_and_stored(monkeypatch, mine, console, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*preconditions")
-@pytest.mark.parametrize(
-    ("name", "outputs"), [("digits", 10), ("resnet18-cifar10", 10), ("bert-tiny", 30522)]
-)
+@pytest.mark.parametrize(("name", "outputs"), [("digits", 10), ("bert-tiny", 30522)])
 def test_recipes(console, name, outputs):
     """Without their data; settings are those of the recipe."""
     with torch.device("meta"):
         model = subject_of(name, recipe_of(name, ()), 2).model
     assert outputs in {getattr(part, "out_features", None) for part in model.modules()}
-    (row,) = plan(name, console, words=["split_dim=16"], devices=(1,))
-    (same,) = plan(name, console, split_dim=16, devices=(1,))
-    (other,) = plan(name, console, devices=(1,), split_dim=8)
+    (row,), (same,), (other,) = (
+        plan(name, console, devices=(1,), **options)
+        for options in ({"words": ["split_dim=16"]}, {"split_dim": 16}, {"split_dim": 8})
+    )
     assert row == same
     assert row["curvature"] > other["curvature"]
 
@@ -113,9 +110,8 @@ def test_a_step_is_measured(monkeypatch, mine, word, batch, name):
         monkeypatch.setattr(module, "inverse_seconds", lambda *_, **__: (1e9,))
     word = mine(word) if word in ("timed", "own_loss") else word
     precision = Precision("fp16" if word == "digits" else "fp32", None, torch.device("cpu"))
-    found = measure(
-        subject_of(word, recipe_of(word, ()), min(batch, 3)), name, {"split_dim": 4}, precision
-    )
+    subject = subject_of(word, recipe_of(word, ()), min(batch, 3))
+    found = measure(subject, name, {"split_dim": 4}, precision)
     assert found["batch"] == batch
     assert found["ordinary"] > 0
     assert 0 <= found["inverting"] <= max(0.0, found["refresh"] - found["ordinary"])

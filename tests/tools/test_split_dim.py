@@ -62,9 +62,7 @@ def test_the_report_is_that_of_the_choice(mine, tmp_path, monkeypatch, optimizer
 
 
 def test_samples_are_normalised_crops_of_the_images_of_a_folder(tmp_path):
-    """Images of one colour stay so, whatever the crop; which ones are chosen depends on the seed
-    alone.
-    """
+    """Images of one colour stay so; which ones are chosen depends on the seed alone."""
     with pytest.raises(UserError, match="contains no images"):
         sample_images(4, 5, tmp_path, 1)
     for number in range(6):
@@ -73,9 +71,7 @@ def test_samples_are_normalised_crops_of_the_images_of_a_folder(tmp_path):
         (tmp_path / f"{number}" / "._one.png").write_bytes(b"no image")
     images = sample_images(4, 5, tmp_path, 1)
     assert images.shape == (4, 3, 5, 5)
-    mean, std = (
-        torch.tensor(values)[:, None, None] for values in (Transform().mean, Transform().std)
-    )
+    mean, std = (torch.tensor(v)[:, None, None] for v in (Transform().mean, Transform().std))
     colours = ((images * std + mean) * 255).round()
     assert (colours == colours[..., :1, :1]).all()
     assert (colours[:, 1:, 0, 0] == torch.tensor([7.0, 255.0])).all()

@@ -18,19 +18,22 @@ def test_coverage_of_what_a_trainer_has_wrapped():
     itself = SimpleNamespace()
     itself.optimizer = itself
     for other in (torch.optim.SGD(mlp().parameters()), SimpleNamespace(optimizer=None), itself):
-        with pytest.raises(
-            TypeError, match=rf"coverage\({type(other).__name__}\): must be THOR or"
-        ):
+        with pytest.raises(TypeError, match=rf"coverage\({type(other).__name__}\): must be THOR"):
             torch_thor.coverage(other)
 
 
-class Loss(nn.Module):
-    """What torchrl's loss modules are: they hide parameters, with methods of fewer arguments."""
-
+class Open(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.net, self.target_net = mlp(), mlp()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Loss(Open):
+    """What torchrl's loss modules are: they hide parameters, with methods of fewer arguments."""
 
     def named_parameters(self, prefix="", recurse=True):
         for name, parameter in super().named_parameters(prefix=prefix, recurse=recurse):
@@ -40,16 +43,6 @@ class Loss(nn.Module):
     def parameters(self, recurse=True):
         for _, parameter in self.named_parameters(recurse=recurse):
             yield parameter
-
-    def forward(self, x):
-        return self.net(x)
-
-
-class Open(Loss):
-    """The same with PyTorch's methods."""
-
-    named_parameters = nn.Module.named_parameters
-    parameters = nn.Module.parameters
 
 
 @pytest.mark.parametrize("make", [THOR, ThorMuon, AGCSGD, LAMB])
