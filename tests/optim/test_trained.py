@@ -336,10 +336,10 @@ def test_other_parameters_are_no_obstacle():
 
 
 def masked():
-    """A layer with a causal mask in a buffer, as older attentions have it."""
-    layer = nn.Linear(8, 8)
-    layer.register_buffer("mask", torch.ones(64, 64, dtype=torch.uint8).tril())
-    return layer
+    """A module with a causal mask in a buffer, as older attentions have it."""
+    module = nn.Sequential(nn.Linear(8, 8))
+    module.register_buffer("mask", torch.ones(64, 64, dtype=torch.uint8).tril())
+    return module
 
 
 class Integers(nn.Module):
