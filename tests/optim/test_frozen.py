@@ -1,7 +1,4 @@
-"""Frozen weights have no state, no statistics and no share; unfreezing works at any time.
-
-So it is of a weight that is pruned or parametrised after the optimizer was made.
-"""
+"""Weights that are frozen, thawed, pruned or parametrised after the optimizer was made."""
 
 import copy
 import warnings

@@ -48,10 +48,7 @@ CHANGES = {"trained": (lambda model: None, 25), "frozen": (freeze, 22), "uncalle
 
 
 def trained(change, cuts, make, *, least_likely, **options):
-    """The model and its optimizer after micro-batches that end at these samples.
-
-    Some have no token for an expert. All forward passes come first.
-    """
+    """After micro-batches that end at these samples; all forward passes come first."""
     model = build().double()
     CHANGES[change][0](model)
     optimizer = having(make(model, **options), loss_terms=STREAM[0][1].numel())

@@ -17,9 +17,7 @@ def names(groups, model, key="weight_decay"):
 
 
 class Model(nn.Module):
-    """Embeddings, blocks in a numbered container, a frozen part, a head that is tied to the
-    embedding.
-    """
+    """Embeddings, numbered blocks, a frozen part, a head that is tied to the embedding."""
 
     def __init__(self):
         super().__init__()
@@ -46,9 +44,7 @@ def test_biases_norms_and_what_is_named_are_not_decayed():
 
 @pytest.mark.parametrize(("lr", "key"), [(0.8, "lr"), (None, "lr_scale")])
 def test_the_learning_rate_falls_from_block_to_block(lr, key):
-    """ELECTRA: the block nearest to the loss has it whole; without an lr, the factor is what timm's
-    schedulers read.
-    """
+    """ELECTRA's: the last block has it whole. Without an lr, timm's schedulers read the factor."""
     model = Model()
     found = names(param_groups(model, lr=lr, layer_decay=0.5), model, key)
     shares = {"embed": 0.125, "blocks.0": 0.25, "blocks.1": 0.5, "head": 1.0}

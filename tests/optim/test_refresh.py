@@ -48,11 +48,7 @@ def test_stories(options, story):
 
 
 def test_looking_changes_nothing():
-    """A user prints the curvature before training; `factors()` and `inverses()` are copies.
-
-    No state is made: one, however empty, would keep torch.distributed.checkpoint from making the
-    real one.
-    """
+    """No state is made before training, and `factors()` and `inverses()` are copies."""
     model, optimizer, twin, other = twins(THOR)
     for curvature in optimizer.curvature.values():
         repr(curvature)

@@ -1,7 +1,4 @@
-"""Projections in one weight: ThorMuon steps as if each had a weight of its own.
-
-In shards: tests/distributed/test_fully_sharded.py. Classes that are known: test_projections.py.
-"""
+"""Projections in one weight: ThorMuon steps as if each had a weight of its own."""
 
 from functools import partial
 

@@ -1,6 +1,4 @@
-"""``THOR(..., fisher="sampled")`` in training loops of all kinds; what its factors are stands in
-tests/curvature.
-"""
+"""``THOR(..., fisher="sampled")`` in training loops; its factors: tests/curvature."""
 
 import gc
 import weakref

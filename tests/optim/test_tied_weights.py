@@ -85,10 +85,7 @@ TIED = {
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", TIED)
 def test_steps_with_a_weight_that_is_used_twice(name, settings):
-    """Of an embedding and its decoder: statistics of the embedding, the gradient of both.
-
-    Modules of one geometry pool their rows, and so do the calls of one module.
-    """
+    """A decoder has its embedding's statistics; modules of one geometry pool their rows."""
     model, shape, known = TIED[name]()
     stream = []
     for _ in range(6):

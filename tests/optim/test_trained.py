@@ -335,16 +335,11 @@ def test_other_parameters_are_no_obstacle():
     assert factors(optimizer, model)["body.0.weight"] == LEARNED
 
 
-class Masked(nn.Module):
-    """An attention with its causal mask in a buffer, as older models have it."""
-
-    def __init__(self):
-        super().__init__()
-        self.projection = nn.Linear(8, 8)
-        self.register_buffer("mask", torch.ones(64, 64, dtype=torch.uint8).tril())
-
-    def forward(self, x):
-        return self.projection(x)
+def masked():
+    """A module with a causal mask in a buffer, as older attentions have it."""
+    module = nn.Sequential(nn.Linear(8, 8))
+    module.register_buffer("mask", torch.ones(64, 64, dtype=torch.uint8).tril())
+    return module
 
 
 class Integers(nn.Module):
@@ -365,7 +360,7 @@ def frozen(layer):
 @pytest.mark.parametrize(
     ("build", "is_trained"),
     [
-        (lambda: [nn.Linear(8, 8), Masked()], False),
+        (lambda: [nn.Linear(8, 8), masked()], False),
         (lambda: [nn.Linear(8, 8), Integers(8)], False),  # as many numbers
         (lambda: [nn.Linear(8, 8), Integers(8), Integers(8)], True),
         (lambda: [nn.Linear(8, 8), frozen(nn.Linear(8, 8)), frozen(nn.Linear(8, 8))], True),
