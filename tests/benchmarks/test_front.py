@@ -42,12 +42,12 @@ def test_the_picture_needs_times_and_is_drawn_with_them(tmp_path, monkeypatch):
     from test_nanogpt_study import told
 
     monkeypatch.setattr(front, "PICTURE", tmp_path / "front.png")
-    rows = told({"adamw": 0.004, "muon": 0.02, "soap": 0.004})
-    times = rows.pop(key_of(front.nanogpt.SINGLE_PROCESS))
+    rows = told({"nanogpt-adamw": 0.004, "muon": 0.02, "soap": 0.004})
+    times = rows.pop(key_of(front.nanogpt.TIMES))
     tuned = front.rows_of("finetuning")
     front.draw(rows, tuned)
     assert not front.PICTURE.exists()
-    front.draw(rows | {key_of(front.nanogpt.SINGLE_PROCESS): times}, tuned)
+    front.draw(rows | {key_of(front.nanogpt.TIMES): times}, tuned)
     assert front.PICTURE.exists()
     (line,) = front.of_nanogpt(rows)
     assert line[1:4] == ["2.0100 ± 0.0058", "2.0100 ± 0.0058", "1.5100 ± 0.0058"]

@@ -156,8 +156,8 @@ def _train(
     observers: list[Any] = observers_of(run, folder, console, offset) if run.ranks.first else []
     saver = Saver(folder.checkpoints(run.name), lambda: int(observers[0].offset()))
     train(run, [*observers[:1], saver, *observers[1:]], stops=stops)
-    if run.ranks.world == 1 and (text := run.task.sample(run.model)):
-        printer(console)(f"{run.name} writes: {text}")
+    if run.ranks.world == 1 and hasattr(run.task, "sample"):
+        printer(console)(f"{run.name} writes: {run.task.sample(run.model)}")
 
 
 def evaluate_saved(

@@ -93,6 +93,8 @@ class Metric:
 class Task(Protocol):
     """A task; `torch_thor.training.tasks` lists all of them.
 
+    A method `sample(net)` of a task returns a line that a trained network writes.
+
     Args:
         recipe: The recipe.
         device: The device of the batches.
@@ -147,10 +149,6 @@ class Task(Protocol):
         If a metric is a mean over other items than loss terms, also their number, under the name
         `Metric.over`.
         """
-
-    def sample(self, net: nn.Module) -> str:
-        """Return a line that a trained network writes; nothing where it writes none."""
-        return ""
 
 
 def primary(metrics: Sequence[Metric]) -> Metric:
