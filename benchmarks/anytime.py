@@ -101,7 +101,7 @@ def table(rows: Rows) -> str:
 
 
 def excess(rows: Rows, title: str, task: str) -> float:
-    """Return the loss, or the share of errors, relative to that of ThorMuon with its schedule."""
+    """Return the loss, or the share of errors, relative to ThorMuon with its schedule."""
     value, base = (statistics.fmean(figures(rows, name, task)) for name in (title, SCHEDULED))
     if PROBLEMS[task].higher:
         value, base = 1 - value, 1 - base

@@ -29,7 +29,7 @@ def load(folder: Path, processes: int = 1) -> tuple[str, Split, Split]:
     """Read the data.
 
     Args:
-        folder: That of the packed file, or the root of ``torchvision.datasets.CIFAR10``.
+        folder: The packed file's, or the root of ``torchvision.datasets.CIFAR10``.
         processes: How many decode JPEG.
 
     Returns:

@@ -4,11 +4,11 @@ model.py and train_shakespeare_char.py of karpathy/nanoGPT are read from a folde
 are: the network, its AdamW, the batches, the schedule, bfloat16 and the clipping of gradients are
 as published, where the best validation loss is 1.4697. The network is compiled.
 
-- "AdamW" is that of ``configure_optimizers``.
+- "AdamW" comes from ``configure_optimizers``.
 - "Muon" is torch's for the matrices of the layers, with the same AdamW for the rest.
 - "ThorMuon" has no option but the model; the schedule multiplies the learning rate of its groups.
 
-The loss is that of 200 batches of validation text (``eval_iters``), drawn once and the same for
+The loss is the mean of 200 batches of validation text (``eval_iters``), drawn once and the same for
 all. Seconds are those of training: evaluations do not count, and a training of a few steps goes
 first for each, in which the network is compiled. One line of JSON is appended for each training.
 """

@@ -136,7 +136,7 @@ def loss_of(
 
 
 def table(rows: dict[str, Any]) -> str:
-    """Return the bytes of state per parameter, and the time of a step over that of SGD.
+    """Return the bytes of state per parameter, and the time of a step over SGD's.
 
     The time of a refresh is in brackets.
     """

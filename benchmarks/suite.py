@@ -3,7 +3,7 @@
 The others are SGD, AdamW, Muon, SOAP, PSGD-Kron and schedule-free AdamW.
 
     python -m benchmarks suite           # runs what is missing, then tables and pictures
-    python -m benchmarks suite --table   # tables and pictures alone, from the raw data
+    python -m benchmarks suite --table   # only tables and pictures, from the raw data
 
 The problems are those of suite_problems.py, the optimizers and what they are tuned over those of
 suite_optimizers.py. The learning rate grows over the first 5 % of the steps, then falls linearly to
@@ -84,7 +84,7 @@ def jobs(rows: Rows) -> list[Job]:
 def is_close(contest: Contest, rival: Job) -> bool:
     """Return whether three seeds' figures differ by less than two standard errors.
 
-    The standard error is that of the difference.
+    The standard error belongs to the difference.
     """
     ours = own_setting(contest.problem)
     own, other = (contest.values(setting)[: len(SEEDS)] for setting in (ours, rival))

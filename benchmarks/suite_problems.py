@@ -153,7 +153,7 @@ def places(train: bool) -> tuple[Tensor]:
 class UNet(nn.Module):
     """A U-Net of three scales with group normalisation, which predicts the noise.
 
-    The architecture is that of Ronneberger et al. 2015.
+    The architecture is from Ronneberger et al. 2015.
     """
 
     def __init__(self, widths: tuple[int, int, int] = (8, 16, 32)) -> None:

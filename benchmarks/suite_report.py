@@ -146,7 +146,7 @@ class Contest:
         return None if needed is None else needed / PROBLEMS[self.problem].steps
 
     def relative(self, name: str) -> float | None:
-        """Return the time of ThorMuon's step over that of another."""
+        """Return the time of ThorMuon's step over another's."""
         own, other = self.milliseconds("thor-muon"), self.milliseconds(name)
         return None if own is None or other is None else own / other
 
@@ -372,7 +372,7 @@ def picture(found: list[Contest]) -> None:
 
 
 def curves(panel: Axes, contest: Contest) -> None:
-    """Draw one problem: mean over seeds, on the time of the steps alone."""
+    """Draw one problem: mean over seeds, against the time of the steps."""
     problem = PROBLEMS[contest.problem]
     for name in [*PEERS, *(["thor"] if contest.problem.startswith("resnet") else []), "thor-muon"]:
         cost = contest.milliseconds(name)

@@ -125,7 +125,7 @@ def figure(problem: Problem, model: nn.Module, half: int) -> float:
 def evaluate(
     problem: Problem, model: nn.Module, optimizer: Any, batches: Iterator[Batch], half: int
 ) -> float:
-    """Return the figure; that of the average of the steps where the optimizer has one."""
+    """Return the figure, at the average of the steps where the optimizer has one."""
     if not averages(optimizer):
         return figure(problem, model, half)
     optimizer.eval()

@@ -8,7 +8,7 @@ model.py, data.py and data/wikitext-2. Sizes, batches, dropout and the clipping 
 are the defaults of its main.py, and the learning rates those of its README. After an epoch whose
 validation loss is not the lowest so far, rates are divided by 4, as there; here so is ThorMuon's.
 That is all that changes them, so the three epochs are the first half of the README's six. The
-perplexity is that of the validation text, and the lowest after an epoch counts, whose weights
+perplexity is measured on the validation text, and the lowest after an epoch counts, whose weights
 main.py keeps. There is one seed.
 
 - "their SGD" has the learning rate of their README: 20 for the LSTM, 5 for the transformer.

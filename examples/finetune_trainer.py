@@ -65,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, float]:
     add("--optimizer", default="thor-muon", choices=["adamw", "thor-muon", "thor"])
     add("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="name or folder")
     add("--data", type=Path, default=Path("corpora/sst2"), help="folder")
-    add("--lora", action="store_true", help="train adapters of rank 8 and the head alone")
+    add("--lora", action="store_true", help="train only adapters of rank 8 and the head")
     add("--epochs", type=float, default=1.0)
     add("--steps", type=int, default=-1, help="stop after so many")
     add("--batch", type=int, default=32)

@@ -75,7 +75,7 @@ def checkpoint(
 
 
 def read(file: Path | None) -> bytes:
-    """Return a text, or that of the example."""
+    """Return a text, or the example's."""
     try:
         return file.read_bytes() if file else "\n".join(topics.values()).encode()
     except OSError as error:

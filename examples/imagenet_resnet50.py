@@ -40,7 +40,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
         return THOR(model, 0.05803, 0.03, weight_decay=5e-4, update_interval=834, **free)
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    # that of torchvision's first weights
+    # from torchvision's first weights
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
 
 
@@ -113,7 +113,7 @@ def main(words: Sequence[str] | None = None) -> list[float]:
     add("--data", type=Path, default=Path("imagenet"), help="folder with train/ and val/")
     add("--network", default="resnet50", help="of torchvision")
     numbers = {"size": 224, "epochs": 45, "batch": 256, "workers": 8, "seed": 0}
-    for name, value in numbers.items():  # the batch is that of all processes together
+    for name, value in numbers.items():  # the batch of all processes together
         add(f"--{name}", type=int, default=value)
     add("--out", type=Path, default=Path("runs/imagenet.pt"), help="checkpoint, which is resumed")
     args = parser.parse_args(words)

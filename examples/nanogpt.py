@@ -38,7 +38,7 @@ def make_optimizers(name: str, model: "GPT") -> list[torch.optim.Optimizer]:
     matrices = tables if name == "muon" else [*tables, *inside]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))  # nanoGPT's
-    # Muon's published rate and decay; it is made for the matrices inside alone
+    # Muon's published rate and decay; it is made for the matrices inside only
     muon = torch.optim.Muon(inside, lr=0.02, momentum=0.95, weight_decay=0.01)
     return [muon, adamw] if name == "muon" else [adamw]
 
@@ -84,7 +84,7 @@ class GPT(nn.Module):
 
 
 def read(file: Path) -> str:
-    """Return a text; that of the example is downloaded where it is missing."""
+    """Return a text; the example's is downloaded where it is missing."""
     try:
         if file == DATA and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -268,7 +268,7 @@ def make_plan(
     ] = 8,
     optimizer: Annotated[
         Literal["thor-muon", "thor"] | None,
-        Option(help="thor-muon or thor (default: that of the recipe, or thor-muon)."),
+        Option(help="thor-muon or thor (default: the recipe's, or thor-muon)."),
     ] = None,
     split_dim: Annotated[
         int | None, Option(min=1, help="Block size of the factors (default: the recipe's).")

@@ -3,7 +3,7 @@
 They are passed as ``THOR(model, update_interval=intervals.Geometric(10, 500, factor=1.2))``.
 
 A schedule is a callable from the step of a refresh, counted from 0, to the number of steps until
-the next refresh. The schedules here depend on the step alone, so a resumed run continues the
+the next refresh. The schedules here depend only on the step, so a resumed run continues the
 schedule. State dicts and recipes hold them as dicts, which can be passed too: ``{"kind":
 "geometric", "first": 10, "last": 500, "factor": 1.2}``. Any other callable can be passed, but state
 dicts do not contain it.
@@ -119,7 +119,7 @@ class Geometric:
     It is described by Chen et al. 2021, section 3.2.
 
     If ``last`` is the number of steps in an epoch, it ends at one refresh per epoch, as in the
-    paper on ResNet-50. The interval depends on the step alone: intervals k, factor · k, factor² ·
+    paper on ResNet-50. The interval depends only on the step: intervals k, factor · k, factor² ·
     k, and so on have the closed form ``first + (factor - 1) · step``, which is rounded down and
     bounded by ``last``.
 

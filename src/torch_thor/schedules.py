@@ -11,7 +11,7 @@ There are the formulas of those trainings, and a scheduler of damping.
     lr.step()
     damping.step()
 
-The formulas depend on the step alone, which is the number of steps already taken: 0 before the
+The formulas depend only on the step, which is the number of steps already taken: 0 before the
 first one. So a resumed run goes on with the same schedule. Warm-up, cosine and the like are torch's
 own ``lr_scheduler``, whose formulas ``LambdaDamping`` takes too. ``OneCycleLR`` overwrites momentum
 unless it gets ``cycle_momentum=False``.
@@ -166,14 +166,14 @@ class LambdaDamping:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a state dict was saved.
 
-        The groups' damping is that of their own state dict. Groups that the state dict does not
+        The groups' damping comes from their own state dict. Groups that the state dict does not
         know count as added later.
 
         Args:
             state_dict: a result of ``state_dict``.
 
         Raises:
-            ValueError: it is that of another schedule; nothing has changed.
+            ValueError: it belongs to another schedule; nothing has changed.
         """
         require(
             state_dict.keys() >= {"last_epoch", "base_dampings"},

@@ -56,7 +56,7 @@ class SplitChoice:
             spectral norm, which increases with s.
         seconds: for each candidate ``p_s``, the median time to invert all blocks of the model once,
             and for ThorMuon to orthogonalise its matrices.
-        losses: by layer name and by ``"A"`` or ``"G"`` (of THOR alone), the spectral loss
+        losses: by layer name and by ``"A"`` or ``"G"`` (THOR only), the spectral loss
             ``1 - |Â|₂ / |A|₂`` for each candidate.
         device: the name of the device, with the number of threads of a CPU, on which the times were
             measured.
@@ -100,16 +100,16 @@ def choose_split_dim(
     Args:
         model: the model. Weights that have been trained for a while are more representative than
             initial ones.
-        sample_batch: ``(inputs, targets)``, or the inputs alone. Inputs are a tensor, a tuple of
+        sample_batch: ``(inputs, targets)``, or only the inputs. Inputs are a tensor, a tuple of
             arguments or a mapping of keyword arguments. It should hold a few dozen typical
             examples; random noise has other factors.
-        device: the device to run and to measure on; None for that of the model. A model on another
+        device: the device to run and to measure on; None for the model's. A model on another
             device is copied.
-        loss_fn: ``loss_fn(output, targets)``, or ``loss_fn(output)`` if the inputs are given alone.
+        loss_fn: ``loss_fn(output, targets)``, or ``loss_fn(output)`` if there are no targets.
             None: the cross entropy of the output (or of its ``.logits``), without targets for
             labels drawn from the model's prediction.
         optimizer: the optimizer to choose for, ``"thor"`` or ``"thor-muon"``. ThorMuon has the
-            factor A alone, and cuts the matrices that it orthogonalises into as many rows: the time
+            only factor A, and cuts the matrices that it orthogonalises into as many rows: the time
             is that to invert all blocks and to orthogonalise once.
 
     Returns:

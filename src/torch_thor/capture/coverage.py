@@ -22,7 +22,7 @@ class Covered:
         kind: the kind of its layer, such as ``"Linear"``, ``"Conv2d"`` or ``"MultiheadAttention"``;
             the class of the module that owns it, where it is not preconditioned.
         factor_sizes: the numbers of rows of A and of G, for one group; None where there are no
-            factors. A bias has G alone, and with ThorMuon a weight has A alone.
+            factors. A bias has only G, and with ThorMuon a weight has only A.
         groups: the number of independent pairs (A, G): the groups of a convolution, the three
             blocks of a fused projection.
         reason: why it is not preconditioned; None if it is.

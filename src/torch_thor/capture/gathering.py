@@ -4,7 +4,7 @@ On a refresh step hooks see the calls of the layers (:mod:`torch_thor.capture.ho
 registers a hook on its output. The rows of the call count when the gradient of the output has been
 computed. So an evaluation pass, a pass whose loss is never differentiated, and one of the two
 forward passes of activation checkpointing add no rows, and the input is kept alive no longer than
-autograd keeps it. Layers that have A alone need no gradient: their calls keep the sum of their
+autograd keeps it. Layers without G need no gradient: their calls keep the sum of their
 rows, or a copy of the input where that is smaller, until the graph is freed.
 
 Rows live until ``step``, until ``optimizer.zero_grad()``, or until the first backward pass after a
@@ -40,7 +40,7 @@ from torch_thor.torch_internals import (
     uncompiled,
 )
 
-# The number of rows that stand for all, for A alone: this many, and at least so many for each
+# The number of rows that stand for all where there is no G: this many, and at least so many per
 # column of a block. More rows would take time in large batches without improving A.
 _ENOUGH_ROWS = 1024
 _ROWS_PER_COLUMN = 8
@@ -69,7 +69,7 @@ class _Call:
     loss_terms: int = 0  # the leading dimension of the input, for a layer with a G
     x: Any = None  # the input, or a copy
     version: int = 0  # of x
-    most: int | None = None  # a number of rows that stand for all, for a layer that has A alone
+    most: int | None = None  # a number of rows that stand for all, for a layer without G
     rows: Statistics | None = None  # its rows, summed, where that is smaller than the input
     mark: Mark | None = None
     step: object = None  # the step of the previous gradient
@@ -188,7 +188,7 @@ class Capture:
                 "layer's input out of place"
             )
         elif not empty:
-            # G is that of the sum of all losses
+            # G belongs to the sum of all losses
             before = call.gradient if again else None
             total = as_rows(g) if before is None else as_rows(g) + before
             output = total.shape if layer.g is None else total

@@ -92,7 +92,7 @@ class Inspection:
         layers: the layers to precondition, by name.
         left_out: the layers that the option ``layers`` leaves out.
         reasons: why each other parameter is not preconditioned, by its id.
-        inputs_alone: whether the input factor is used alone.
+        inputs_alone: whether only the input factor is used.
     """
 
     owners: Owners
@@ -115,7 +115,7 @@ def inspect(
         model: the model.
         trained: the parameters of the optimizer.
         chosen: the option ``layers``.
-        inputs_alone: whether the input factor is used alone: of layers that have a full one, and
+        inputs_alone: whether only the input factor is used: of layers that have a full one, and
             for no bias.
 
     Returns:
@@ -329,7 +329,7 @@ def _why_no_bias(layer: Layer, inputs_alone: bool) -> str | None:
         return reasons.NO_INPUTS if layer.kind.has_own_rows else reasons.NO_MATRIX
     if not layer.kind.solves_biases:
         return reasons.G_DIFFERS.format(layer.kind.label)
-    # its G is that of all outputs, and the bias is divided among processes
+    # its G covers all outputs, and the bias is divided among processes
     if layer.kind.transposed and row_shards_of(layer.weight.parameter) is not None:
         return reasons.INPUTS_ARE_ROWS
     return None
@@ -346,7 +346,7 @@ def _why_shared(places: Sequence[Owner]) -> str:
 
 
 def _why_tied(owners: Owners, layers: Mapping[str, Layer]) -> dict[int, str]:
-    """Return the reasons for biases of decoders whose weight is that of an embedding."""
+    """Return the reasons for biases of decoders that share the weight of an embedding."""
     return {
         id(owner.module._parameters.get(owner.bias)): reasons.TIED.format(layer.name)
         for layer in layers.values()

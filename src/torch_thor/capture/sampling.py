@@ -4,8 +4,8 @@ The drawn labels are a function of a seed, the step, the process and the number 
 the step. So there is no random state to save, a resumed run draws the same labels as an
 uninterrupted one, and the states of torch's own generators do not change.
 
-The backward pass of their loss runs before that of the training loss, over the same graph, which it
-keeps. Only gradients of layer outputs are requested from autograd, so that no ``.grad`` changes and
+Their loss is propagated backwards before the training loss, over the same graph, which is kept.
+Only gradients of layer outputs are requested from autograd, so that no ``.grad`` changes and
 no hook on a gradient of a weight runs, such as those with which DDP averages gradients.
 """
 

@@ -1,6 +1,6 @@
 """The interface by which a refresh communicates with other processes.
 
-It is also that of one process alone.
+A single process has the same interface.
 
 This package does not call torch.distributed. For training on several processes,
 :mod:`torch_thor.distributed` implements the interface. An implementation decides which process
@@ -24,7 +24,7 @@ Among = Literal["all", "shards", "replicas"]
 class Processes:
     """The processes that train one model, each on its own part of every batch.
 
-    These methods are those of one process alone.
+    These methods serve a single process.
     """
 
     count, rank = 1, 0

@@ -75,7 +75,7 @@ class Geometry:
         if self.converter is not None:
             self.converter.from_matrix_(matrix, tensor)
         elif not (
-            # the address alone does not tell: that of tensors without memory of their own is 0
+            # the address does not tell: tensors without memory of their own all have 0
             matrix._is_view() and matrix.data_ptr() == tensor.data_ptr()
         ):
             if self.taps:
@@ -83,7 +83,7 @@ class Geometry:
             tensor.copy_(matrix.reshape(tensor.shape))
 
     def write_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Overwrite a tensor of the weight's shape with that of which these are the matrices."""
+        """Write these matrices into a tensor of the weight's shape."""
         target = self.to_matrix(tensor)
         target.copy_(matrix)
         self.from_matrix_(target, tensor)

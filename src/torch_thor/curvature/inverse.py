@@ -118,7 +118,7 @@ def _marked(runs: Sequence[_Run], marks: Sequence[Sequence[bool]]) -> dict[_Run,
 
 def _average_(run: _Run, in_use: Sequence[Tensor], keeps: Tensor | None) -> None:
     """Average the blocks that are inverted here with those in use; some keep those in use."""
-    # where processes keep parts alone, there are only the blocks that are inverted here
+    # where processes keep parts, there are only the blocks that are inverted here
     old = (
         in_use[run.index][run.inverted]
         if run.owners is None
@@ -168,7 +168,7 @@ def invert_own(
         (torch.cat([blocks[i] for i in members]), torch.cat([damping[i] for i in members]))
         for members in alike.values()
     ]
-    # on an accelerator with the first damping alone, and without a look
+    # on an accelerator with the first damping only, and without a look
     results = [_invert_batch(*batch, retries=batch[0].device.type == "cpu") for batch in batches]
     highest = [levels.amax() for _, levels in results]
     # one host–device synchronisation for all batches
@@ -209,7 +209,7 @@ def _invert_batch(
 ) -> tuple[Tensor, Tensor]:
     """Return the inverses ``(count, s, s)``, and of each block the index of its damping raise.
 
-    Without ``retries`` the first damping alone is tried, and no result is looked at, for which the
+    Without ``retries`` only the first damping is tried, and no result is looked at, for which the
     host would wait.
     """
     size = blocks.shape[-1]

@@ -94,7 +94,7 @@ class Statistics:
     ) -> None:
         """Add the rows of one pass, or replace gradients that were added before.
 
-        ``output``: its gradient, or its shape for a layer that has A alone. ``most``: a number of
+        ``output``: its gradient, or its shape for a layer without G. ``most``: a number of
         rows that stand for all.
         """
         shape = output if isinstance(output, torch.Size) else output.shape
@@ -203,7 +203,7 @@ class Layer:
     It is one or several modules that share a weight, or a part of a composite module.
     """
 
-    name: str  # its name: that of its module, or of the composite module with its name inside that
+    name: str  # its name: its module's, or the composite module with its name inside that
     kind: Kind
     weight: ParameterView
     biases: list[ParameterView]
@@ -272,7 +272,7 @@ class LayerCurvature:
         Returns:
             ``(A, G)``, of shapes ``(d_in, d_in)`` and ``(d_out, d_out)``, where ``d_in`` is the
             size of a patch for a convolution; for a grouped convolution two lists with one matrix
-            per group. G is None for ThorMuon, which has A alone.
+            per group. G is None for ThorMuon, which uses only A.
 
         Raises:
             RuntimeError: the layer has no factors yet.

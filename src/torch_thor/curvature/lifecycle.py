@@ -15,7 +15,7 @@ from functools import cache
 class Decision(enum.Enum):
     """The result of a refresh for one layer: a case of the trace rule, or a failure.
 
-    The trace rule is that of Chen et al. 2021, section 3.2.
+    The trace rule is from Chen et al. 2021, section 3.2.
 
     UPDATE: new factors were taken and inverted. KEEP: the new statistics were dropped. STOP: the
     new statistics were dropped, and the layer never refreshes again. FAILED: the new factors could

@@ -18,7 +18,7 @@ class Distributed:
             does; their statistics are summed on refresh steps. None: the default group, if
             ``torch.distributed`` is initialised by the time of a step; False: none, so that every
             process trains a model of its own. It must be the same on all processes, and under FSDP2
-            that of the mesh: processes that wait for another that does not come are ended by the
+            the mesh's own: processes that wait for another that does not come are ended by the
             timeout of the group.
         whole_matrices: for ThorMuon under FSDP2, whether one process orthogonalises each matrix as
             a whole (two all-to-all and an all-reduce in every step). By default every process

@@ -1,6 +1,6 @@
 """Adaptive gradient clipping, AGC, and SGD with it, for networks without normalisation.
 
-It is that of Brock et al., ICML 2021, section 4.1.
+It follows Brock et al., ICML 2021, section 4.1.
 
 A unit is what computes one output: an index of dim 0 of a parameter of two or more dimensions (a
 token of an embedding; a gain of shape ``(C, 1, 1, 1)`` has C units), of dim 1 where the inputs come
@@ -37,7 +37,7 @@ Units = int | Geometry
 Clippable = tuple[Tensor, Tensor, Units | None]
 
 # To save kernel launches, smaller tensors than this are measured in batches; larger ones need no
-# copy if alone.
+# copy if it is the only one.
 _NUMBERS_AT_A_TIME = 2**21
 
 
@@ -252,7 +252,7 @@ class AGCSGD(ExcludingOptimizer):
     convolution; a bias or a gain is one unit. With its gradient G_i and Frobenius norms, if
     ``‖G_i‖ / max(‖W_i‖, ε) > λ``, then ``G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i``. Weight decay
     (``+ weight_decay · W``, not clipped) and momentum follow as in ``torch.optim.SGD``, dampening
-    and Nesterov included. With ``clip_factor=float("inf")`` the whole step is that of
+    and Nesterov included. With ``clip_factor=float("inf")`` the whole step is the one of
     ``torch.optim.SGD``, bit for bit. ``p.grad`` is not changed.
 
     The last fully connected layer is not clipped (section 4.1). It is looked up in the model, so
@@ -262,7 +262,7 @@ class AGCSGD(ExcludingOptimizer):
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``; or,
-            with ``exclude=()``, parameters alone, whose units are then all along dim 0.
+            with ``exclude=()``, only parameters, whose units are then all along dim 0.
         lr: learning rate, a float or a one-element tensor, with the meaning that it has for SGD.
         momentum: μ in [0, 1).
         dampening: τ in ``v ← μ v + (1 − τ) d``; the first step has ``v = d``, as in torch's SGD.

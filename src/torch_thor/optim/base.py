@@ -123,7 +123,7 @@ class CurvatureOptimizer(CheckedOptimizer):
             raise ValueError(report.nothing_found(type(self), binding))
         report.warn_of_little(entries, label)
 
-    # what is read at construction alone
+    # what is read only at construction
     model = property(
         attrgetter("_curvature.model"), doc="The model whose layers are preconditioned."
     )

@@ -136,7 +136,7 @@ class ExcludingOptimizer(CheckedOptimizer):
         load(self, super().load_state_dict, state_dict, self._adopt, self._complete)
 
     def _adopt(self, group: Group, present: Group) -> None:
-        """Fit a saved group to that of the optimizer."""
+        """Fit a saved group to the optimizer's."""
         self._check_group(group)
 
     def _complete(self) -> None:

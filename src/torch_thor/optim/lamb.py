@@ -1,6 +1,6 @@
 """LAMB: Adam with each layer's step scaled in proportion to the norm of its weights.
 
-It is that of You et al., ICLR 2020.
+It follows You et al., ICLR 2020.
 """
 
 import math
@@ -38,8 +38,8 @@ class LAMB(ExcludingOptimizer):
 
     Args:
         params: the model; or parameters, named parameters or parameter groups.
-        lr: learning rate, a float or a one-element tensor: the norm of a step relative to that of
-            its weight.
+        lr: learning rate, a float or a one-element tensor: the norm of a step relative to the
+            norm of its weight.
         betas: (β1, β2), the decay rates of the running means of the gradient and of its square.
         eps: ε > 0, added to the root of the second moment.
         weight_decay: λ, added to the update as λ x, before the trust ratio is computed.

@@ -18,7 +18,7 @@ _MODEL: ContextVar[nn.Module | None] = ContextVar("model", default=None)
 
 @contextmanager
 def model_is(model: nn.Module) -> Iterator[None]:
-    """Name the model of optimizers made inside, for code that passes them parameters alone.
+    """Name the model of optimizers made inside, for code that passes them only parameters.
 
     Trainers make optimizers from a class and a model's parameters, in groups of their own. THOR and
     ThorMuon read the inputs of layers, so they must know the model too, and LAMB and AGCSGD look up

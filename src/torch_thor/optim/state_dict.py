@@ -44,7 +44,7 @@ def load(
 ) -> None:
     """Load a state dict; whatever raises an error, a hook of the user too, has changed nothing.
 
-    ``adopt`` fits a saved group to that of the optimizer, ``complete`` fits what was loaded. Hooks
+    ``adopt`` fits a saved group to the optimizer's, ``complete`` fits what was loaded. Hooks
     of the user run before and after.
     """
     before = optimizer.state, optimizer.param_groups
@@ -199,7 +199,7 @@ def _check_whole(binding: Binding) -> None:
 
 
 def _fit_rows(binding: Binding, processes: Processes, *, relative: bool) -> None:
-    """Turn loaded state into that of this process. What does not fit the layers stays as it is."""
+    """Turn loaded state into this process's. What does not fit the layers stays as it is."""
     for parameter in parameters(binding.groups):
         entries, shards = binding.states.get(parameter, {}), binding.plan.shards.get(id(parameter))
         factors = [
@@ -232,7 +232,7 @@ def _reblock_(
     *,
     relative: bool,
 ) -> None:
-    """Cut a factor at the present shards, and invert those blocks alone that have changed."""
+    """Cut a factor at the present shards, and invert only the blocks that have changed."""
     view, damping = layer.weight_view, float(layer.weight_view.options["damping"])
     new = factor.layout.block_sizes
     old = block_sizes_of(factor.side, layer.kind, view, bounds)

@@ -1,6 +1,6 @@
 """THOR: the trace-based, layer-wise natural-gradient optimizer, for any PyTorch model.
 
-It is that of Chen et al., AAAI 2021.
+It follows Chen et al., AAAI 2021.
 """
 
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ class THOR(CurvatureOptimizer):
     For linear layers, convolutions (1d to 3d, transposed, grouped), embeddings, attention,
     recurrent layers and experts: ``ΔW = (1/T) · (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` with the
     empirical Fisher's factors A (input) and G (output gradient of one loss term); biases are solved
-    with G alone. Then weight decay (``+ weight_decay · W``), the bound on the step, and momentum as
+    with G only. Then weight decay (``+ weight_decay · W``), the bound on the step, and momentum as
     in ``torch.optim.SGD`` are applied. All other parameters, including those of normalisation
     layers, are trained by SGD with momentum under the same bound; ``coverage`` lists the treatment
     of each parameter. Neither the model nor the training loop has to be changed.
@@ -63,7 +63,7 @@ class THOR(CurvatureOptimizer):
         momentum: μ in [0, 1).
         nesterov: step along ``d + μ v`` instead of ``v``.
         weight_decay: added to the natural gradient as ``weight_decay · W`` (so it is not
-            preconditioned). For some parameters alone: ``torch_thor.param_groups``.
+            preconditioned). To set it for some parameters: ``torch_thor.param_groups``.
         update_interval: steps between refreshes; or a schedule of ``torch_thor.intervals`` or any
             callable, from the step of a refresh (counted from 0) to the number of steps until the
             next. The first step refreshes. The option may be changed in each parameter group and is

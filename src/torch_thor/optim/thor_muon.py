@@ -68,12 +68,12 @@ class ThorMuon(CurvatureOptimizer):
             quantised weights hold more numbers than the trained matrices, or if these tell so.
             ``group["trained"]`` holds the answer, ``state[p]["lr_factor"]`` the shares, and
             ``print(optimizer)`` says them. A learning rate that is given counts as it is, also in
-            one group alone; ``learning_rate`` of a Trainer's arguments is not given to the
+            a single group; ``learning_rate`` of a Trainer's arguments is not given to the
             optimizer.
         damping: λ, relative to the mean diagonal of A. Every parameter group holds it.
         momentum: μ in [0, 1).
         nesterov: ``u = ∇W + μ v`` instead of ``u = v``.
-        weight_decay: decoupled: ``W ← (1 − lr · weight_decay) W``. For some parameters alone:
+        weight_decay: decoupled: ``W ← (1 − lr · weight_decay) W``. To set it for some parameters:
             ``torch_thor.param_groups``.
         update_interval: as for ``torch_thor.THOR``; by default every step at first and every 50th
             from step 139 on.

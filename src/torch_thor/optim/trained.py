@@ -21,7 +21,7 @@ from torch_thor.curvature.blocks import widened
 from torch_thor.curvature.communication import Processes
 from torch_thor.optim.batches import Binding
 
-# The learning rate, as a share of that of a matrix that is to be trained from scratch
+# The learning rate, as a share of the rate of a matrix that is to be trained from scratch
 # (benchmarks/finetuning.py).
 LEARNED = 0.125  # of a matrix that is trained already
 UNTOLD = 0.25  # of a matrix that does not tell

@@ -220,7 +220,7 @@ def measure(
     """Measure seconds of ordinary steps and refreshes in turn, and of inverting all blocks."""
     require(
         subject.batch is not None,
-        "the function returned a model alone, and its times are to be measured: return (model, "
+        "the function returned only a model, and its times are to be measured: return (model, "
         "(inputs, targets)) or (model, (inputs, targets), loss function)",
     )
     device, seconds = precision.device, []

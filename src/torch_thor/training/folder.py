@@ -8,7 +8,7 @@
 and for each optimizer, in a folder with its name
 
     metrics.jsonl     every step, refresh and evaluation
-    checkpoints/      the newest checkpoints, and the link best to that of the best evaluation
+    checkpoints/      the newest checkpoints, and the link best to the best evaluation's
     tensorboard/      the event files of TensorBoard
 """
 

@@ -164,7 +164,7 @@ def _average(
             .get_future()
             .then(lambda future: future.value()[0])
         )
-    # They are summed singly, so that a resumed run is bit for bit that of an uninterrupted one.
+    # They are summed singly, so that a resumed run equals an uninterrupted run bit for bit.
     # The order in which gloo sums over the processes depends on the place of an element in its
     # tensor, and DDP fills its buckets in another order after its first step, which a resumed run
     # takes later.
@@ -222,7 +222,7 @@ def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Find elements of lists, such as transformer layers, whose parameters are gathered alone."""
+    """Find elements of lists, such as transformer layers, that are gathered separately."""
     # Parameters outside of them, and those that a block shares with the rest, are the network's.
     lists = nn.Sequential | nn.ModuleList | nn.ModuleDict
     elements = [

@@ -253,9 +253,7 @@ class Phase(Keys):
     lr_factor: Positive = Field(1.0, description="factor on the learning rate")
     schedule: Schedule | None = Field(
         None,
-        description=(
-            "the phase's own, for which it is one epoch; null continues that of the training"
-        ),
+        description=("the phase's own, for which it is one epoch; null continues the training's"),
     )
 
 
@@ -363,7 +361,7 @@ class Training(Keys):
 class Recipe(Training):
     """All settings of a training."""
 
-    name: str = Field("unnamed", description="by default that of the file")
+    name: str = Field("unnamed", description="by default the file's")
     about: str = Field("", description="what it trains, in one line")
     reaches: str = Field("", description="what it should reach, and who says so")
     task: Literal[tuple(TASKS)] = Field(  # type: ignore[valid-type]

@@ -110,7 +110,7 @@ def factor(
 ) -> float:
     """Return the factor on the starting value for a step.
 
-    It ends at `final`, or by default at that of the schedule.
+    It ends at `final`, or by default at the schedule's end.
     """
     warmup = _warmup(schedule, steps_per_epoch)
     horizon = _horizon(schedule, steps_per_epoch, total_steps)

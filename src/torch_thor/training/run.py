@@ -152,7 +152,7 @@ def _begin(
 def _train(
     run: Run, offset: int, folder: RunFolder, console: Console, stops: Sequence[int]
 ) -> None:
-    # the first is that of the metrics
+    # the metrics use the first
     observers: list[Any] = observers_of(run, folder, console, offset) if run.ranks.first else []
     saver = Saver(folder.checkpoints(run.name), lambda: int(observers[0].offset()))
     train(run, [*observers[:1], saver, *observers[1:]], stops=stops)

@@ -5,7 +5,7 @@ statistics, the matrix products inside it are inspected; no function is replaced
 weight, with a view of some of its matrices or with a gathered copy of them is a call of those
 experts. Recognised are ``F.linear``, ``@``, ``torch.mm``, ``bmm`` and ``matmul`` with
 ``weight[e]``, with the whole weight or with ``weight[indices]``, and grouped products
-(``F.grouped_mm``, and that of transformers).
+(``F.grouped_mm`` and transformers' own).
 """
 
 from collections.abc import Iterator, Mapping
@@ -90,7 +90,7 @@ class _Operand(NamedTuple):
 
     name: str  # the weight's name in its module
     kind: Any  # the kind of the weight
-    which: int | Tensor | None  # one expert, or that of each matrix; None for the whole weight
+    which: int | Tensor | None  # the expert, or each matrix's; None for the whole weight
     outputs_first: bool  # whether the matrices in the tensor are `(out, in)`
     tensor: Tensor  # kept alive, so that no other tensor takes its place in memory
 

@@ -48,7 +48,7 @@ class Kind(Protocol):
 
     @property
     def geometry(self) -> Geometry:
-        """These matrices as a value; a registered kind is given that of its ``to_matrix``."""
+        """These matrices as a value; a registered kind is given its ``to_matrix``'s."""
         ...
 
     def loss_terms(self, x: Tensor) -> int:

@@ -8,7 +8,7 @@ Each of them receives the rows that a router sends to it.
 The number of rows differs from step to step and from expert to expert, so there is no single T. The
 stored factors are ``√T_e · A_e`` and ``√T_e · G_e``, for which T is 1: their Kronecker product is
 ``T_e · (A_e ⊗ G_e)``, and with ``√λ`` added to their diagonals they are ``√T_e`` times the damped
-factors. The natural gradient therefore equals that of E separate layers.
+factors. The natural gradient therefore equals the natural gradient of E separate layers.
 """
 
 import copy
@@ -27,7 +27,7 @@ class ExpertsKind(MatrixWeight):
 
     label = "Experts"
     has_own_rows = True
-    # of a call: one expert, that of each row, or their row counts
+    # of a call: one expert, each row's, or their row counts
     _which: int | Tensor | Sequence[int] | None = None
     _columns = False  # of a call: whether its rows are columns
 

@@ -272,8 +272,8 @@ def standing_for_all(rows: int, most: int | None, device: torch.device) -> Tenso
     """Return the indices of ``most`` of some rows, evenly drawn; None where all are taken.
 
     Each lies in a span of its own, at a place that is drawn anew for each span, so the indices have
-    no period in common with that of the rows (positions in a sequence, columns of an image). They
-    depend on the two numbers alone.
+    no period in common with the rows (positions in a sequence, columns of an image). They
+    depend only on the two numbers.
     """
     if most is None or rows <= most:
         return None

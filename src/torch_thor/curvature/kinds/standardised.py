@@ -4,7 +4,7 @@ Those of timm are ``StdConv2d`` and ``ScaledStdConv2d``.
 
 They convolve with ``Ŵ_i = c_i (W_i − mean W_i)``, ``c_i = gain_i · scale / √(var W_i + ε)``, for
 each output channel i. With the unit vector ``n_i`` along ``W_i − mean W_i``, the gradient of W
-follows from that of Ŵ:
+follows from the gradient of Ŵ:
 
     ∇W_i = c_i (P − n_i n_iᵀ) ∇Ŵ_i        P x = x − mean x
 

@@ -6,7 +6,7 @@ s, the target distribution of a label y is
     torch        1 - s + s / K on y, s / K on every other output
     reference    1 - s on y, s / (K - 1) on every other output
 
-so that the reference form, that of THOR's reference trainings, with s is torch's form with s · K /
+so that the reference form (of THOR's reference trainings) with s is torch's form with s · K /
 (K - 1).
 """
 

@@ -1,6 +1,6 @@
 """Masked-language-model pretraining, with next-sentence prediction if the network has its head.
 
-The loss is the mean cross-entropy of the masked tokens, plus that of the next-sentence prediction
+The loss is the mean cross-entropy of the masked tokens, plus the next-sentence prediction's
 (Devlin et al. 2019, section 3.1). Each masked token is one loss term. The rows of THOR's statistics
 are the tokens other than padding.
 
@@ -104,7 +104,7 @@ class MaskedLM(Task):
         }
         require(
             data is None or data["tokenizer"] == checksums[TOKENIZER],
-            f"the network was trained with another tokenizer than that of {folder}: prepare the "
+            f"the network was trained with another tokenizer than the one of {folder}: prepare the "
             "corpus with --tokenizer and the tokenizer.json of its corpus",
         )
 

@@ -30,8 +30,8 @@ ROWS = 1000  # documents that are written together
 def _mapped(file: Path) -> pa.Table:
     """Open a file once per process; its contents are read from the disk where they are used."""
     # a forked worker has none of its parent's threads
-    alone = pa.ipc.IpcReadOptions(use_threads=False)
-    return pa.ipc.open_file(pa.memory_map(str(file)), options=alone).read_all()
+    one_thread = pa.ipc.IpcReadOptions(use_threads=False)
+    return pa.ipc.open_file(pa.memory_map(str(file)), options=one_thread).read_all()
 
 
 class Passage(NamedTuple):
@@ -124,7 +124,7 @@ def spans(ends: Sequence[int], length: int) -> list[tuple[int, int]]:
     # An example ends with the sentence that fills it, so it usually has more tokens than fit, as in
     # the code of Devlin et al. (2019); what does not fit is cut off when the example is made. It
     # has two sentences or more, so that it can be split into a pair of segments; a last sentence
-    # that is left alone is joined by the one before it, in both.
+    # that is left over is joined by the one before it, in both.
     room, examples = length - SPECIAL_TOKENS, []
     first = begin = 0
     for number, end in enumerate(ends):

@@ -167,7 +167,7 @@ def _find(sources: Sequence[str], form: str | None) -> dict[str, str]:
 
 
 def _form_of(path: Path) -> str | None:
-    """Return what a file contains, by its ending before that of a compression."""
+    """Return what a file contains, by its ending before a compression's."""
     forms = (_FORM_OF.get(ending.lower()) for ending in reversed(path.suffixes))
     return next(filter(None, forms), None)
 
