@@ -29,9 +29,7 @@ app = typer.Typer(
 Words = Annotated[
     list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to override.")
 ]
-Device = Annotated[
-    str, Option(help="The device: cpu, cuda, ..., or auto for a GPU if there is one.")
-]
+Device = Annotated[str, Option(help="The device: cpu, cuda, ..., or auto: a GPU if available.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -91,7 +89,7 @@ def train(
     recipe = folder.continued(overrides) if resume else load_recipe(name, overrides)
     require(
         not (resume and names) or load_recipe(name).name == recipe.name,
-        f"{folder.path} belongs to recipe {recipe.name}, not {name}: name that one or none, or "
+        f"{folder.path} belongs to recipe {recipe.name}, not {name}: leave {name} out, or "
         "choose another folder with --out",
     )
     run_recipe(recipe, folder, Console(), resume=resume, overwrite=overwrite)
@@ -116,7 +114,7 @@ def evaluate(
     """Evaluate a trained network on the test set.
 
     For a run folder, the newest undamaged checkpoint of each optimizer is evaluated. The path
-    `RUN/OPTIMIZER/checkpoints/best` stands for the best one. The keys device, batch_size, threads
+    `RUN/OPTIMIZER/checkpoints/best` stands for the best. The keys device, batch_size, threads
     and those inside data can be overridden. An image folder needs to contain only the evaluation
     images. Under `torchrun` the processes share the data.
 

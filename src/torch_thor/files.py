@@ -1,7 +1,7 @@
 """Files and folders that are complete or absent.
 
 They are written under a temporary name, flushed to the disk, and renamed. A process that is killed
-while it writes leaves a name that begins with `REMAINS`, which the next one replaces.
+while it writes leaves a name that begins with `REMAINS`, which the next write replaces.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         yield temporary
         for file in (*temporary.iterdir(), temporary):
             flush(file)
-        # a folder cannot be renamed to the name of one that has files
+        # a folder cannot be renamed to the name of a folder with files
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
         flush(path.parent)
@@ -45,7 +45,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file by a complete new one in UTF-8."""
+    """Replace a text file completely, in UTF-8."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

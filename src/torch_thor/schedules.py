@@ -45,7 +45,7 @@ def resnet50_lr(
             2.10, ``thor``).
         decay: the exponent.
         epochs: E, the epoch at which it would be 0; the reference stops before, after 45 epochs.
-        decay_epochs: the epoch from which on it is halved, and from the next one on again; None:
+        decay_epochs: the epoch from which on it is halved, and from the next epoch on again; None:
             never.
 
     Returns:

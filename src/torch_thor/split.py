@@ -257,7 +257,7 @@ class Observer:
                 loss_of(self._model, sample_batch, loss_fn, self._device).backward()
             finally:
                 calls.close()
-        # layers of which one of several calls has received no gradient
+        # layers of which a call has received no gradient
         for layer in self.layers.values():
             self._finish(layer)
         if not self._losses:

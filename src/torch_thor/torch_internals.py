@@ -31,7 +31,7 @@ backward_reaches = torch._C._will_engine_execute_node
 functorch = torch._C._functorch.peek_interpreter_stack
 # whether torch.jit.trace is running; torch.jit itself may go, and warns
 is_tracing = torch._C._is_tracing
-# the innermost TorchFunctionMode that is active, to take away one that an interrupt left behind
+# the innermost TorchFunctionMode that is active, to take away a mode that an interrupt left behind
 function_mode: Callable[[], Any] = _get_current_function_mode
 
 # of torch: the stance of torch.compile, which torch.compiler can set but not read; slow to import,

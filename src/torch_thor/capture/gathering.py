@@ -2,7 +2,7 @@
 
 On a refresh step hooks see the calls of the layers (:mod:`torch_thor.capture.hooks`), and each call
 registers a hook on its output. The rows of the call count when the gradient of the output has been
-computed. So an evaluation pass, a pass whose loss is never differentiated, and one of the two
+computed. So an evaluation pass, a pass whose loss is never differentiated, and either of the two
 forward passes of activation checkpointing add no rows, and the input is kept alive no longer than
 autograd keeps it. Layers without G need no gradient: their calls keep the sum of their
 rows, or a copy of the input where that is smaller, until the graph is freed.
@@ -160,7 +160,7 @@ class Capture:
         try:  # whether this backward pass adds to the gradient of the weight
             trains = call.weight is None or backward_reaches(call.weight)
         except RuntimeError:
-            # torch.autograd.grad was asked for the gradient of the weight: it is one for .grad if
+            # torch.autograd.grad was asked for the gradient of the weight: it is meant for .grad if
             # the call was made inside of a backward pass, as the adjoint of an ODE does
             trains = call.outer >= 0
         if sampler is not None and sampler.running:
@@ -200,7 +200,7 @@ class Capture:
     def _note_pass(self, call: _Call) -> None:
         """Note the loss terms of the running backward pass; drop what a skipped step has left."""
         current = backward_id()
-        # a nested backward pass belongs to the one that started it
+        # a nested backward pass belongs to the pass that started it
         if call.outer >= 0 and call.outer != current:
             self._parents[current] = call.outer
         while current in self._parents:
@@ -253,7 +253,7 @@ class Capture:
         """Drop all statistics and loss terms of this step."""
         self._step = object()  # a pass of the next step may go through an earlier graph again
         self.passes: dict[int, Pass] = {}  # by autograd's id of the pass
-        self._parents: dict[int, int] = {}  # the id of the outer pass of each nested one
+        self._parents: dict[int, int] = {}  # the id of the outer pass of each nested pass
         # layers that the loss has reached in this step, also without rows
         self.reached: set[LayerCurvature] = set()
         self.mask_taken = False  # whether the mask has fitted the input of a layer in this step
@@ -267,7 +267,7 @@ class Capture:
 def as_rows(tensor: Tensor) -> Tensor:
     """Return an input or the gradient of an output as a dense tensor.
 
-    The sequences of a nested one follow each other.
+    The sequences of a nested list follow each other.
     """
     dense = tensor.detach()
     if dense.is_nested:
@@ -276,7 +276,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def loss_terms_of_step(passes: Collection[Pass]) -> tuple[int, tuple[int, int] | None]:
-    """Return N of a step, and (first, last) of a pass in which they differ, if there is one.
+    """Return N of a step, and (first, last) of a pass in which they differ, or None.
 
     N is summed over micro-batches, but not over several losses of the same calls.
     """

@@ -115,7 +115,7 @@ def inspect(
         model: the model.
         trained: the parameters of the optimizer.
         chosen: the option ``layers``.
-        inputs_alone: whether only the input factor is used: of layers that have a full one, and
+        inputs_alone: whether only the input factor is used: of layers with a full factor, and
             for no bias.
 
     Returns:

@@ -3,7 +3,7 @@
 A factor is represented by rows, cut into runs of equal square blocks.
 
 A factor of n rows is block-diagonal. Row i of its tensor ``(n, width)`` holds row i of its block,
-from the first column of the block on, and zeros where the block is narrower than the widest one.
+from the first column of the block on, and zeros where the block is narrower than the widest.
 Blocks end at every ``split_dim`` rows, and where a group (of a grouped convolution, an expert) or a
 shard of the weight (FSDP2) ends. So rows can be divided among processes like those of the weight,
 saved, and divided differently when they are loaded. A diagonal factor has width 1. Only the blocks
@@ -224,7 +224,7 @@ class Blocks:
                 columns = run.of(matrix, -1).transpose(1, 2).flatten(0, 1)
                 solved = product(columns, part).view(target.shape)
                 target.copy_(solved if scale == 1.0 else solved * scale)
-        else:  # one batched product per run, because the strides do not allow one for all groups
+        else:  # one batched product per run, because the strides do not allow a single product
             for index in range(groups):
                 group = self if groups == 1 else self.group(index)
                 for run, part in zip(group.block_sizes.runs, group.parts, strict=True):

@@ -1,6 +1,6 @@
 """The geometry of a weight: which matrices it is, and how a tensor of its shape becomes them.
 
-A kind of layer has one (:mod:`torch_thor.curvature.kinds`), and so has a weight without factors.
+A kind of layer has a geometry (:mod:`torch_thor.curvature.kinds`), as has a weight without factors.
 """
 
 import math

@@ -28,7 +28,7 @@ NOT_POSITIVE = len(DAMPING_RAISES)
 
 @dataclass
 class NewFactor:
-    """A new factor, to sum over the processes, to average with the one in use, and to invert."""
+    """A new factor, to sum over the processes, to average with the factor in use, and to invert."""
 
     factor: Factor
     sums: Blocks  # of the blocks of all processes; overwritten
@@ -110,7 +110,7 @@ def _of_blocks(runs: Sequence[_Run], numbers: Sequence[Sequence[float]]) -> list
 
 
 def _marked(runs: Sequence[_Run], marks: Sequence[Sequence[bool]]) -> dict[_Run, Tensor]:
-    """Return, of the runs with marked groups, whether each block is of one: ``(count, 1, 1)``."""
+    """Return, of the runs with marked groups, which blocks belong to them: ``(count, 1, 1)``."""
     of_runs = {run: of_groups for run, of_groups in zip(runs, marks, strict=True) if any(of_groups)}
     of_blocks = _of_blocks(list(of_runs), list(of_runs.values()))
     return {run: flags[:, None, None] > 0 for run, flags in zip(of_runs, of_blocks, strict=True)}

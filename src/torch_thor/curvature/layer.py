@@ -128,7 +128,7 @@ class Statistics:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added."""
         if self._sums is None:
             view = self.factors[0].view
-            # FSDP2 may keep a parameter on the CPU and in another dtype than the one that it
+            # FSDP2 may keep a parameter on the CPU and in another dtype than the dtype that it
             # computes with
             weight: Any = view.module._parameters.get(view.attribute)
             dtype = factor_dtype((weight if view.shards is None else view.parameter).dtype)
@@ -169,8 +169,8 @@ SIDES = ("A", "G")
 # the key of the number of shards at whose boundaries the blocks of the rows end
 SHARDS = "row_shards"
 
-# The stored trace change before the first one. It must be a number, and NaN would not compare equal
-# to itself.
+# The stored trace change before the first refresh. It must be a number, and NaN would not compare
+# equal to itself.
 _NO_CHANGE_YET = -1.0
 # The numbers in the state, with their initial values. ``due``: the next step with statistics
 # applies the trace rule; ``idle``: it was due on a step in which the loss did not reach it, and has
@@ -188,7 +188,7 @@ NUMBERS = {
 
 
 def _stored(key: str, doc: str, convert: Callable[[float], Any] = bool) -> Any:
-    """Make a property of a number of the state; before there is a state, it is the initial one."""
+    """Make a property of a number of the state; before there is a state, the initial number."""
 
     def read(layer: "LayerCurvature") -> Any:
         return convert(layer.weight_view.state.get(layer.prefix + key, NUMBERS[key]))
@@ -303,7 +303,7 @@ class LayerCurvature:
     )
     last_trace_change: float | None = _stored(
         "last_trace_change",
-        "Δ of the latest refresh with factors to compare with; None before there was one.",
+        "Δ of the latest refresh with factors to compare with; None before.",
         lambda change: None if change == _NO_CHANGE_YET else float(change),
     )
     rows_per_term: float = _stored(
@@ -351,7 +351,7 @@ class LayerCurvature:
         return self.weight_view.state
 
     def record(self, **numbers: float) -> None:
-        """Write numbers of the state, if there is one."""
+        """Write numbers of the state, if it exists."""
         state, prefix = self.weight_view.state, self.prefix
         if prefix + "refreshes" in state:
             state.update(

@@ -3,7 +3,7 @@
 A layer begins due. It is due again when the interval of its group ends, unless the trace rule has
 stopped it. A layer that is due gathers statistics if it is called; a step waits for it (runs
 eagerly, and agrees with other processes) unless it is idle or uncalled. A loss that reaches an idle
-layer wakes it, and from then on steps wait until one reaches it again: layers may be used, or
+layer wakes it, and from then on steps wait until a pass reaches it again: layers may be used, or
 frozen, in turn.
 """
 

@@ -66,7 +66,7 @@ def unit_polars(
 
 
 def _joined(tensors: Sequence[Tensor], members: Sequence[int]) -> Tensor:
-    """Return some of the tensors as one."""
+    """Concatenate some of the tensors."""
     return tensors[members[0]] if len(members) == 1 else torch.cat([tensors[i] for i in members])
 
 

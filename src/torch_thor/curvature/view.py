@@ -59,7 +59,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """A parameter of a module, or rows of one.
+    """A parameter of a module, or rows of it.
 
     The parameter is looked up in the module each time, because wrappers replace it. A view that is
     bound to an optimizer is another value (``dataclasses.replace``).

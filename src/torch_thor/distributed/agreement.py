@@ -1,6 +1,6 @@
 """What all ranks agree on: that they are about to do the same, and their joint number of rows.
 
-If they are not, all of them raise an error, before one waits for ever.
+If they are not, all of them raise an error, before a process waits for ever.
 """
 
 import itertools

@@ -27,7 +27,7 @@ class Distributed:
             halves the bytes.
 
     Raises:
-        ValueError: a value is not one of these.
+        ValueError: a value is not listed here.
     """
 
     process_group: Any = None

@@ -6,7 +6,7 @@ A unit is what computes one output: an index of dim 0 of a parameter of two or m
 token of an embedding; a gain of shape ``(C, 1, 1, 1)`` has C units), of dim 1 where the inputs come
 first, or a row of the matrix that a kind makes of its weight (``torch_thor.register_kind``). A
 parameter of one dimension or none (biases, gains) is one unit, as in the code of the authors: if
-every element were one, an element that starts at zero could hardly move.
+every element were a unit, an element that starts at zero could hardly move.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -252,7 +252,7 @@ class AGCSGD(ExcludingOptimizer):
     convolution; a bias or a gain is one unit. With its gradient G_i and Frobenius norms, if
     ``‖G_i‖ / max(‖W_i‖, ε) > λ``, then ``G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i``. Weight decay
     (``+ weight_decay · W``, not clipped) and momentum follow as in ``torch.optim.SGD``, dampening
-    and Nesterov included. With ``clip_factor=float("inf")`` the whole step is the one of
+    and Nesterov included. With ``clip_factor=float("inf")`` the whole step equals that of
     ``torch.optim.SGD``, bit for bit. ``p.grad`` is not changed.
 
     The last fully connected layer is not clipped (section 4.1). It is looked up in the model, so

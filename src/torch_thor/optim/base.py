@@ -75,14 +75,14 @@ class CurvatureOptimizer(CheckedOptimizer):
             samples (the leading dimension of the first layer's input) in each backward pass, summed
             over the passes of a step. Set it if the loss averages over something else (tokens,
             padding), or if the batch is another dimension.
-        grad_scaler: the gradient scaler, if there is one. THOR needs it, to know the scale of the
+        grad_scaler: the gradient scaler, or None. THOR needs it, to know the scale of the
             gradients that its layers see on refresh steps.
     """
 
     # the factors that it uses, and how it trains what has none
     form: ClassVar[Form] = Form("plain momentum")
-    # the learning rate where none is given, of a network that is not trained already; None if one
-    # must be given
+    # the learning rate where none is given, of a network that is not trained already; None if a
+    # rate must be given
     usual_lr: float | None = None
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -239,7 +239,7 @@ class CurvatureOptimizer(CheckedOptimizer):
 
         Args:
             param_group: as for ``torch.optim.Optimizer.add_param_group``. Its ``lr`` counts as it
-                is, and so does the optimizer's; without one, see ``lr`` of the class.
+                is, and so does the optimizer's; without a rate, see ``lr`` of the class.
 
         Raises:
             ValueError: an option is out of range, or a parameter is not in the model.

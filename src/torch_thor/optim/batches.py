@@ -2,7 +2,7 @@
 
 Wrappers such as Accelerate put new parameters into modules and groups, users prune, freeze or
 replace layers, and a state dict replaces the state. So every step asks its :class:`Binding` whether
-it is current, and takes a new one, as a whole, if it is not. The truth stays in ``optimizer.state``
+it is current, and takes a whole new plan if it is not. The truth stays in ``optimizer.state``
 and ``optimizer.param_groups``.
 
 The parameters of a batch have one group, dtype and device, so that they share kernels. A stack is
@@ -124,7 +124,7 @@ class Binding:
             yield None, None, None
 
     def is_matrix(self, parameter: Tensor) -> bool:
-        """Return whether a parameter is one of a layer, or a matrix without factors."""
+        """Return whether a parameter belongs to a layer, or is a matrix without factors."""
         return id(parameter) in self.shares_of or id(parameter) in self.plan.matrix_of
 
     def batches(self, of_group: Callable[["Binding", Group], list[Any]]) -> list[Any]:
@@ -184,7 +184,7 @@ SMALLEST_SHARE = 0.03
 
 @dataclass(eq=False)
 class Matrix:
-    """A weight or a bias, or rows of one, and the factors whose inverses precondition it."""
+    """A weight or a bias, or rows of them, and the factors whose inverses precondition it."""
 
     index: int  # the place of the parameter in its batch
     rows: Any = None  # the index of its rows in the parameter; None for all

@@ -206,7 +206,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 # Parameter groups hold their counters, so that every checkpoint has them: the steps taken, the step
-# of the next refresh, and N of the latest one.
+# of the next refresh, and N of the latest refresh.
 COUNTERS = {"step": 0, "next_refresh": 0, "last_loss_terms": 0}
 
 # What users of AdamW, Muon and MindSpore type, and what stands in its place in THOR and ThorMuon.
@@ -234,7 +234,7 @@ def options_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first value that the rule of its option refuses, if there is one."""
+    """Raise ValueError for the first value that the rule of its option refuses, if any."""
     for name, value in values.items():
         option = OPTIONS.get(name)
         if option is None:

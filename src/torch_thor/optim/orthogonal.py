@@ -3,7 +3,7 @@
 The formulas are in :class:`torch_thor.ThorMuon`. Its only curvature is A, the second moment of the
 input of a layer. A matrix without factors takes the same step with the identity in the place of A.
 Each group of a convolution, each expert and each projection of a fused weight is a matrix of its
-own; rows that belong to no layer are one where they adjoin.
+own; adjoining rows that belong to no layer are one matrix.
 """
 
 import math
@@ -42,7 +42,7 @@ from torch_thor.optim.projections import RowSplit
 
 @dataclass(eq=False)
 class Projection(Matrix):
-    """A parameter, or a layer's rows of one, as matrices that are orthogonalised."""
+    """A parameter, or a layer's rows of a parameter, as matrices that are orthogonalised."""
 
     local: Any = None  # the rows of the parameter that this process holds
     full: Any = None  # the geometry of the rows of all processes
@@ -210,7 +210,7 @@ def _limits(
     """
     norms = []
     for part in parts:
-        # groups lie along the first dimension; a matrix that is gathered has one
+        # groups lie along the first dimension; a matrix that is gathered has one group
         groups = part.geometry.groups if processes is None else 1
         matrices = part.of(part.local).unflatten(0, (groups, -1))
         dtype = torch.float64 if part.local.dtype == torch.float64 else torch.float32

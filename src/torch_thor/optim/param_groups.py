@@ -29,7 +29,7 @@ def param_groups(
             and stores the factor of ``layer_decay`` as ``lr_scale``, which timm's schedulers read.
         weight_decay: the weight decay of all other parameters.
         no_decay: names or patterns of ``fnmatch`` of parameters, or of modules that hold them.
-        layer_decay: the factor of the learning rate from one block to the one before it (Clark et
+        layer_decay: the factor of the learning rate from a block to the block before it (Clark et
             al. 2020, ELECTRA). Blocks are the children of numbered containers, as in
             ``"encoder.layer.3"``, and the other modules in front of and behind them, in the order
             of the model. 1: the same learning rate for all.

@@ -24,7 +24,7 @@ from torch_thor.optim.projections import RowSplit, RowSplits, plain_matrices, ro
 
 @dataclass(frozen=True)
 class Form:
-    """What a class of optimizers needs of the curvature, and what one of them was made with."""
+    """What a class of optimizers needs of the curvature, and what an optimizer was made with."""
 
     plain: str  # how it trains what has no factors and is no matrix, in words
     matrix: str | None = None  # a matrix without factors; None if as all else
@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model; of sharded parameters, the one for collectives."""
+        """The device of the model; of sharded parameters, the device for collectives."""
         for parameter, _ in self.sharded.values():
             return device_of_mesh(parameter)
         weights = [layer.weight for layer in self.layers.values()] or [*self.model.parameters()]

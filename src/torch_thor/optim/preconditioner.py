@@ -43,7 +43,7 @@ class Preconditioner:
         self.warnings = report.StepWarnings(form.optimizer)
         self.last_refresh: tuple[RefreshEvent, ...] = ()
         self.binding: Binding | None = None  # the plan as it was found and bound last
-        self._heard: Binding | None = None  # the one for which hooks are registered
+        self._heard: Binding | None = None  # the binding for which hooks are registered
         # for each parameter group, the step of its next refresh as of the end of this step
         self._upcoming: list[int] = []
 
@@ -273,7 +273,7 @@ class Preconditioner:
     # ---- the end of a step -----------------------------------------------------------------------
 
     def finish(self, binding: Binding) -> None:
-        """Count the step, and let the layers listen that the next one refreshes."""
+        """Count the step, and let the layers listen that the next step refreshes."""
         changed, self.capture.scaler_stepped = self._heard is not binding, False
         if self._heard is not None:
             self.last_refresh, self._upcoming = (), next_refreshes(binding)

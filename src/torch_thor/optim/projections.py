@@ -61,7 +61,7 @@ class RowSplit:
 
 
 # By module and class whose forward is run: the name of the fused layer in it, and what returns how
-# often its projections take turns in the rows; None if one comes after the other.
+# often its projections take turns in the rows; None if they follow each other.
 _KNOWN: Mapping[str, tuple[str, Callable[[Any], int] | None]] = {
     "timm.layers.attention.Attention": ("qkv", None),
     "timm.layers.attention.AttentionRope": ("qkv", None),

@@ -104,7 +104,7 @@ def _check_origin(
         lacking = sorted(known - group.keys())
         if foreign or len(lacking) > 0.3 * len(known):
             raise ValueError(
-                f"the state dict is not one of {type(optimizer).__name__}: its parameter group {i} "
+                f"the state dict is not from {type(optimizer).__name__}: its parameter group {i} "
                 f"has {' and '.join(foreign or [f'no {name}' for name in lacking])}; nothing was "
                 "loaded. Load the model's weights, and let the optimizer start anew"
             )
@@ -139,7 +139,7 @@ def misfits(
     name: Callable[[Tensor], str],
     factors: Iterable[tuple[LayerCurvature, tuple[Factor, ...]]] = (),
 ) -> Iterator[str]:
-    """Yield the tensors of a state whose shape is not the one that model and options need."""
+    """Yield the tensors of a state whose shape does not fit model and options."""
     expected: list[tuple[str, State, str, tuple[int, ...]]] = [
         (
             f"split_dim={f.view.options.get('split_dim')}: {key} of layer {layer.name!r}",

@@ -63,7 +63,7 @@ class ThorMuon(CurvatureOptimizer):
         lr: learning rate: the spectral norm of the step of a square matrix. None: 0.08, or 0.12
             with ``anytime``, which the groups hold, and less where the first step finds that the
             network is trained already: a matrix whose entries are dependent then takes 0.125 of it,
-            one that does not tell (of zeros, of one sign, or with equal rows or columns) 0.25, what
+            a matrix that does not tell (zeros, one sign, equal rows or columns) 0.25, what
             is no matrix 0.0125 (docs/explanation/thor-muon.md). The network is trained if frozen or
             quantised weights hold more numbers than the trained matrices, or if these tell so.
             ``group["trained"]`` holds the answer, ``state[p]["lr_factor"]`` the shares, and

@@ -76,7 +76,7 @@ def dependence(matrix: Tensor) -> Tensor:
 
 
 def _without_equal_rows(matrix: Tensor) -> Tensor:
-    """Replace each row that equals an earlier one by zeros, which are part of no rectangle."""
+    """Replace each row that equals an earlier row by zeros, which are part of no rectangle."""
     gram = matrix @ matrix.mT
     squares = gram.diagonal()
     sums = squares[:, None] + squares
@@ -87,7 +87,7 @@ def _without_equal_rows(matrix: Tensor) -> Tensor:
 def decide(binding: Binding, processes: Processes, *, alike: bool) -> str:
     """Store the factor of each parameter of a group with ``auto_lr``, and return what they are.
 
-    Parameters that have one keep it. ``alike``: all but new matrices have the same.
+    Parameters that have a rate keep it. ``alike``: all but new matrices have the same.
 
     Returns:
         The factors in words, where the network is found to be trained; empty otherwise.
@@ -136,7 +136,7 @@ def factor_of(value: float, is_matrix: bool) -> float:
 
 
 def described(binding: Binding) -> str:
-    """Return which learning rates the groups without one have, and why."""
+    """Return which learning rates the groups without a given rate have, and why."""
     trained = is_trained(binding)
     if trained is None:
         return "the first step tells from the weights whether they are trained already"

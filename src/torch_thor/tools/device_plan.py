@@ -132,7 +132,7 @@ def table(
 
 
 def recipe_of(subject: str, words: Sequence[str]) -> Recipe:
-    """Return the recipe that a subject names, or one of a network."""
+    """Return the recipe that a subject names, or a recipe of a network."""
     if words or subject in recipe_names() or is_file_name(subject):
         return load_recipe(subject, words)
     if bert.is_known(subject):

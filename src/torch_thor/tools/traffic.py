@@ -1,4 +1,4 @@
-"""What one of many processes sends and keeps with THOR, from the shapes and owners of its blocks.
+"""What each of many processes sends and keeps with THOR, from the shapes and owners of its blocks.
 
 Nothing is run for it.
 

@@ -27,7 +27,7 @@ def coverage(optimizer: Any) -> Coverage:
     inner = find_optimizer(optimizer)
     if inner is None:
         raise TypeError(
-            f"coverage({type(optimizer).__name__}): must be THOR or ThorMuon, or hold one as its "
+            f"coverage({type(optimizer).__name__}): must be THOR or ThorMuon, or have them as its "
             "attribute optimizer"
         )
     return inner.coverage()

@@ -199,7 +199,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoint]:
-    """Open a path's checkpoint, or each optimizer's newest undamaged one in a run folder."""
+    """Open a path's checkpoint, or each optimizer's newest undamaged checkpoint in a run folder."""
     if (path / MANIFEST).exists():
         return [open_checkpoint(path)]
     names = load_recipe(str(path / RECIPE)).optimizer if (path / RECIPE).exists() else ()
@@ -311,7 +311,7 @@ def settle(folder: Path, run: Run) -> None:
         link.unlink(missing_ok=True)
         link.symlink_to(best)
         link.replace(folder / BEST)
-    # a damaged one of a later step will be replaced
+    # a damaged checkpoint of a later step will be replaced
     written = [path for path in newest_first(folder) if path.name <= name_of(run.step)]
     for path in written[run.recipe.keep_checkpoints :]:
         if path.name != best:  # renamed first, so that no half of it looks like a checkpoint

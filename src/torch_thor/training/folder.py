@@ -57,7 +57,7 @@ class RunFolder:
         """Return the recipe of the run with words on top, which a run that continues may change."""
         require(
             self.is_run,
-            f"there is no run in {self.path} to resume: leave --resume out to start one",
+            f"there is no run in {self.path} to resume: leave --resume out to start a run",
         )
         stored = load_recipe(str(self.recipe))
         recipe = override(stored, words)
@@ -79,7 +79,7 @@ class RunFolder:
         return recipe
 
     def check_free(self) -> None:
-        """Refuse a new run where there is one."""
+        """Refuse a new run where a run exists."""
         require(
             not self.is_run,
             f"{self.path} contains a run already: continue it with --resume, choose another folder "
@@ -99,7 +99,7 @@ class RunFolder:
             ) from error
         with lock:
             if not (resume or overwrite):
-                self.check_free()  # one may have begun since
+                self.check_free()  # a run may have begun since
             if not resume:
                 self.recipe.unlink(missing_ok=True)
                 for name in OPTIMIZERS:

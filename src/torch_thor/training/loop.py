@@ -191,7 +191,7 @@ def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] 
     """Train from `run.step` to the last step, or until the target is reached.
 
     Args:
-        run: A new run, or one into which a checkpoint was loaded.
+        run: A new run, or a run into which a checkpoint was loaded.
         observers: Called in this order.
         stops: Becomes true (gets an element) when a signal asks this process to stop.
 
@@ -215,7 +215,7 @@ def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] 
 
 @contextmanager
 def listening() -> Iterator[list[int]]:
-    """Note signals that ask the training to stop while the block runs; a second one ends it."""
+    """Note signals that ask the training to stop while the block runs; a second signal ends it."""
     received: list[int] = []
     before = {
         number: handler
@@ -283,7 +283,7 @@ class Feed:
         self.loss_terms = sum(part_terms.number for _, part_terms in self.parts)
         require(
             self.loss_terms > 0,
-            f"the batch of step {step + 1} has no loss term on a process: each process needs one; "
+            f"the batch of step {step + 1} has no loss term on a process: each needs some; "
             "let the task leave such samples out, or raise batch_size",
         )
 

@@ -95,7 +95,7 @@ OPTIMIZERS = {**registry.WITH_CURVATURE, **_OTHERS, **registry.OPTIMIZERS}
 
 
 def keys_of(name: str) -> type[Keys]:
-    """Return the keys of an optimizer: the options of its class, and one that a recipe adds."""
+    """Return the keys of an optimizer: the options of its class, and the key that a recipe adds."""
     arguments = inspect.signature(OPTIMIZERS[name]).parameters
     given = {key: argument.default for key, argument in arguments.items()}
     given |= {**_DEFAULTS.get(name, {}), "decay_filter": None}

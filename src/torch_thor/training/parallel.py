@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ranks:
-    """One of the processes that train together; by default the only one.
+    """One of the processes that train together; by default the only process.
 
     Args:
         rank: Its number, from 0.
@@ -47,7 +47,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that writes files and prints."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def total(self, values: list[float]) -> list[float]:
@@ -94,7 +94,7 @@ def world_size() -> int:
 
 @contextmanager
 def processes(recipe: Recipe) -> Iterator[Ranks]:
-    """Join `torchrun`'s other processes, if it started this one; set the recipe's thread count."""
+    """Join the processes that `torchrun` started, if it did; set the recipe's thread count."""
     device, before = device_of(recipe.device), torch.get_num_threads()
     joins = dist.is_torchelastic_launched() and not dist.is_initialized()
     if joins:

@@ -34,7 +34,7 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of the loss, multiplied by the loss scale if there is one."""
+        """Compute the gradients of the loss, multiplied by the loss scale, if any."""
         self.scaler.scale(loss).backward()
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float) -> None:

@@ -159,7 +159,7 @@ class Data(Keys):
 
     @property
     def crops(self) -> Transform:
-        """The transform that is given, or the usual one of the data set."""
+        """The transform that is given, or the data set's usual transform."""
         return self.transform or (Transform() if self.name == FOLDER else CIFAR)
 
     @property
@@ -283,7 +283,7 @@ class Training(Keys):
     damping_schedule: Schedule = Field(
         Schedule(), description="schedule of the damping; keys as in schedule"
     )
-    device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
+    device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto: CUDA if available")
     parallel: Literal["ddp", "fsdp", "hsdp"] = Field(
         "ddp",
         description="each process has the whole network, a part, or groups of `shards` have parts",

@@ -1,6 +1,6 @@
 """Schedules of learning rate and damping: factors on starting values, as functions of the step.
 
-No state is stored, so a resumed run has the schedule of an uninterrupted one. `step` is the number
+No state is stored, so a resumed run has the schedule of an uninterrupted run. `step` is the number
 of steps already taken, n the number of steps in an epoch, w the length of the warm-up and H the
 horizon in steps; without a horizon, H is the length of the run. The usual kinds count from 0. With
 t = `step`, p = max(0, t - w) / (H - w), and f the factor at the end:
@@ -22,7 +22,7 @@ the training:
                                                   e ≥ decay_epochs + 1
     thor-damping rate^(e / 10)                    the rate is a factor for ten epochs
 
-The last step of epoch number `decay_epochs` is therefore the first one with a halved learning rate.
+The last step of epoch number `decay_epochs` is therefore the first with a halved learning rate.
 
 Warm-up multiplies any of them by (`step` + 1) / w in the first w steps.
 """

@@ -84,9 +84,9 @@ def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
 
     Args:
         name: The name of one of the package's recipes, or the path of a YAML file.
-        words: `key=value`. A key is one of the recipe's, with dots between the levels
+        words: `key=value`. A key of the recipe, with dots between the levels
             (`schedule.kind`), or a setting of the chosen optimizers (`lr`, `damping`, ...), for all
-            that have it. The value is YAML, and replaces the old one as a whole.
+            that have it. The value is YAML, and replaces the old value as a whole.
 
     Returns:
         The checked recipe.
@@ -98,7 +98,7 @@ def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a recipe is named as a file, not as one of the package."""
+    """Whether a recipe is named as a file, not as a recipe of the package."""
     return Path(name).suffix.lower() in {".yaml", ".yml"}
 
 

@@ -122,7 +122,7 @@ def run_recipe(
         stops = stack.enter_context(listening())
         _train(*begun, folder, console, stops)
         for name in recipe.optimizer[1:]:
-            del begun  # a finished run is freed before the next one is built
+            del begun  # a finished run is freed before the next is built
             begun = _begin(recipe, name, task, ranks, folder, resume, say)
             _train(*begun, folder, console, stops)
         if ranks.first:
@@ -163,7 +163,7 @@ def _train(
 def evaluate_saved(
     path: Path, words: Sequence[str], say: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], Sequence[Metric]]:
-    """Evaluate a checkpoint, or the newest undamaged one of every optimizer in a run folder.
+    """Evaluate a checkpoint, or the newest undamaged checkpoint of every optimizer in a run folder.
 
     Under `torchrun` the processes share the data. The values are then bit for bit those of one
     process.

@@ -37,7 +37,7 @@ def report(folder: RunFolder, recipe: Recipe, task: Task, console: Console) -> N
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a `metrics.jsonl`, without an incomplete last one left by a killed run."""
+    """Yield the lines of a `metrics.jsonl`, without an incomplete last line of a killed run."""
     with path.open(encoding="utf-8") as file:
         yield from (json.loads(line) for line in file if line.endswith("\n"))
 

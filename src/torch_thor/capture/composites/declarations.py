@@ -25,8 +25,8 @@ class InnerLayer:
         name: its name inside the module; with the module's name before it, it is the layer's name
             in ``optimizer.curvature``, and the module's hook reports calls under it.
         kind: its kind, ``torch_thor.curvature.ProjectionKind`` for a linear layer.
-        weight: its weight: a parameter, or rows of one.
-        biases: its biases, none or one. A bias that other modules share, or that is not trained, is
+        weight: its weight: a parameter, or rows of a parameter.
+        biases: its biases, at most one. A bias that other modules share, or that is not trained, is
             left out later.
         prefix: put before the names of its state, where several layers are rows of one parameter;
             such layers need different prefixes, because the state belongs to the parameter.

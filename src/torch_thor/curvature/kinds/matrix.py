@@ -115,7 +115,7 @@ class ProjectionKind(LinearKind):
 
     The module computes it without calling a module for it: a projection of an attention, a gate
     matrix of a recurrent layer (:mod:`torch_thor.capture.composites`). Its weight is a parameter,
-    or rows of a fused one.
+    or rows of a fused weight.
 
     Args:
         weight: the weight, ``(out, in)``, of which only the shape is used.

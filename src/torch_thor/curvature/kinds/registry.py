@@ -90,7 +90,7 @@ class Registry(Generic[R]):
         if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
             raise TypeError(
                 f"{caller}: module_type={module_type!r} must be a class of torch.nn.Module; give "
-                f"the class of the modules, not one of them"
+                f"the class of the modules, not a module"
             )
         if module_type in self.classes:
             raise ValueError(

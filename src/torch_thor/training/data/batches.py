@@ -92,7 +92,7 @@ def held_out_keys(count: int, batch_size: int, ranks: Ranks) -> Iterator[tuple[l
     """Yield the indices of the evaluation batches of a process, and whether each counts.
 
     The batches are those of a single process, in the order of the set, dealt out in turn. A process
-    with one fewer than another gets the very first instead, which does not count.
+    with a batch fewer than another gets the very first instead, which does not count.
     """
     number = -(-count // batch_size)
     for first in range(0, number, ranks.world):
@@ -130,7 +130,7 @@ def loaded(
             says why. Random numbers of a sample are torch's, and the dataset seeds them, by
             `torch.default_generator.manual_seed`.
         keys: The keys of each batch.
-        workers: The number of processes; 0 makes the batches in this one.
+        workers: The number of processes; 0 makes the batches in this process.
         prefetch: Batches that each process makes ahead.
         device: The device of the batches.
         max_broken: Largest share of the samples that may be unreadable.

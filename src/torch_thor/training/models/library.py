@@ -33,7 +33,7 @@ def build_model(name: str, in_channels: int, classes: int) -> nn.Module:
     require(
         in_channels == 3,
         f"model={name} takes images of 3 channels, and those of the data have {in_channels}: use a "
-        f"network of timm ({TIMM}NAME), which takes any number, or one of torch-thor itself",
+        f"network of timm ({TIMM}NAME), which takes any number, or a network of torch-thor itself",
     )
     if name.endswith(("googlenet", "inception_v3")):  # which otherwise return three tensors
         return build(num_classes=classes, aux_logits=False, init_weights=True)

@@ -1,6 +1,6 @@
 """Tasks: a task is a network, its data, its loss and its metrics.
 
-A new one is a new file, and a line here.
+A new task is a new file, and a line here.
 """
 
 from typing import NamedTuple

@@ -67,7 +67,7 @@ class MaskedLM(Task):
     ) -> None:
         self.recipe, self.device = recipe, device
         text, folder = recipe.data.text, recipe.data.folder()
-        # a training without phases has one without end
+        # a training without phases has a single phase without end
         self._phases: list[tuple[int | None, int, int]] = [
             (phase.steps, phase.length or text.length, phase.batch_size or recipe.batch_size)
             for phase in recipe.phases
@@ -104,7 +104,7 @@ class MaskedLM(Task):
         }
         require(
             data is None or data["tokenizer"] == checksums[TOKENIZER],
-            f"the network was trained with another tokenizer than the one of {folder}: prepare the "
+            f"the network was trained with another tokenizer than {folder} has: prepare the "
             "corpus with --tokenizer and the tokenizer.json of its corpus",
         )
 

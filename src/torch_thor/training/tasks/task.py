@@ -134,11 +134,11 @@ class Task(Protocol):
         """Return the evaluation batches of a process, and whether each counts.
 
         All processes have equally many, because the forward passes of a divided network
-        communicate; a process with fewer than another repeats one, which does not count.
+        communicate; a process with fewer than another repeats a batch, which does not count.
         """
 
     def terms(self, batch: Batch) -> Terms:
-        """Count the loss terms of a batch, or of a micro-batch of one."""
+        """Count the loss terms of a batch, or of a micro-batch."""
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         """Run the network, perhaps compiled or wrapped, on a batch; compute its training loss."""

@@ -60,7 +60,7 @@ class Corpus:
     def __init__(self, folder: Path, side: str, length: int) -> None:
         require(
             (folder / MANIFEST).is_file(),
-            f"{folder} is no prepared corpus (no {MANIFEST}): make one with torch-thor prepare",
+            f"{folder} is no prepared corpus (no {MANIFEST}): make it with torch-thor prepare",
         )
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         require(
@@ -124,7 +124,7 @@ def spans(ends: Sequence[int], length: int) -> list[tuple[int, int]]:
     # An example ends with the sentence that fills it, so it usually has more tokens than fit, as in
     # the code of Devlin et al. (2019); what does not fit is cut off when the example is made. It
     # has two sentences or more, so that it can be split into a pair of segments; a last sentence
-    # that is left over is joined by the one before it, in both.
+    # that is left over is joined by the sentence before it, in both.
     room, examples = length - SPECIAL_TOKENS, []
     first = begin = 0
     for number, end in enumerate(ends):

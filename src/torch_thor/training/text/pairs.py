@@ -36,7 +36,7 @@ class PairMaker(Dataset[dict[str, Any]]):
         corpus: The corpus.
         masked: The fraction of the tokens that are predicted.
         whole_words: Whether all word pieces of a word are masked together.
-        pairs: Whether an example is a pair of segments, or a single one, as for RoBERTa.
+        pairs: Whether an example is a pair of segments, or a single segment, as for RoBERTa.
         seed: The seed of the run.
     """
 
@@ -123,7 +123,7 @@ class PairMaker(Dataset[dict[str, Any]]):
             end = other.bounds[start] + wanted
             stop = int(np.searchsorted(other.bounds, end))  # of the sentence that reaches `end`
             before = end - other.bounds[stop - 1] < other.bounds[stop] - end
-            # The end before it is taken if it is closer: B must be as long as the one it replaces.
+            # The end before it is taken if it is closer: B must be as long as what it replaces.
             return other.between(start, stop - (not fills and stop - 1 > start and before))
         return None
 
