@@ -129,7 +129,7 @@ def test_what_is_not_its_own_state_dict_is_refused(ours):
     """lr, options, state and weights are as before."""
     pair, same = trained(OURS[ours]), trained(OURS[ours])
     for theirs in OTHERS.keys() - {ours, RELATIVES.get(ours)}:
-        message = f"is not one of {type(pair[1]).__name__}: .*nothing was loaded.*Load the model's"
+        message = f"is not from {type(pair[1]).__name__}: .*nothing was loaded.*Load the model's"
         for steps in (0, 2):
             with pytest.raises(ValueError, match=message):
                 pair[1].load_state_dict(trained(OTHERS[theirs], steps)[1].state_dict())

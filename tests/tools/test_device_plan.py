@@ -122,7 +122,7 @@ def test_a_step_is_measured(monkeypatch, mine, word, batch, name):
     [
         ("resnet18", {"words": ["lr=1"]}, "resnet18"),
         ("characters", {}, "model=char-transformer is not a network"),
-        ("build", {"batch": 2}, "returned a model alone, and its times are to be measured: return"),
+        ("build", {"batch": 2}, "returned only a model, and its times are to be measured: return"),
         ("resnet5", {}, "did you mean resnet"),
     ],
 )
