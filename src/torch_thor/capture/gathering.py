@@ -267,7 +267,7 @@ class Capture:
 def as_rows(tensor: Tensor) -> Tensor:
     """Return an input or the gradient of an output as a dense tensor.
 
-    The sequences of a nested list follow each other.
+    The sequences of a nested tensor follow each other.
     """
     dense = tensor.detach()
     if dense.is_nested:

@@ -253,7 +253,7 @@ _stances: list[tuple[Any, str]] = []  # those that are changed meanwhile, and wh
 def _run_eagerly(calls: ModuleCalls, *, wanted: bool) -> None:
     """Run everything eagerly while somebody wants it, in whatever order they end."""
     # A stance is changed in place and not replaced: a context manager of the user that is entered
-    # meanwhile sets another, and sets this mode again when it is left.
+    # meanwhile sets another, and sets this stance again when it is left.
     (_eager.add if wanted else _eager.discard)(id(calls))
     stance = compile_stance(torch)
     if _eager and stance.stance != "force_eager":

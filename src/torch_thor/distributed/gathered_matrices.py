@@ -22,7 +22,7 @@ from torch_thor.distributed.assignment import assign_matrices
 
 @dataclass
 class ShardedMatrix:
-    """A weight, or a layer's rows of a weight, whose rows are divided among processes."""
+    """A weight, or a layer's part of it, whose rows are divided among processes."""
 
     # `(local rows, …)`, the direction of the rows of this process, contiguous; overwritten by the
     # result

@@ -252,7 +252,7 @@ class AGCSGD(ExcludingOptimizer):
     convolution; a bias or a gain is one unit. With its gradient G_i and Frobenius norms, if
     ``‖G_i‖ / max(‖W_i‖, ε) > λ``, then ``G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i``. Weight decay
     (``+ weight_decay · W``, not clipped) and momentum follow as in ``torch.optim.SGD``, dampening
-    and Nesterov included. With ``clip_factor=float("inf")`` the whole step equals that of
+    and Nesterov included. With ``clip_factor=float("inf")`` the whole step is the step of
     ``torch.optim.SGD``, bit for bit. ``p.grad`` is not changed.
 
     The last fully connected layer is not clipped (section 4.1). It is looked up in the model, so

@@ -42,7 +42,7 @@ from torch_thor.optim.projections import RowSplit
 
 @dataclass(eq=False)
 class Projection(Matrix):
-    """A parameter, or a layer's rows of a parameter, as matrices that are orthogonalised."""
+    """A parameter, or the rows of it that a layer has, as matrices that are orthogonalised."""
 
     local: Any = None  # the rows of the parameter that this process holds
     full: Any = None  # the geometry of the rows of all processes

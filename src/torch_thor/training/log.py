@@ -168,7 +168,7 @@ class Progress(Observer):
         )
 
     def evaluation(self, run: Run, score: Score) -> None:
-        """Show an evaluation, outside a terminal one in each fifth of the training."""
+        """Show an evaluation; without a terminal, only the first of each fifth, and the last."""
         said = [
             f"{metric.word} {metric.text(score.value(metric.name))}"
             for metric in run.task.metrics

@@ -253,7 +253,7 @@ class Phase(Keys):
     lr_factor: Positive = Field(1.0, description="factor on the learning rate")
     schedule: Schedule | None = Field(
         None,
-        description=("the phase's own, for which it is one epoch; null continues the training's"),
+        description="the phase's own, for which it is one epoch; null continues the training's",
     )
 
 

@@ -183,7 +183,7 @@ def _when(line: dict[str, Any] | None) -> str:
 def draw_curves(results: Sequence[Result], path: Path, title: str) -> None:
     """Draw training loss and primary metric of all optimizers against steps and seconds.
 
-    A star marks where each has reached what AdamW, or the last one, ends with.
+    A star marks where an optimizer reaches what AdamW, or the last optimizer, ends with.
     """
     # matplotlib cannot be imported if a notebook or an old profile names a backend it does not have
     os.environ["MPLBACKEND"] = "agg"
