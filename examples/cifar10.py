@@ -3,12 +3,13 @@
 airbench94 (Keller Jordan, arXiv 2404.00498) trains seven convolutions, of which the first whitens
 patches of 2 x 2 pixels, in 8 epochs. ``make_optimizers`` is where the optimizers differ.
 
-    python examples/cifar10.py --optimizer thor-muon
+    python examples/cifar10.py --optimizer adamw thor-muon
 
 Data: torchvision downloads them, 170 MB; or ``--data FOLDER`` with train/CLASS and test/CLASS.
 """
 
 import argparse
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -103,30 +104,19 @@ def augment(x: Tensor, flip: Tensor) -> Tensor:
     return torch.stack([y[:, i : i + 32, j : j + 32] for y, (i, j) in zip(x, starts, strict=True)])
 
 
-def main(words: Sequence[str] | None = None) -> float:
-    """Train, and return the accuracy."""
-    parser = argparse.ArgumentParser(description="airbench94's network or a ResNet-18 on CIFAR-10")
-    add = parser.add_argument
-    add("--optimizer", default="thor-muon", choices=["adamw", "muon", "thor-muon", "thor"])
-    add("--network", default="airbench", choices=["airbench", "resnet18"])
-    add("--data", type=Path, default=Path("corpora/cifar10"), help="folder")
-    add("--width", type=int, default=64, help="of airbench94's first group")
-    add("--epochs", type=int, default=8)
-    add("--batch", type=int, default=2000)
-    add("--seed", type=int, default=0)
-    args = parser.parse_args(words)
-
+def train(name: str, args: argparse.Namespace, data: tuple[Tensor, ...]) -> float:
+    """Train with an optimizer, and return the accuracy."""
+    images, labels, test_images, test_labels = data
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    (images, labels), test = load(args.data, "train"), load(args.data, "test")
     if args.network == "airbench":
         model: nn.Module = Airbench(images[:5000], int(labels.max()) + 1, args.width)
     else:  # torchvision's, with a first layer for small images
         model = models.resnet18(num_classes=int(labels.max()) + 1)
         model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    optimizers = make_optimizers(args.optimizer, model.to(device))
+    optimizers = make_optimizers(name, model.to(device))
     batches = len(images) // args.batch
-    schedulers = [LinearLR(one, 1.0, 0.0, args.epochs * batches) for one in optimizers]
+    schedulers = [LinearLR(each, 1.0, 0.0, args.epochs * batches) for each in optimizers]
     flip = torch.rand(len(images)) < 0.5  # which images are mirrored in even epochs
     for epoch in range(args.epochs):
         if isinstance(model, Airbench) and 8 * epoch >= 3 * args.epochs:
@@ -140,10 +130,34 @@ def main(words: Sequence[str] | None = None) -> float:
                 scheduler.step()
             model.zero_grad()
         with torch.no_grad():
-            found = [model.eval()(x.to(device)).argmax(1).cpu() for x in test[0].split(1000)]
-        accuracy = (torch.cat(found) == test[1]).double().mean().item()
-        print(f"epoch {epoch + 1}: loss {loss:.4f}, test accuracy {accuracy:.4f}", flush=True)
+            found = [model.eval()(x.to(device)).argmax(1).cpu() for x in test_images.split(1000)]
+        accuracy = (torch.cat(found) == test_labels).double().mean().item()
+        print(f"{name}, epoch {epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True)
     return accuracy
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, float]:
+    """Train with each optimizer in turn, and return the accuracies."""
+    parser = argparse.ArgumentParser(description="airbench94's network or a ResNet-18 on CIFAR-10")
+    add, known = parser.add_argument, ["adamw", "muon", "thor-muon", "thor"]
+    add("--optimizer", nargs="+", default=["adamw", "thor-muon"], choices=known)
+    add("--network", default="airbench", choices=["airbench", "resnet18"])
+    add("--data", type=Path, default=Path("corpora/cifar10"), help="folder")
+    add("--width", type=int, default=64, help="of airbench94's first group")
+    add("--epochs", type=int, default=8)
+    add("--batch", type=int, default=2000)
+    add("--seed", type=int, default=0)
+    args = parser.parse_args(words)
+
+    data = *load(args.data, "train"), *load(args.data, "test")
+    print(f"{args.network}, {len(data[0]):,} images: {args.epochs} epochs, batches of {args.batch}")
+    results = {}
+    for name in args.optimizer:
+        started = time.perf_counter()
+        results[name] = train(name, args, data), time.perf_counter() - started
+    for name, (accuracy, seconds) in results.items():
+        print(f"{name:10} test accuracy {accuracy:.4f} after {seconds:.0f} s")
+    return {name: accuracy for name, (accuracy, _) in results.items()}
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ ThorMuon gets no learning rate: it sees in the weights that they are trained alr
 smaller steps there than in the new head. ``make_optimizers`` is where the optimizers differ.
 
     pip install transformers
-    python examples/finetune_bert.py --optimizer thor-muon
+    python examples/finetune_bert.py --optimizer adamw thor-muon
 
 Model: from the Hugging Face hub, or a folder with ``--model``. Data: 6,920 sentences, which the
 first run downloads; or ``--data FOLDER`` with train.tsv and dev.tsv (sentence, tab, label).
 """
 
 import argparse
+import time
 import urllib.request
 from collections.abc import Sequence
 from functools import partial
@@ -86,20 +87,8 @@ def rate(step: int, steps: int) -> float:
     return min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps), 1.0)
 
 
-def main(words: Sequence[str] | None = None) -> float:
-    """Train, and return the accuracy on dev.tsv."""
-    parser = argparse.ArgumentParser(description="fine-tune an encoder on SST-2")
-    add = parser.add_argument
-    add("--optimizer", default="thor-muon", choices=["adamw", "muon", "thor-muon", "thor"])
-    add("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="name or folder")
-    add("--data", type=Path, default=DATA, help="folder")
-    add("--epochs", type=int, default=1)
-    add("--steps", type=int, help="stop after so many")
-    add("--batch", type=int, default=32)
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, help="folder for the trained model")
-    args = parser.parse_args(words)
-
+def train(name: str, args: argparse.Namespace) -> float:
+    """Fine-tune with an optimizer, and return the accuracy on dev.tsv."""
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer, model = load(args.model)
@@ -120,8 +109,8 @@ def main(words: Sequence[str] | None = None) -> float:
 
     batches = [b for _ in range(args.epochs) for b in torch.randperm(len(labels)).split(args.batch)]
     batches = batches[: args.steps]
-    optimizers = make_optimizers(args.optimizer, model)
-    schedulers = [LambdaLR(one, partial(rate, steps=len(batches))) for one in optimizers]
+    optimizers = make_optimizers(name, model)
+    schedulers = [LambdaLR(each, partial(rate, steps=len(batches))) for each in optimizers]
     for step, index in enumerate(batches, 1):
         x = encode([sentences[i] for i in index])
         loss = model(**x, labels=labels[index].to(device)).loss
@@ -131,11 +120,35 @@ def main(words: Sequence[str] | None = None) -> float:
             scheduler.step()
         model.zero_grad()
         if step % 50 == 0 or step == len(batches):
-            print(f"step {step}: loss {loss:.4f}, dev accuracy {accuracy():.4f}", flush=True)
+            print(f"{name}, step {step}: loss {loss:.4f}, accuracy {accuracy():.4f}", flush=True)
     if args.out:
-        model.save_pretrained(args.out)
-        tokenizer.save_pretrained(args.out)
+        model.save_pretrained(args.out / name)
+        tokenizer.save_pretrained(args.out / name)
     return accuracy()
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, float]:
+    """Fine-tune with each optimizer in turn, and return the accuracies on dev.tsv."""
+    parser = argparse.ArgumentParser(description="fine-tune an encoder on SST-2")
+    add, known = parser.add_argument, ["adamw", "muon", "thor-muon", "thor"]
+    add("--optimizer", nargs="+", default=["adamw", "thor-muon"], choices=known)
+    add("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="name or folder")
+    add("--data", type=Path, default=DATA, help="folder")
+    add("--epochs", type=int, default=1)
+    add("--steps", type=int, help="stop after so many")
+    add("--batch", type=int, default=32)
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="folder for the trained models")
+    args = parser.parse_args(words)
+
+    print(f"fine-tunes {args.model}: {args.epochs} epochs, batches of {args.batch} sentences")
+    results = {}
+    for name in args.optimizer:
+        started = time.perf_counter()
+        results[name] = train(name, args), time.perf_counter() - started
+    for name, (accuracy, seconds) in results.items():
+        print(f"{name:10} dev accuracy {accuracy:.4f} after {seconds:.0f} s")
+    return {name: accuracy for name, (accuracy, _) in results.items()}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ An optimizer that reads the inputs of layers is given to the Trainer as an objec
 that tells it loss terms and padding. ``learning_rate`` of the arguments is for the Trainer's own.
 
     pip install "transformers>=5" accelerate peft
-    python examples/finetune_trainer.py --optimizer thor-muon --lora
+    python examples/finetune_trainer.py --lora --optimizer adamw thor-muon
 
 Model: from the Hugging Face hub, or a folder with ``--model``. Data: a folder with train.tsv and
 dev.tsv (sentence, tab, label), such as the 6,920 sentences that the error names.
@@ -58,21 +58,8 @@ def accuracy(found: Any) -> dict[str, float]:
     return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
 
 
-def main(words: Sequence[str] | None = None) -> dict[str, float]:
-    """Train, and return what the Trainer finds on dev.tsv."""
-    parser = argparse.ArgumentParser(description="fine-tune with the Trainer of Hugging Face")
-    add = parser.add_argument
-    add("--optimizer", default="thor-muon", choices=["adamw", "thor-muon", "thor"])
-    add("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="name or folder")
-    add("--data", type=Path, default=Path("corpora/sst2"), help="folder")
-    add("--lora", action="store_true", help="train only adapters of rank 8 and the head")
-    add("--epochs", type=float, default=1.0)
-    add("--steps", type=int, default=-1, help="stop after so many")
-    add("--batch", type=int, default=32)
-    add("--seed", type=int, default=0)
-    add("--out", default="runs/finetune_trainer", help="folder for the trained model")
-    args = parser.parse_args(words)
-
+def train(name: str, args: argparse.Namespace) -> dict[str, float]:
+    """Fine-tune with an optimizer, and return what the Trainer finds on dev.tsv."""
     torch.manual_seed(args.seed)
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -88,10 +75,10 @@ def main(words: Sequence[str] | None = None) -> dict[str, float]:
         model.print_trainable_parameters()
 
     options: dict[str, Any] = {}
-    if args.optimizer == "adamw":  # the best for MiniLM
+    if name == "adamw":  # the best for MiniLM
         options["learning_rate"] = 5e-3 if args.lora else 2e-4
     arguments = TrainingArguments(
-        args.out,
+        args.out / name,
         num_train_epochs=args.epochs,
         max_steps=args.steps,
         per_device_train_batch_size=args.batch,
@@ -105,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, float]:
         seed=args.seed,
         **options,
     )
-    optimizer = make_optimizer(args.optimizer, model)
+    optimizer = make_optimizer(name, model)
     trainer = Trainer(
         model,
         arguments,
@@ -117,8 +104,31 @@ def main(words: Sequence[str] | None = None) -> dict[str, float]:
         callbacks=[CurvatureCallback()] if optimizer else [],
     )
     trainer.train()
-    trainer.save_model(args.out)
+    trainer.save_model()
     return trainer.evaluate()
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
+    """Fine-tune with each optimizer in turn, and return what the Trainer finds."""
+    parser = argparse.ArgumentParser(description="fine-tune with the Trainer of Hugging Face")
+    add, known = parser.add_argument, ["adamw", "thor-muon", "thor"]
+    add("--optimizer", nargs="+", default=["adamw", "thor-muon"], choices=known)
+    add("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="name or folder")
+    add("--data", type=Path, default=Path("corpora/sst2"), help="folder")
+    add("--lora", action="store_true", help="train only adapters of rank 8 and the head")
+    add("--epochs", type=float, default=1.0)
+    add("--steps", type=int, default=-1, help="stop after so many")
+    add("--batch", type=int, default=32)
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("runs/finetune_trainer"), help="folder for the models")
+    args = parser.parse_args(words)
+
+    print(f"fine-tunes {args.model}: {args.epochs:g} epochs, batches of {args.batch} sentences")
+    results = {name: train(name, args) for name in args.optimizer}
+    for name, found in results.items():
+        accuracy, loss = found["eval_accuracy"], found["eval_loss"]
+        print(f"{name:10} dev accuracy {accuracy:.4f}, loss {loss:.4f}")
+    return results
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 A small transformer learns the next characters of Python's own language reference. Two processes
 take the steps of one on the whole batch: each holds half of every weight and reads half of it.
 
-    torchrun --nproc-per-node 2 examples/fsdp2.py --optimizer thor-muon
+    torchrun --nproc-per-node 2 examples/fsdp2.py --optimizer adamw thor-muon
 
 Data: part of every Python installation; or any text with ``--data FILE``. GPUs are used if there
-are as many as processes. With ``--out FOLDER`` a run is saved; with more ``--steps`` it goes on,
+are as many as processes. With ``--out FOLDER`` runs are saved; with more ``--steps`` they go on,
 on as many processes or on others.
 """
 
@@ -93,33 +93,20 @@ def start() -> str:
     return "cuda" if cuda else "cpu"
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Train."""
-    parser = argparse.ArgumentParser(description="a small transformer with FSDP2")
-    add = parser.add_argument
-    add("--optimizer", default="thor-muon", choices=["adamw", "thor-muon", "thor"])
-    add("--data", type=Path, help="a text")
-    add("--width", type=int, default=64)
-    add("--length", type=int, default=64, help="bytes of context")
-    add("--steps", type=int, default=200)
-    add("--batch", type=int, default=16, help="of all processes together")
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, help="folder of the checkpoint")
-    args = parser.parse_args(words)
-
-    text, device = read(args.data), start()
+def train(name: str, numbers: Tensor, device: str, args: argparse.Namespace) -> float:
+    """Train with an optimizer, and return the last loss, a mean over all processes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)  # the same weights on all
     model = Transformer(args.width, args.length).to(device)
     mesh = init_device_mesh(device, (ranks,))
     for module in (*model.blocks.layers, model):
         fully_shard(module, mesh=mesh)
-    optimizer = make_optimizer(args.optimizer, model)
+    optimizer = make_optimizer(name, model)
     if isinstance(optimizer, THOR):  # the loss of a process is a mean over so many
         optimizer.loss_terms = args.batch // ranks * args.length
-    first = checkpoint(args.out, model, optimizer) if args.out else 0
-
-    numbers = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    mean, first = torch.tensor(float("nan")), 0
+    if args.out:
+        first = checkpoint(args.out / name, model, optimizer)
     for step in range(first, args.steps):
         generator = torch.Generator().manual_seed(args.seed + step)
         starts = torch.randint(len(numbers) - args.length, (args.batch, 1), generator=generator)
@@ -132,9 +119,34 @@ def main(words: Sequence[str] | None = None) -> None:
             mean = loss.detach() / ranks
             dist.all_reduce(mean)
             if rank == 0:
-                print(f"step {step + 1}: loss {mean:.5f}", flush=True)
+                print(f"{name}, step {step + 1}: loss {mean:.5f}", flush=True)
     if args.out:
-        checkpoint(args.out, model, optimizer, save_at=args.steps)
+        checkpoint(args.out / name, model, optimizer, save_at=args.steps)
+    return mean.item()
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Train with each optimizer in turn."""
+    parser = argparse.ArgumentParser(description="a small transformer with FSDP2")
+    add, known = parser.add_argument, ["adamw", "thor-muon", "thor"]
+    add("--optimizer", nargs="+", default=["adamw", "thor-muon"], choices=known)
+    add("--data", type=Path, help="a text")
+    add("--width", type=int, default=64)
+    add("--length", type=int, default=64, help="bytes of context")
+    add("--steps", type=int, default=200)
+    add("--batch", type=int, default=16, help="of all processes together")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="folder of the checkpoints")
+    args = parser.parse_args(words)
+
+    text, device = read(args.data), start()
+    talks = dist.get_rank() == 0
+    if talks:
+        print(f"{len(text):,} bytes, {args.steps} steps on {dist.get_world_size()} x {device}")
+    numbers = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    losses = {name: train(name, numbers, device, args) for name in args.optimizer}
+    for name, loss in losses.items() if talks else ():
+        print(f"{name:10} loss {loss:.5f}")
     dist.destroy_process_group()
 
 

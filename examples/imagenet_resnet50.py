@@ -95,55 +95,67 @@ def evaluate(model: nn.Module, loader: Any, device: torch.device) -> list[float]
     return [round(count, 4) for count in (counts[:2] / counts[2]).tolist()]
 
 
-def start() -> tuple[torch.device, int, int]:
-    """Join the other processes of torchrun, or be the only one: device, rank and their number."""
+def start() -> tuple[torch.device, int]:
+    """Join the other processes of torchrun, or be the only process; return device and rank."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store = dist.HashStore() if ranks == 1 else None
     dist.init_process_group(store=store, rank=rank, world_size=ranks)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu"), rank, ranks
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu"), rank
 
 
-def main(words: Sequence[str] | None = None) -> list[float]:
-    """Train, and return the accuracies of the last epoch."""
-    parser = argparse.ArgumentParser(description="ResNet-50 on ImageNet")
-    add = parser.add_argument
-    add("--optimizer", default="thor", choices=["adamw", "sgd", "thor-muon", "thor"])
-    add("--data", type=Path, default=Path("imagenet"), help="folder with train/ and val/")
-    add("--network", default="resnet50", help="of torchvision")
-    numbers = {"size": 224, "epochs": 45, "batch": 256, "workers": 8, "seed": 0}
-    for name, value in numbers.items():  # the batch of all processes together
-        add(f"--{name}", type=int, default=value)
-    add("--out", type=Path, default=Path("runs/imagenet.pt"), help="checkpoint, which is resumed")
-    args = parser.parse_args(words)
-
-    device, rank, ranks = start()
+def train(name: str, device: torch.device, args: argparse.Namespace) -> list[float]:
+    """Train with an optimizer, and return the accuracies of the last epoch."""
+    rank, ranks, file = dist.get_rank(), dist.get_world_size(), args.out / f"{name}.pt"
     torch.manual_seed(args.seed)
     options = {"size": args.size, "batch_size": args.batch // ranks, "num_workers": args.workers}
     train, val = (load(args.data, part, **options) for part in ("train", "val"))
     model = models.get_model(args.network, num_classes=len(train.dataset.classes)).to(device)
-    optimizer = make_optimizer(args.optimizer, model)
+    optimizer = make_optimizer(name, model)
     parts, first = [optimizer, *make_schedules(optimizer, args.epochs, len(train))], 0
-    if args.out.exists():
-        saved = torch.load(args.out, map_location="cpu")
+    if file.exists():
+        saved = torch.load(file, map_location="cpu")
         first = saved["epochs"]
         for part, state in zip([model, *parts], saved["states"], strict=True):
             part.load_state_dict(state)
 
-    accuracies, called = [0.0, 0.0], DistributedDataParallel(model)
+    accuracies, called = evaluate(model, val, device), DistributedDataParallel(model)
     for epoch in range(first, args.epochs):
         torch.manual_seed(args.seed + epoch)  # so that a resumed run draws the same crops
         train.sampler.set_epoch(epoch)
         loss = train_epoch(called, train, parts, device)
         accuracies = evaluate(model, val, device)
         if rank == 0:
-            print(f"epoch {epoch + 1}: loss {loss:.4f}, top-1 and top-5 {accuracies}", flush=True)
-            args.out.parent.mkdir(parents=True, exist_ok=True)
+            top = f"top-1 and top-5 {accuracies}"
+            print(f"{name}, epoch {epoch + 1}: loss {loss:.4f}, {top}", flush=True)
+            args.out.mkdir(parents=True, exist_ok=True)
             states = [part.state_dict() for part in (model, *parts)]
-            torch.save({"epochs": epoch + 1, "states": states}, args.out)
-    dist.destroy_process_group()
+            torch.save({"epochs": epoch + 1, "states": states}, file)
     return accuracies
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, list[float]]:
+    """Train with each optimizer in turn, and return the accuracies of the last epochs."""
+    parser = argparse.ArgumentParser(description="ResNet-50 on ImageNet")
+    add, known = parser.add_argument, ["sgd", "adamw", "thor-muon", "thor"]
+    add("--optimizer", nargs="+", default=["thor"], choices=known)
+    add("--data", type=Path, default=Path("imagenet"), help="folder with train/ and val/")
+    add("--network", default="resnet50", help="of torchvision")
+    numbers = {"size": 224, "epochs": 45, "batch": 256, "workers": 8, "seed": 0}
+    for name, value in numbers.items():  # the batch of all processes together
+        add(f"--{name}", type=int, default=value)
+    add("--out", type=Path, default=Path("runs/imagenet"), help="folder of what can be resumed")
+    args = parser.parse_args(words)
+
+    device, rank = start()
+    if rank == 0:
+        print(f"{args.network} on {args.data}: {args.epochs} epochs, batches of {args.batch}")
+    results = {name: train(name, device, args) for name in args.optimizer}
+    for name, accuracies in results.items() if rank == 0 else ():
+        print(f"{name:10} top-1 and top-5 {accuracies} after {args.epochs} epochs")
+    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A small convolutional network reads handwritten digits of 8 x 8 pixels.
 
     pip install lightning scikit-learn
-    python examples/lightning_module.py --optimizer thor-muon
+    python examples/lightning_module.py --optimizer adamw thor-muon
 
 Data: 1,797 digits, which are part of scikit-learn.
 """
@@ -66,35 +66,42 @@ class Classifier(lightning.LightningModule):
         self.log("val_accuracy", (logits.argmax(1) == y).float().mean(), prog_bar=True)
 
 
-def main(words: Sequence[str] | None = None) -> dict[str, float]:
-    """Train, and return loss and accuracy on the held-out fifth."""
-    parser = argparse.ArgumentParser(description="a LightningModule trained by ThorMuon")
-    add = parser.add_argument
-    add("--optimizer", default="thor-muon", choices=["adamw", "thor-muon", "thor"])
-    add("--width", type=int, default=32)
-    add("--epochs", type=int, default=10)
-    add("--batch", type=int, default=64)
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, help="file for the checkpoint")
-    args = parser.parse_args(words)
-
+def train(name: str, args: argparse.Namespace) -> dict[str, float]:
+    """Train with an optimizer, and return loss and accuracy on the held-out fifth."""
     lightning.seed_everything(args.seed)
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     digits = TensorDataset(x, torch.tensor(labels))
-    train, held_out = random_split(digits, [0.8, 0.2])
-    loader = DataLoader(train, args.batch, shuffle=True, drop_last=True)
-
-    model = Classifier(args.optimizer, args.width, args.epochs * len(loader))
+    first, held_out = random_split(digits, [0.8, 0.2])
+    loader = DataLoader(first, args.batch, shuffle=True, drop_last=True)
+    model = Classifier(name, args.width, args.epochs * len(loader))
     trainer = lightning.Trainer(
         max_epochs=args.epochs, logger=False, enable_checkpointing=False, log_every_n_steps=1
     )
     trainer.fit(model, loader, DataLoader(held_out, 512))
-    if args.out:  # weights and the optimizer's state: Classifier.load_from_checkpoint(args.out)
-        trainer.save_checkpoint(args.out)
-    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    print(", ".join(f"{name} {value:.4f}" for name, value in found.items()))
-    return found
+    if args.out:  # weights and the optimizer's state: Classifier.load_from_checkpoint reads them
+        trainer.save_checkpoint(args.out / f"{name}.ckpt")
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
+    """Train with each optimizer in turn, and return what Lightning has measured."""
+    parser = argparse.ArgumentParser(description="a LightningModule trained by ThorMuon")
+    add, known = parser.add_argument, ["adamw", "thor-muon", "thor"]
+    add("--optimizer", nargs="+", default=["adamw", "thor-muon"], choices=known)
+    add("--width", type=int, default=32)
+    add("--epochs", type=int, default=10)
+    add("--batch", type=int, default=64)
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="folder for the checkpoints")
+    args = parser.parse_args(words)
+
+    print(f"a network reads handwritten digits: {args.epochs} epochs, batches of {args.batch}")
+    results = {name: train(name, args) for name in args.optimizer}
+    for name, found in results.items():
+        values = (f"{key} {value:.4f}" for key, value in found.items())
+        print(f"{name:10} {', '.join(values)}")
+    return results
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 Sizes, initial weights, batches, learning-rate schedule and evaluation are those of the example in
 karpathy/nanoGPT's README; the code is not. ``make_optimizers`` is where the optimizers differ.
 
-    python examples/nanogpt.py --optimizer thor-muon
+    python examples/nanogpt.py --optimizer adamw thor-muon
 
 Data: tinyshakespeare, 1 MB, which the first run downloads; or any text with ``--data FILE``.
 """
 
 import argparse
 import math
+import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,25 +95,14 @@ def read(file: Path) -> str:
         raise SystemExit(f"no {file}: save {URL} as this file ({error})") from None
 
 
-def main(words: Sequence[str] | None = None) -> float:
-    """Train, and return the last validation loss."""
-    parser = argparse.ArgumentParser(description="nanoGPT's example for a CPU")
-    add = parser.add_argument
-    add("--optimizer", default="thor-muon", choices=["adamw", "muon", "thor-muon", "thor"])
-    add("--data", type=Path, default=DATA, help="a text")
-    add("--width", type=int, default=128)
-    add("--steps", type=int, default=2000)
-    add("--eval-every", type=int, default=250)
-    add("--seed", type=int, default=1337)
-    args = parser.parse_args(words)
-
-    text = read(args.data)
+def train(name: str, text: str, args: argparse.Namespace) -> float:
+    """Train with an optimizer, and return the last validation loss."""
     letters = sorted(set(text))
     numbers = torch.tensor([letters.index(letter) for letter in text])
     parts = {"train": numbers[: len(text) * 9 // 10], "val": numbers[len(text) * 9 // 10 :]}
     torch.manual_seed(args.seed)
     model = GPT(len(letters), args.width)
-    optimizers = make_optimizers(args.optimizer, model)
+    optimizers = make_optimizers(name, model)
 
     def rate(step: int) -> float:
         """Return nanoGPT's schedule: up in 100 steps, then a cosine down to a tenth."""
@@ -121,15 +111,15 @@ def main(words: Sequence[str] | None = None) -> float:
             return (step + 1) / (warm_up + 1)
         return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / (args.steps - warm_up)))
 
-    def batch(name: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(parts[name]) - LENGTH, (BATCH, 1), generator=generator)
-        found = parts[name][starts + torch.arange(LENGTH + 1)]
+    def batch(part: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(parts[part]) - LENGTH, (BATCH, 1), generator=generator)
+        found = parts[part][starts + torch.arange(LENGTH + 1)]
         return found[:, :-1], found[:, 1:]
 
     @torch.no_grad()
-    def evaluate(name: str) -> float:
+    def evaluate(part: str) -> float:
         same = torch.Generator().manual_seed(0)  # batches in each evaluation
-        return sum(float(model(*batch(name, same))) for _ in range(20)) / 20
+        return sum(float(model(*batch(part, same))) for _ in range(20)) / 20
 
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     generator = torch.Generator().manual_seed(args.seed)
@@ -142,8 +132,31 @@ def main(words: Sequence[str] | None = None) -> float:
         model.zero_grad()
         if step % args.eval_every == 0 or step == args.steps:
             loss, val = evaluate("train"), evaluate("val")
-            print(f"step {step}: train loss {loss:.4f}, val loss {val:.4f}", flush=True)
+            print(f"{name}, step {step}: train loss {loss:.4f}, val loss {val:.4f}", flush=True)
     return val
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, float]:
+    """Train with each optimizer in turn, and return the last validation losses."""
+    parser = argparse.ArgumentParser(description="nanoGPT's example for a CPU")
+    add, known = parser.add_argument, ["adamw", "muon", "thor-muon", "thor"]
+    add("--optimizer", nargs="+", default=["adamw", "thor-muon"], choices=known)
+    add("--data", type=Path, default=DATA, help="a text")
+    add("--width", type=int, default=128)
+    add("--steps", type=int, default=2000)
+    add("--eval-every", type=int, default=250)
+    add("--seed", type=int, default=1337)
+    args = parser.parse_args(words)
+
+    text = read(args.data)
+    print(f"{args.data}, {len(text):,} characters: {args.steps:,} steps of {BATCH * LENGTH}")
+    results = {}
+    for name in args.optimizer:
+        started = time.perf_counter()
+        results[name] = train(name, text, args), time.perf_counter() - started
+    for name, (loss, seconds) in results.items():
+        print(f"{name:10} val loss {loss:.4f} after {seconds:.0f} s")
+    return {name: loss for name, (loss, _) in results.items()}
 
 
 if __name__ == "__main__":

@@ -12,14 +12,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:ThorMuon")
 def test_it_trains_and_saves(encoder, sentences, optimizer, tmp_path, capsys):
     words = ["--optimizer", optimizer, "--model", str(encoder), "--data", str(sentences)]
     words += ["--batch", "8", "--epochs", "4", "--out", str(tmp_path)]
-    accuracy = finetune_bert.main(words)
-    assert "step 32: loss " in capsys.readouterr().out
-    of = AutoModelForSequenceClassification.from_pretrained
-    before, after = of(encoder).state_dict(), of(tmp_path)
+    accuracy = finetune_bert.main(words)[optimizer]
+    out = capsys.readouterr().out
+    assert f"{optimizer}, step 32: loss " in out
+    assert f"{optimizer:10} dev accuracy {accuracy:.4f} after " in out
+    load, folder = AutoModelForSequenceClassification.from_pretrained, tmp_path / optimizer
+    before, after = load(encoder).state_dict(), load(folder)
     changed = {name for name, new in after.named_parameters() if not before[name].equal(new)}
     assert {"classifier.weight", "bert.encoder.layer.0.output.dense.weight"} <= changed
     texts, labels = finetune_bert.read(sentences, "dev")
-    tokens = AutoTokenizer.from_pretrained(tmp_path)(texts, padding=True, return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
     assert (after(**tokens).logits.argmax(1) == labels).double().mean() == accuracy
     if optimizer == "thor-muon":
         assert accuracy == 1.0
@@ -48,7 +50,9 @@ def test_what_is_missing_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(finetune_bert.urllib.request, "urlopen", fail)
     said = r"no .*train.tsv: save https://.*train.tsv there \(.*{}"
     with pytest.raises(SystemExit, match=said.format("No such file")):
-        finetune_bert.read(tmp_path / "new", "train")  # another folder than that of the example
+        finetune_bert.read(
+            tmp_path / "new", "train"
+        )
     monkeypatch.setattr(finetune_bert, "DATA", tmp_path / "new")
     with pytest.raises(SystemExit, match=said.format("no network")):
         finetune_bert.read(tmp_path / "new", "train")

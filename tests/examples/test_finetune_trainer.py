@@ -7,20 +7,21 @@ from transformers import AutoModelForSequenceClassification
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:ThorMuon")]
 
 
-def run(*words):
+def run(optimizer, *words):
     import finetune_trainer
 
-    return finetune_trainer.main([str(word) for word in words])
+    words = ["--optimizer", optimizer, *map(str, words)]
+    return finetune_trainer.main(words)[optimizer]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "thor-muon", "thor"])
 def test_all_weights(encoder, sentences, optimizer, tmp_path):
-    words = ("--optimizer", optimizer, "--model", encoder, "--data", sentences, "--out", tmp_path)
-    before = run(*words, "--epochs", 0)
-    found = run(*words, "--batch", 8, "--epochs", 3)
+    words = ("--data", sentences, "--out", tmp_path, "--model", encoder)
+    before = run(optimizer, *words, "--epochs", 0)
+    found = run(optimizer, *words, "--batch", 8, "--epochs", 3)
     assert found["epoch"] == 3.0
     assert found["eval_loss"] < before["eval_loss"]
-    again = run("--model", tmp_path, *words[4:], "--epochs", 0)
+    again = run(optimizer, *words[:-1], tmp_path / optimizer, "--epochs", 0)
     assert again["eval_loss"] == pytest.approx(found["eval_loss"])
     if optimizer == "thor-muon":
         assert found["eval_accuracy"] == 1.0
@@ -28,11 +29,11 @@ def test_all_weights(encoder, sentences, optimizer, tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "thor-muon", "thor"])
 def test_adapters_are_few(encoder, sentences, optimizer, tmp_path):
-    words = ("--optimizer", optimizer, "--model", encoder, "--data", sentences, "--out", tmp_path)
-    before = run(*words, "--lora", "--epochs", 0)
-    found = run(*words, "--lora", "--batch", 8, "--epochs", 4)
+    words = ("--data", sentences, "--out", tmp_path, "--model", encoder)
+    before = run(optimizer, *words, "--lora", "--epochs", 0)
+    found = run(optimizer, *words, "--lora", "--batch", 8, "--epochs", 4)
     assert found["eval_loss"] < before["eval_loss"]
-    saved = load_file(tmp_path / "adapter_model.safetensors")
+    saved = load_file(tmp_path / optimizer / "adapter_model.safetensors")
     base = AutoModelForSequenceClassification.from_pretrained(encoder)
     # two projections of 16 x 16, each with two matrices of rank 8, and a head with its bias
     assert sum(t.numel() for t in saved.values()) == 2 * 2 * 8 * 16 + 34

@@ -25,7 +25,7 @@ class Stopped(Exception):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "thor-muon", "thor"])
 def test_a_run_that_was_stopped_goes_on(images, optimizer, tmp_path, monkeypatch):
     words = ("--epochs", "2", "--optimizer", optimizer)
-    whole = imagenet_resnet50.main(small(images, tmp_path / "whole.pt", *words))
+    whole = imagenet_resnet50.main(small(images, tmp_path / "whole", *words))
     part, calls = imagenet_resnet50.train_epoch, []
 
     def once(*arguments):
@@ -37,23 +37,24 @@ def test_a_run_that_was_stopped_goes_on(images, optimizer, tmp_path, monkeypatch
 
     monkeypatch.setattr(imagenet_resnet50, "train_epoch", once)
     with pytest.raises(Stopped):
-        imagenet_resnet50.main(small(images, tmp_path / "parts.pt", *words))
-    assert torch.load(tmp_path / "parts.pt")["epochs"] == 1
-    assert imagenet_resnet50.main(small(images, tmp_path / "parts.pt", *words)) == whole
-    (one, *_), (other, *_) = (
-        torch.load(tmp_path / f"{n}.pt")["states"] for n in ("whole", "parts")
+        imagenet_resnet50.main(small(images, tmp_path / "parts", *words))
+    assert torch.load(tmp_path / "parts" / f"{optimizer}.pt")["epochs"] == 1
+    assert imagenet_resnet50.main(small(images, tmp_path / "parts", *words)) == whole
+    (weights, *_), (others, *_) = (
+        torch.load(tmp_path / folder / f"{optimizer}.pt")["states"] for folder in ("whole", "parts")
     )
-    assert all(one[name].equal(other[name]) for name in one)
+    assert all(weights[name].equal(others[name]) for name in weights)
 
 
 @pytest.mark.slow
 def test_two_processes(images, tmp_path):
     script = Path(imagenet_resnet50.__file__)
-    words = small(images, tmp_path / "two.pt", "--epochs", "1")
+    words = small(images, tmp_path / "two", "--epochs", "1")
     code, out, err = command(tmp_path, *words, ranks=2, script=script)
     assert code == 0, err
-    assert out.count("epoch 1: loss ") == 1
-    assert torch.load(tmp_path / "two.pt")["epochs"] == 1
+    assert out.count("thor, epoch 1: loss ") == 1
+    assert out.splitlines()[-1].startswith("thor       top-1 and top-5 [")
+    assert torch.load(tmp_path / "two" / "thor.pt")["epochs"] == 1
 
 
 def test_the_recipe_of_the_reference():
@@ -77,8 +78,8 @@ def test_the_rate_of_the_others_rises_and_falls():
     optimizer = imagenet_resnet50.make_optimizer("thor-muon", torch.nn.Linear(4, 3))
     assert isinstance(optimizer, ThorMuon)
     [schedule] = imagenet_resnet50.make_schedules(optimizer, 10, 20)
-    [of] = schedule.lr_lambdas
-    assert [of(0), of(9), of(105), of(200)] == pytest.approx([0.1, 1.0, 0.5, 0.0])
+    [rate] = schedule.lr_lambdas
+    assert [rate(step) for step in (0, 9, 105, 200)] == pytest.approx([0.1, 1.0, 0.5, 0.0])
 
 
 def test_missing_images_are_one_line(tmp_path):

@@ -11,9 +11,9 @@ def test_it_learns_and_its_checkpoint_loads(optimizer, tmp_path, monkeypatch):
     import lightning_module
 
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "model.ckpt"
-    words = ["--optimizer", optimizer, "--width", "8", "--epochs", "3", "--out", str(file)]
-    found = lightning_module.main(words)
+    file = tmp_path / f"{optimizer}.ckpt"
+    words = ["--optimizer", optimizer, "--width", "8", "--epochs", "3", "--out", str(tmp_path)]
+    found = lightning_module.main(words)[optimizer]
     assert found["val_accuracy"] > (0.4 if optimizer == "thor" else 0.85)
     model = lightning_module.Classifier.load_from_checkpoint(file, weights_only=False)
     saved = torch.load(file, weights_only=False)

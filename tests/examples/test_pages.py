@@ -26,7 +26,7 @@ def test_all_are_here():
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_one_page_on_the_public_api(path):
     text = path.read_text()
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 165
     assert re.search(rf"^    (python|torchrun .*) examples/{path.name}", text, re.MULTILINE)
     assert "\nData: " in text or " Data: " in text
     for node in ast.walk(ast.parse(text)):
