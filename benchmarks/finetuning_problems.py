@@ -270,7 +270,7 @@ PROBLEMS = {
     "gpt-thor-muon": _gpt("thor-muon"),
     "resnet-adamw": _resnet("adamw"),
     "resnet-thor-muon": _resnet("thor-muon"),
-    "vit": SUITE["fine-tuning"],
+    "fine-tuning": SUITE["fine-tuning"],  # of a ViT
 }
 # two that served to choose nothing
 UNSEEN = {

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from benchmarks import finetuning, suite_problems
+from benchmarks.problems import PROBLEMS
 from benchmarks.runner import study as runner
 from benchmarks.runner.golden import present_numbers
 from benchmarks.runner.stores import Lines, key_of
@@ -98,3 +100,8 @@ def test_forms_and_peers_have_jobs_that_lead_on():
         assert rounds == 4
         # what is not tried: Muon with momentum 0.8 in the suite, Newton-Muon with an LSTM
         assert one.table(rows).count("–") == (4 if name == "ablation" else 0)
+
+
+def test_a_name_means_the_same_problem_in_all_studies():
+    for problems in (suite_problems.PROBLEMS, finetuning.PROBLEMS, finetuning.UNSEEN):
+        assert all(PROBLEMS[name] is problem for name, problem in problems.items())
