@@ -189,7 +189,7 @@ def test_the_run_in_a_folder_continues_with_its_settings(run, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     assert_refused(run("eval", weights.parent), "model.safetensors does not match its checksum")
     code, out, err = run("eval", "mine")  # the run as a whole falls back, and says so
-    assert (code, "the one before it is used" in err) == (0, True)
+    assert (code, "an older checkpoint is used" in err) == (0, True)
     code, out, _ = run("train", "--resume", "--out", "mine")
     assert (code, "continues from step 16 of 22" in out) == (0, True)
     assert lines(tmp_path / "mine", "sgd") == told

@@ -31,7 +31,7 @@ class Reference:
         self.layers = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
         self.inputs = dict[nn.Module, Tensor]()  # of the latest pass, (N, ..., d_in)
         self.gradients = dict[nn.Module, Tensor]()  # of the outputs, (N, ..., d_out)
-        self.factors = dict[nn.Module, list[Tensor]]()  # in use: A and G; ThorMuon has A alone
+        self.factors = dict[nn.Module, list[Tensor]]()  # in use: A and G; ThorMuon has only A
         self.inverses = dict[nn.Module, list[Tensor]]()
         self.T = dict[nn.Module, float]()  # rows per loss term when the factors were taken
         self.stopped = dict[nn.Module, bool]()

@@ -99,7 +99,7 @@ def choose_split_dim(
 
     Args:
         model: the model. Weights that have been trained for a while are more representative than
-            initial ones.
+            initial weights.
         sample_batch: ``(inputs, targets)``, or only the inputs. Inputs are a tensor, a tuple of
             arguments or a mapping of keyword arguments. It should hold a few dozen typical
             examples; random noise has other factors.
@@ -347,7 +347,7 @@ def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tenso
     It computes all matrices of a batch at once. ``torch.lobpcg`` fails on rank-one and zero
     matrices, and a batched eigendecomposition takes hundreds of times longer.
     """
-    # Every new basis vector is orthogonalised twice against all previous ones, so that rounding
+    # Every new basis vector is orthogonalised twice against all previous vectors, so that rounding
     # causes no spurious eigenvalues. The start vector is drawn from a separate random generator.
     count, n, _ = matrices.shape
     steps = min(n, MAX_STEPS)

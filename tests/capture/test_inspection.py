@@ -120,7 +120,7 @@ def test_a_tied_decoder_goes_with_its_embedding():
     assert layer.kind.label == "Embedding"
     assert [use.module for use in layer.uses] == [model[0]]
     assert reasons(found) == {
-        "1.bias": "the weight of its layer is preconditioned as that of '0', with another G"
+        "1.bias": "the weight of its layer is preconditioned as the weight of '0', with another G"
     }
 
 

@@ -410,5 +410,5 @@ def test_print_and_one_warning_say_which_rates_were_taken_and_why():
         train(model, optimizer, data(3))
         optimizer = ThorMuon(fresh)
         train(fresh, optimizer, data(2))
-    assert str(optimizer).endswith("so lr is that of all parameters")
+    assert str(optimizer).endswith("so lr applies to all parameters")
     assert "lr=None" not in str(ThorMuon(fresh, lr=0.08))

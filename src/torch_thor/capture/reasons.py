@@ -9,7 +9,7 @@ PARAMETRISES = (
     "the weight is computed from it (a parametrization): its gradient is not the weight's"
 )
 SHARED = "shared by {}"
-TIED = "the weight of its layer is preconditioned as that of {!r}, with another G"
+TIED = "the weight of its layer is preconditioned as the weight of {!r}, with another G"
 INPUTS_ARE_ROWS = "divided among processes, and the rows of the weight are inputs"
 DIAGONAL = "the input factor is diagonal"
 # of biases

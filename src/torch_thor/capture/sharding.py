@@ -110,7 +110,7 @@ def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
             raise ValueError(
                 f"parameter {name!r} is a DTensor that this optimizer cannot train: it is divided "
                 f"as {tuple(parameter.placements)}, and must be by rows, by fully_shard (FSDP2, "
-                "HSDP) and not by tensor parallelism. Use fully_shard alone and pass the model "
+                "HSDP) and not by tensor parallelism. Use only fully_shard and pass the model "
                 "that it was given, or leave the parameter to another optimizer, and give this "
                 "one the others, with model=model"
             )

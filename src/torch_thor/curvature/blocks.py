@@ -113,7 +113,7 @@ class BlockSizes:
     def local(self, bounds: Sequence[Sequence[int]], process: int) -> "BlockSizes":
         """Return the cut of the blocks that a process keeps.
 
-        Of run i these are the ones from ``bounds[i][process]`` on.
+        Of run i these are the blocks from ``bounds[i][process]`` on.
         """
         counts = (of_run[process + 1] - of_run[process] for of_run in bounds)
         return BlockSizes(

@@ -50,7 +50,7 @@ class Processes:
         """
 
     def share_(self, parts: Sequence[Tensor], bounds: Bounds, among: Among = "all") -> None:
-        """Replace symmetric blocks by their owner's, so that all processes have the same ones."""
+        """Replace symmetric blocks by their owner's, so that all processes have the same blocks."""
 
     def all_reduce(self, tensor: Tensor, among: Among = "all") -> Tensor:
         """Return the sum of a tensor over processes."""

@@ -1,7 +1,7 @@
 """Damped inverses of the new factors of all layers at once.
 
 Blocks of one size from all layers are inverted by one batched Cholesky factorisation. A few large
-kernel launches replace hundreds of small ones, which is the purpose of the split (Chen et al. 2021,
+kernels replace hundreds of small kernels, which is the purpose of the split (Chen et al. 2021,
 section 3.3). If several processes train together, each block is summed over them and inverted by
 its owner, which sends it to all.
 """

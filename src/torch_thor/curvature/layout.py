@@ -48,7 +48,7 @@ class Owners:
 
 @dataclass(frozen=True)
 class Layout:
-    """The blocks of a factor, for all processes and for this one."""
+    """The blocks of a factor, for all processes and for this process."""
 
     block_sizes: BlockSizes  # the blocks of all processes
     local: BlockSizes  # those that this process keeps

@@ -8,7 +8,7 @@ are computed in one batch.
   ``(X Xᵀ)^(-1/2) X``. For blocks of 128 rows that is cheaper than the five Newton-Schulz iterations
   of Muon.
 - On other devices, where many small eigendecompositions are slow, they are computed by matrix
-  products alone, with the coefficients of Polar Express (Amsel et al. 2025, arXiv 2505.16932); for
+  products, with the coefficients of Polar Express (Amsel et al. 2025, arXiv 2505.16932); for
   float32 matrices in bfloat16.
 """
 

@@ -65,7 +65,7 @@ class Candidate:
     rows_per_term: float  # T of this step
     damping: float  # λ
     thresholds: tuple[float, float] | None  # (ω1, ω2); None without a trace rule
-    decay: float  # weight of the factors in use in the running average; 0 takes only the new ones
+    decay: float  # weight of the old factors in the running average; 0 takes only the new factors
     group_rows_per_term: Tensor | None = None  # T of each group, if groups have their own rows
     # for each group, whether it keeps the factors in use; empty if none does
     without_rows: Sequence[bool] = ()

@@ -16,7 +16,7 @@ from torch_thor.curvature.blocks import wide_dtype
 from torch_thor.curvature.communication import Among, Bounds, Processes
 from torch_thor.distributed.assignment import assign, packed_size, packed_sizes, pads
 
-# by the names that the installed torch has for them: 2.14 warns of the older ones
+# by the names that the installed torch has for them: 2.14 warns of the older names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

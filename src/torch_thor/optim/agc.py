@@ -33,11 +33,11 @@ from torch_thor.optim.options import check
 
 # Where the units of a parameter are: the dim of the outputs, or its geometry if they have none.
 Units = int | Geometry
-# a parameter, its gradient and the units; None to leave it alone
+# a parameter, its gradient and the units; None to leave it as it is
 Clippable = tuple[Tensor, Tensor, Units | None]
 
-# To save kernel launches, smaller tensors than this are measured in batches; larger ones need no
-# copy if it is the only one.
+# To save kernel launches, smaller tensors than this are measured in batches; a single tensor needs
+# no copy.
 _NUMBERS_AT_A_TIME = 2**21
 
 
@@ -151,7 +151,7 @@ def clip(
     options: Mapping[str, Any],
     multiply: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[list[Tensor], list[ClipStatistics]]:
-    """Clip gradients, and return them all; those that are left alone are the same objects."""
+    """Clip gradients, and return them all; a gradient that is not clipped is the same object."""
     gradients = [gradient for _, gradient, _ in entries]
     statistics = []
     for batch in _batches(entries, together=options["foreach"] is not False):
@@ -314,7 +314,7 @@ class AGCSGD(ExcludingOptimizer):
     ) -> None:
         if exclude is None and parameters_of(params, model, type(self).__name__)[1] is None:
             raise TypeError(
-                "model=None: AGC leaves the last fully connected layer alone, so AGCSGD must know "
+                "model=None: AGC leaves out the last fully connected layer, so AGCSGD must know "
                 "the model; pass AGCSGD(model, ...) or AGCSGD(parameters, model=model, ...), or "
                 "exclude=() to clip every parameter"
             )
@@ -353,7 +353,7 @@ class AGCSGD(ExcludingOptimizer):
         if not layers:
             return (
                 f"all are clipped: {type(self.model).__name__} has no nn.Linear, of which the last "
-                "one would not be; exclude= names what is left alone"
+                "one would not be; exclude= names what is left out"
             )
         last = repr(layers[-1][0]) if layers[-1][0] else "the model itself"
         return (

@@ -1,4 +1,4 @@
-"""What the optimizers share: groups, state dicts, and steps that torch.compile leaves alone.
+"""What the optimizers share: groups, state dicts, and steps that torch.compile leaves out.
 
 THOR and ThorMuon share construction, step, refresh of the layers' curvature, and reports.
 """

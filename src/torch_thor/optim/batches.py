@@ -242,7 +242,7 @@ class Batch:
     plain: list[Matrix] = field(default_factory=list)
     # whether its only parameter takes its step by itself (on a CPU)
     is_single: bool = False
-    # on an accelerator: which tensor each element of the vector of all small ones is of, by sizes
+    # on an accelerator: the tensor of each element of the vector of all small tensors, by sizes
     owner_in_vector: tuple[dict[int, int], Tensor] | None = None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Gradients that a step does not take: of all zeros, to create the state, and not finite ones."""
+"""Gradients of zeros, which only create the state, and the check for gradients not finite."""
 
 import math
 from typing import Any

@@ -107,8 +107,8 @@ class LAMB(ExcludingOptimizer):
                     torch.view_as_real(tensor) if tensor.is_complex() else tensor
                     for tensor in (p, gradient, state["exp_avg"], state["exp_avg_sq"])
                 ]
-                alone = len(parts) if group["foreach"] is False else None
-                key = (slot.excluded, p.device, p.dtype, gradient.dtype, type(gradient), alone)
+                own = len(parts) if group["foreach"] is False else None
+                key = (slot.excluded, p.device, p.dtype, gradient.dtype, type(gradient), own)
                 parts.setdefault(key, []).append([*reals, state["step"]])
             for (excluded, *_), part in parts.items():
                 _update(group, part, adapted=not excluded)

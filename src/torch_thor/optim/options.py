@@ -133,7 +133,7 @@ OPTIONS: dict[str, Option] = {
     "split_dim": Option(
         optional(whole_number),
         "a whole number ≥ 1, or None for unsplit factors",
-        "block size of the factors; null: whole ones; auto measures it at the start",
+        "block size of the factors; null: whole factors; auto measures it at the start",
         int | None,
         128,
     ),
@@ -192,7 +192,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "fisher": Option(
         *_one_of("empirical", "sampled"),
-        "labels of the statistics: those of the loss, or drawn ones",
+        "labels of the statistics: the labels of the loss, or drawn labels",
         Literal["empirical", "sampled"],
         "empirical",
         scope="optimizer",

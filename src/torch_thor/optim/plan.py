@@ -1,6 +1,6 @@
 """What an optimizer knows of a model: its layers, and its parameters' names, places and shards.
 
-Layers of the plan before keep the statistics of the running step; new ones gather from the next
+Layers of the plan before keep the statistics of the running step; new layers gather from the next
 step on.
 """
 

@@ -255,7 +255,7 @@ def _reblock_(
     if again is None:
         raise ValueError(
             f"layer {layer.name!r}: {factor.side} was saved for another number of processes, and "
-            f"its blocks for this one cannot be inverted with the damping {damping:g}; raise it"
+            f"its blocks here cannot be inverted with the damping {damping:g}; raise it"
         )
     changed = (block_of_rows(old) != block_of_rows(new)).any(1, keepdim=True)[here]
     inverse.rows.copy_(torch.where(changed.to(again.rows.device), again.rows, inverse.rows))

@@ -70,7 +70,7 @@ class THOR(CurvatureOptimizer):
             read at the next refresh.
         trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh, a layer whose trace
             changed by more than ω1 takes new factors; by less than ω2, it stops for good; otherwise
-            it keeps its factors. ``(0, 0)`` always takes new ones.
+            it keeps its factors. ``(0, 0)`` always takes new factors.
         split_dim: block size of the factors (section 3.3), None for full factors;
             ``choose_split_dim(model, batch).split_dim`` measures one for this model and device.
         factor_decay: weight of the old factors in a running average; 0, as in the paper, uses the

@@ -141,7 +141,7 @@ def described(binding: Binding) -> str:
     if trained is None:
         return "the first step tells from the weights whether they are trained already"
     if not trained:
-        return "the network was not trained before, so lr is that of all parameters"
+        return "the network was not trained before, so lr applies to all parameters"
     parameters = [p for group in binding.groups if group["auto_lr"] for p in group["params"]]
     decided = [p for p in parameters if "lr_factor" in binding.states.get(p, {})]
     counts = Counter(binding.states[p]["lr_factor"] for p in decided)
@@ -155,7 +155,7 @@ def _look_trained(dependences: Iterable[float]) -> bool:
 
 
 def _matrices(binding: Binding) -> tuple[list[nn.Parameter], int]:
-    """Return the trained matrices, and how many numbers frozen and quantised ones hold."""
+    """Return the trained matrices, and how many numbers frozen and quantised weights hold."""
     trained, others = [], 0
     for _, owner in binding.plan.attributes:
         parameter = binding.plan.places[id(owner.module), owner.attribute]

@@ -64,11 +64,11 @@ class Checkpoint:
 
     @property
     def kinds(self) -> tuple[bool, ...]:
-        """False for the weights, and True for the averaged ones if it has any."""
+        """False for the weights, and True for averaged weights if it has any."""
         return (False, True) if (self.path / AVERAGED).exists() else (False,)
 
     def weights(self, averaged: bool = False) -> dict[str, Tensor]:
-        """Read the weights, or the averaged ones, by name."""
+        """Read the weights, or the averaged weights, by name."""
         return load_file(self.path / (AVERAGED if averaged else WEIGHTS))
 
     def restore(self, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
@@ -183,7 +183,7 @@ def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
         except (OSError, ValueError, LookupError, TypeError) as error:
             if not path.exists():  # the training that goes on has removed it
                 return newest(folder, say)
-            say(f"checkpoint {path} is damaged ({first_line(error)}): the one before it is used")
+            say(f"checkpoint {path} is damaged ({first_line(error)}): an older checkpoint is used")
     require(
         not newest_first(folder),
         f"every checkpoint in {folder} is damaged: start again with --overwrite or --out",
@@ -276,7 +276,7 @@ class Saver(Observer):
 
 
 def save(folder: Path, run: Run, offset: int) -> None:
-    """Write a checkpoint and remove old ones; every process calls it, and the first one writes."""
+    """Write a checkpoint and remove old ones; all processes call this, and the first writes."""
     weights, state = consolidated(run)
     if not run.ranks.first:
         return
@@ -304,7 +304,7 @@ def save(folder: Path, run: Run, offset: int) -> None:
 
 
 def settle(folder: Path, run: Run) -> None:
-    """Link the best checkpoint, and remove all but it and the newest ones."""
+    """Link the best checkpoint, and remove all but it and the newest."""
     best = name_of(run.best.step) if run.best is not None and run.recipe.keep_best else ""
     if best:
         link = folder / f"{REMAINS}{BEST}"

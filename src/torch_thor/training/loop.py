@@ -265,7 +265,7 @@ def _evaluate(run: Run, stops: Sequence[int]) -> Score | None:
 class Feed:
     """The micro-batches of each step with their loss terms, read one step ahead.
 
-    So one all-reduce a step is enough: it sums the loss of the step, and the terms of the next one,
+    So one all-reduce a step is enough: it sums the loss of a step, and the terms of the next step,
     whose gradients are weighted by them.
     """
 
@@ -288,7 +288,7 @@ class Feed:
         )
 
     def exchange(self, loss: float) -> tuple[float, int]:
-        """Read the next step's batch; return this one's mean loss over all processes, and terms."""
+        """Read the next batch; return this step's mean loss over all processes, and loss terms."""
         run, loss_terms, everywhere = self._run, self.loss_terms, self.everywhere
         started = time.perf_counter()
         if run.step + 1 < run.total_steps:
@@ -302,7 +302,7 @@ class Feed:
 
 
 def take_step(run: Run, feed: Feed) -> Point:
-    """Take one step of the optimizer on the batch in the feed, which then reads the next one."""
+    """Take one step of the optimizer on the batch in the feed, which then reads the next batch."""
     optimizer, task, recipe = run.optimizer, run.task, run.recipe
     thor = optimizer if isinstance(optimizer, CurvatureOptimizer) else None
     refresh = thor is not None and any(layer.due for layer in thor.curvature.values())

@@ -270,6 +270,6 @@ def without_averaging(net: nn.Module) -> AbstractContextManager[None]:
     """Return the context of a step's micro-batch before the last: gradients are not averaged yet.
 
     Divided networks average those of each micro-batch, because otherwise every process would hold
-    whole ones.
+    whole tensors.
     """
     return cast(AbstractContextManager[None], getattr(net, "no_sync", nullcontext)())

@@ -135,7 +135,7 @@ class Data(Keys):
     )
     download: bool = Field(True, description="download missing files, of sets that can be")
     transform: Transform | None = Field(
-        None, description="crops of images; null: the usual ones of the data set"
+        None, description="crops of images; null: the usual crops of the data set"
     )
     workers: Workers = Field(Workers(), description="processes that make batches")
     max_broken: LayerParameter = Field(
@@ -215,11 +215,11 @@ class Schedule(Keys):
         return (
             *(
                 (
-                    bool(getattr(self, one)) and getattr(self, other) is not None,
-                    f"{one}={getattr(self, one)} and {other}={getattr(self, other)} say the same: "
-                    "give one",
+                    bool(getattr(self, first)) and getattr(self, other) is not None,
+                    f"{first}={getattr(self, first)} and {other}={getattr(self, other)} say the "
+                    "same: give one",
                 )
-                for one, other in (
+                for first, other in (
                     ("warmup_epochs", "warmup_steps"),
                     ("final", "end"),
                     ("horizon_epochs", "horizon_steps"),

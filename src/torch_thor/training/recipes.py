@@ -43,7 +43,7 @@ _FOLDER = next(
 # A recipe begins with the keys that a person would write first.
 _FIRST = ("name", "about", "reaches", "task", "data", "model", "optimizer", "optimizers")
 
-# Of these keys, the first ones are in steps and go before the second ones, in epochs.
+# Of these keys, the first are in steps and go before the second, in epochs.
 _SAME = (("steps", "epochs"), ("phases", "epochs"), ("eval_interval", "eval_epochs"))
 _SETTINGS = meanings_of(Settings, "optimizers.")
 _MEANINGS = {

@@ -1,4 +1,4 @@
-"""Which modules are composite: ``register_composite``, which the built-in ones use, too.
+"""Which modules are composite: ``register_composite``, which the built-in composites use too.
 
 A composite module computes several layers in its own forward, without calling a module for any of
 them: an attention with its projections, a recurrent layer, fused experts. A layer that is one
@@ -48,7 +48,7 @@ class Composite(Registration):
     with_children: bool = False
 
     def layers_of(self, module: nn.Module) -> list[InnerLayer]:
-        """Return the layers of a module; an error for registered ones that do not fit it."""
+        """Return the layers of a module; an error for registered layers that do not fit it."""
         layers = list(self.layers(module))
         for layer in layers if self.checked else ():
             who = f"layer {layer.name!r}, registered for {type(module).__name__},"

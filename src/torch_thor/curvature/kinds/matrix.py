@@ -142,7 +142,7 @@ class PackedCall(ProjectionKind):
         return self._sequences
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return no dimensions: a mask of padded sequences does not fit packed ones."""
+        """Return no dimensions: a mask of padded sequences does not fit packed sequences."""
         return torch.Size()
 
 
@@ -223,7 +223,7 @@ class ConvKind(MatrixWeight):
             places: Any = (..., *(slice(None, None, s) for s in stride))
             apart[places] = x
             x, stride = apart, (1,) * len(stride)
-        # (before, after) of the last dimension first, as F.pad takes them; negative ones crop
+        # (before, after) of the last dimension first, as F.pad takes them; negative numbers crop
         margins: list[int] = []
         for i in reversed(range(len(self.kernel))):
             reach = self.dilation[i] * (self.kernel[i] - 1)

@@ -215,7 +215,7 @@ def class_of(module: nn.Module) -> type:
 
 
 def check_fits(kind: Kind, weight: Tensor, who: str) -> None:
-    """Take the geometry of a registered kind; raise an error if it is not that of its weight."""
+    """Take the geometry of a registered kind; raise an error if it does not fit its weight."""
     missing = [name for name in _METHODS + _ATTRIBUTES if not hasattr(kind, name)]
     if missing:
         raise ValueError(

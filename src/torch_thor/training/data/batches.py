@@ -1,8 +1,8 @@
 """Batches as functions of the seed and their number, whatever the numbers of workers and processes.
 
 A training batch is a list of keys (epoch, index), and each sample is a function of the seed and its
-key. Samples that do not fill a batch at the end of an epoch are left out; they are different ones
-in each epoch. Without worker processes the training itself makes each batch when it is due;
+key. Samples that do not fill a batch at the end of an epoch are left out, other samples in each
+epoch. Without worker processes the training itself makes each batch when it is due;
 otherwise torch's DataLoader makes some batches ahead.
 """
 

@@ -1,4 +1,4 @@
-"""Networks by name with random weights: the application's small ones, torchvision's and timm's.
+"""Networks by name with random weights: the application's small networks, torchvision's and timm's.
 
 A name of a library is `torchvision:NAME`, `timm:NAME`, or just `NAME`, which is torchvision's if
 both have it. Pretrained weights are never downloaded.

@@ -207,6 +207,6 @@ class MaskedLM(Task):
         with nullcontext() if self.recipe.compile else bert.scored_tokens(net, rows):
             output = net(**inputs)
         scores = output.prediction_logits if pairs else output.logits
-        if scores.dim() == 3:  # scores of all tokens, not only of the masked ones
+        if scores.dim() == 3:  # scores of all tokens, not only of the masked tokens
             scores = scores.flatten(0, 1)[rows]
         return scores, labels[rows], output.seq_relationship_logits if pairs else None

@@ -144,7 +144,7 @@ class Task(Protocol):
         """Run the network, perhaps compiled or wrapped, on a batch; compute its training loss."""
 
     def measure(self, net: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Compute the sums of all metrics but derived ones over an evaluation batch, by name.
+        """Compute the sums of all metrics that are not derived over an evaluation batch, by name.
 
         If a metric is a mean over other items than loss terms, also their number, under the name
         `Metric.over`.

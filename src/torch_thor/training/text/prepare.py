@@ -246,7 +246,7 @@ def _records(file: str, form: str) -> Iterator[Any]:
 
 
 def _with_paragraphs(text: str | None) -> str:
-    """Let blank lines divide paragraphs; in tables they are lines if there are no blank ones."""
+    """Let blank lines divide paragraphs; in tables each line is a paragraph if no line is blank."""
     return text if text and _BLANK.search(text) else (text or "").replace("\n", "\n\n")
 
 
