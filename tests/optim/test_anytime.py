@@ -23,10 +23,7 @@ def made(build=mlp, **options):
 
 
 def last_steps(model, optimizer):
-    return {
-        name: optimizer.state[parameter]["z"].clone()
-        for name, parameter in model.named_parameters()
-    }
+    return {name: optimizer.state[p]["z"].clone() for name, p in model.named_parameters()}
 
 
 def averages(model, optimizer):
@@ -160,13 +157,3 @@ def test_parameters_of_bfloat16_lose_nothing_of_the_average():
     optimizer.eval()
     for parameter in model.parameters():
         assert torch.equal(parameter, optimizer.state[parameter]["x"].bfloat16())
-
-
-def test_an_added_group_averages_its_own_steps():
-    model = mlp()
-    optimizer = ThorMuon(model[:4].parameters(), model=model, lr=0.05, anytime=True)
-    train(model, optimizer, STREAM[:3])
-    optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.02})
-    train(model, optimizer, STREAM[3:5])
-    squares = [group["lr_squares"] for group in optimizer.param_groups]
-    assert squares == pytest.approx([5 * 0.05**2, 2 * 0.02**2])

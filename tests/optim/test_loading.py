@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from test_state import round_trip
 from torch import nn
 
 from tiny import assert_same, backward, batches, train, weights
@@ -18,7 +17,6 @@ OURS = {
     "lamb": LAMB,
     "agc-sgd": partial(AGCSGD, momentum=0.9),
 }
-every_optimizer = pytest.mark.parametrize("make", OURS.values(), ids=OURS)
 
 
 def build():
@@ -35,13 +33,13 @@ def trained(make, steps=4, **options):
     return model, optimizer
 
 
-def assert_go_on_alike(pair, twins):
+def assert_go_on_alike(left, right):
     """Both (model, optimizer) have the same state and take the same steps."""
-    assert_same(pair[1].state_dict(), twins[1].state_dict())
-    for model, optimizer in (pair, twins):
+    assert_same(left[1].state_dict(), right[1].state_dict())
+    for model, optimizer in (left, right):
         train(model, optimizer, STREAM[4:])
-    assert_same(weights(pair[0]), weights(twins[0]))
-    assert_same(pair[1].state_dict(), twins[1].state_dict())
+    assert_same(weights(left[0]), weights(right[0]))
+    assert_same(left[1].state_dict(), right[1].state_dict())
 
 
 def put(parameter, **entries):
@@ -112,32 +110,3 @@ def test_a_state_dict_of_another_optimizer_is_refused_and_changes_nothing(ours):
         with pytest.raises(ValueError, match=said):
             pair[1].load_state_dict(fewer)
     assert_go_on_alike(pair, same)
-
-
-def as_tensor(value):
-    if isinstance(value, int | float):
-        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    return value
-
-
-@pytest.mark.filterwarnings("ignore:the state dict of")
-@every_optimizer
-def test_tensors_that_a_format_made_of_numbers_become_numbers(make):
-    """RLlib and torch.distributed.checkpoint make them. A missing option keeps its value."""
-    pair, same = (trained(make, weight_decay=0.25) for _ in range(2))
-    saved = copy.deepcopy(pair[1].state_dict())
-    for entries in (*saved["param_groups"], *saved["state"].values()):
-        entries.update({k: as_tensor(value) for k, value in entries.items() if k != "params"})
-    del saved["param_groups"][0]["weight_decay"]
-    pair[1].load_state_dict(saved)
-    assert_go_on_alike(pair, same)
-
-
-@every_optimizer
-def test_a_learning_rate_that_is_a_tensor_stays_a_tensor(make):
-    lr = torch.tensor(0.25)
-    optimizer, other = make(build(), lr=lr), make(build(), lr=torch.tensor(0.5))
-    assert optimizer.param_groups[0]["lr"] is lr
-    other.load_state_dict(round_trip(optimizer.state_dict()))
-    assert isinstance(other.param_groups[0]["lr"], torch.Tensor)
-    assert float(other.param_groups[0]["lr"]) == 0.25
