@@ -20,7 +20,7 @@ from nodes import Node, replaced
 
 ROOT = Path(__file__).parents[1]
 STEPS = ("tests/optim/test_layer_kinds.py", "tests/optim/test_step.py")
-MUON = ("tests/optim/test_thor_muon.py",)
+MUON = ("tests/optim/test_thor_muon.py", "tests/test_readable_reference.py")
 TRAINED = ("tests/optim/test_trained.py",)
 STATE = ("tests/optim/test_state.py", "tests/optim/test_loading.py")
 COUNTED = ("tests/optim/test_what_counts.py",)

@@ -114,12 +114,6 @@ def told(function, *args):
     return [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
 
 
-def renewed(optimizer):
-    """Put copies in the place of all tensors of the state."""
-    for state in optimizer.state.values():
-        state.update({k: v.clone() for k, v in state.items() if torch.is_tensor(v)})
-
-
 def weights(model):
     """Copies of all parameters, by name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -1,8 +1,9 @@
-"""What docs/how-to/coming-from.md says of MindSpore's THOR, against its formulas in float64.
+"""docs/how-to/coming-from.md against the formulas of MindSpore's THOR in float64.
 
-They are those of mindspore/python/mindspore/nn/optim/thor.py and nn/layer/thor_layer.py: with δ the
-gradient of the mean loss with respect to an output, B the batch size of a device and R the rows,
-A = (1/R) Σ a aᵀ, G = (B²/R) Σ δ δᵀ, and damping λ · B / R for a convolution, λ for a linear layer.
+The formulas are in mindspore/python/mindspore/nn/optim/thor.py and nn/layer/thor_layer.py: with δ
+the gradient of the mean loss with respect to an output, B the batch size of a device and R the
+rows, A = (1/R) Σ a aᵀ, G = (B²/R) Σ δ δᵀ, and the damping λ · B / R for a convolution, λ for a
+linear layer.
 """
 
 import copy
@@ -39,7 +40,7 @@ def observed(model, x, y):
         output.retain_grad()
         seen.append((layer, inputs[0].detach(), output))
 
-    layers = [one for one in model.modules() if isinstance(one, (nn.Linear, nn.Conv2d))]
+    layers = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     hooks = [layer.register_forward_hook(keep) for layer in layers]
     F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
     for hook in hooks:
@@ -48,7 +49,7 @@ def observed(model, x, y):
 
 
 class MindSpore:
-    """Its THOR for linear layers on one Ascend: biases take SGD's step."""
+    """MindSpore's THOR for linear layers on one Ascend; biases take the steps of SGD."""
 
     def __init__(self, model, block):
         self.model, self.block = model, block
@@ -71,13 +72,12 @@ class MindSpore:
 
 @pytest.mark.parametrize("length", [1, 7], ids=["no_sequences", "sequences"])
 @pytest.mark.parametrize("block", [128, 4])
-def test_values_that_apply_to_linear_layers(length, block):
-    """In sequences of L, weights with L times rate and damping; other parameters by SGD."""
+def test_the_steps_of_linear_layers_are_equal_with_the_values_of_the_page(length, block):
+    """In sequences of L tokens with L times the rate and damping; biases by SGD."""
     theirs = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5)).double()
     ours = copy.deepcopy(theirs)
     reference = MindSpore(theirs, block)
-    matrices = [layer.weight for layer in ours if isinstance(layer, nn.Linear)]
-    biases = [layer.bias for layer in ours if isinstance(layer, nn.Linear)]
+    matrices, biases = (ours[0].weight, ours[2].weight), (ours[0].bias, ours[2].bias)
     optimizer = THOR(
         matrices, model=ours, lr=LR * length, damping=DAMPING * length,
         weight_decay=DECAY / length, momentum=0.9, update_interval=1, split_dim=block,
@@ -97,45 +97,36 @@ def test_values_that_apply_to_linear_layers(length, block):
 
 
 def lengths_of_steps(images, parts=1):
-    """The lengths of MindSpore's first steps over ours, for each convolution of a small ResNet."""
+    """Return how long MindSpore's first steps are, as multiples of ours, by convolution."""
     digits = load_digits()
     x = torch.from_numpy(digits.images[:images, None] / 16)
+    x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
     y = torch.from_numpy(digits.target[:images])
-    model = SmallResNet(1, 10).double()
-    found = {"g_max": [], "GPU": [], "averaged": []}
-    larger = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
-    for layer, inputs, delta in observed(model, larger, y):
-        if isinstance(layer, nn.Linear):
-            continue
-        a = F.unfold(
-            inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride
-        ).transpose(1, 2)
-        g = images * delta.flatten(2).transpose(1, 2)
+    found = {"g_max": [], "GPU": [], "devices": []}
+    for layer, inputs, delta in observed(SmallResNet(1, 10).double(), x, y)[:-1]:
+        sizes = layer.kernel_size, layer.dilation, layer.padding, layer.stride
+        a = F.unfold(inputs, *sizes).mT
+        g = images * delta.flatten(2).mT
         damping = (DAMPING / a.shape[1]) ** 0.5
         weight = layer.weight.grad.flatten(1)
-
-        def inverses(form, factors=(a, g), damping=damping):
-            return [inverse(mean_square(form(rows)), damping) for rows in factors]
-
-        right, left = inverses(lambda rows: rows.flatten(0, 1))
+        right, left = (inverse(mean_square(rows.flatten(0, 1)), damping) for rows in (a, g))
         ours = (left @ weight @ right).norm()
         found["g_max"].append(float(left.abs().max() / right.abs().max()))
         # patches and gradients are averaged over the images of a batch before they are multiplied
-        right, left = inverses(lambda rows: rows.mean(0))
+        right, left = (inverse(mean_square(rows.mean(0)), damping) for rows in (a, g))
         found["GPU"].append(float((left @ weight @ right).norm() / ours))
-        devices = [
-            inverses(lambda rows: rows.flatten(0, 1), (own, its))
-            for own, its in zip(a.chunk(parts), g.chunk(parts), strict=True)
-        ]
-        right, left = (sum(each) / parts for each in zip(*devices, strict=True))
-        found["averaged"].append(float((left @ weight @ right).norm() / ours))
+        right, left = (
+            sum(inverse(mean_square(part.flatten(0, 1)), damping) for part in rows.chunk(parts))
+            for rows in (a, g)
+        )
+        found["devices"].append(float((left @ weight @ right).norm() / ours) / parts**2)
     return found
 
 
-def test_lengths_of_steps():
-    """The numbers of the page."""
-    one, eight = lengths_of_steps(32), lengths_of_steps(256, parts=8)
-    assert one["averaged"] == pytest.approx([1.0] * 9)
+def test_the_page_has_the_lengths_of_steps():
+    single, eight = lengths_of_steps(32), lengths_of_steps(256, parts=8)
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "coming-from.md").read_text()
-    for lengths, form in ((one["GPU"], ".1f"), (one["g_max"], ".1f"), (eight["averaged"], ".2f")):
+    for lengths, form in (
+        (single["GPU"], ".1f"), (single["g_max"], ".1f"), (eight["devices"], ".2f")
+    ):  # fmt: skip
         assert f"{min(lengths):{form}} to {max(lengths):{form}} times" in page

@@ -1,20 +1,19 @@
-"""The orthogonalised step against a slow float64 retelling of it, and what must not change it."""
+"""The step of ThorMuon for layers of all kinds, for matrices without factors and for the rest.
 
-import copy
-import itertools
+The steps of linear layers: tests/test_readable_reference.py.
+"""
+
 import math
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import every_kind
-from reference import by_stages
-from tiny import batches, conv_model, cross_entropy, mlp, told, train, weights
-from torch_thor import ThorMuon, param_groups
+from tiny import batches, cross_entropy, mlp, told, train, weights
+from torch_thor import ThorMuon
 
-ADAMW_SHARE = 0.2  # of lr, for what is no matrix
+ADAMW_SHARE = 0.2  # of lr, for parameters that are no matrices
 LR = 0.1
 UNBOUNDED = {"lr": LR, "max_update_ratio": None}
 
@@ -22,12 +21,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:ThorMuon preconditions")
 
 
 def step_of(matrices, size=None):
-    """(..., out, in): polar factors of the blocks along the smaller side, as long as at lr = 1.
+    """Return the steps of matrices (..., out, in) at lr = 1: the polar factors of their blocks.
 
-    All singular values are 1, but those that are 0 to rounding, as of a softmax's gradient.
+    Singular values become 1, or 0 if they are 0 to rounding, as in the gradient of a softmax.
     """
     rows, columns = matrices.shape[-2:]
-    wide, parts = matrices if rows <= columns else matrices.mT, []
+    wide = matrices if rows <= columns else matrices.mT
+    parts = []
     for block in wide.double().split(size or 1000, dim=-2):
         left, values, right = torch.linalg.svd(block, full_matrices=False)
         parts.append((left * (values > 1e-9 * values.amax(-1, keepdim=True))[..., None, :]) @ right)
@@ -37,107 +37,22 @@ def step_of(matrices, size=None):
     return polar * (norm / torch.linalg.matrix_norm(polar, keepdim=True))
 
 
-def damped_inverse(factor, damping, size):
-    """(M + λ tr(M)/n I)⁻¹ of what is left of M when all between blocks of a size is dropped."""
-    blocks = torch.block_diag(
-        *(torch.ones(len(part), len(part)) for part in factor.split(size or 1000))
-    )
-    shift = damping * factor.trace() / len(factor)
-    return torch.linalg.inv(blocks * factor + shift * torch.eye(len(factor)))
-
-
-OPTIONS = {
-    "lr": 0.05, "damping": 0.2, "update_interval": 2, "factor_decay": 0.3, "max_update_ratio": 0.08
-}  # fmt: skip
-DECAY = 0.4
-
-
-class Reference:
-    """The weights of linear layers; biases are left to torch's AdamW."""
-
-    def __init__(self, model, *, momentum=0.8, nesterov=True, split_dim=128):
-        self.layers = [m for m in model if isinstance(m, nn.Linear)]
-        self.momentum, self.nesterov, self.size, self.step_number = momentum, nesterov, split_dim, 0
-        self.factors, self.buffers, self.inverses, self.bounded = {}, {}, {}, set()
-        biases = [layer.bias for layer in self.layers]
-        self.adamw = torch.optim.AdamW(
-            biases, lr=ADAMW_SHARE * OPTIONS["lr"], betas=(0.9, 0.95), weight_decay=0.0
-        )
-
-    @torch.no_grad()
-    def step(self, inputs):
-        """`inputs`: of each layer, the rows of its input."""
-        for i, (layer, a) in enumerate(zip(self.layers, inputs, strict=True)):
-            grad, weight = layer.weight.grad, layer.weight
-            if self.step_number % OPTIONS["update_interval"] == 0:
-                fresh, decay = a.T @ a / len(a), OPTIONS["factor_decay"]
-                self.factors[i] = decay * self.factors.get(i, fresh) + (1 - decay) * fresh
-                self.inverses[i] = damped_inverse(self.factors[i], OPTIONS["damping"], self.size)
-            v = self.buffers[i] = self.momentum * self.buffers.get(i, 0.0) + grad
-            u = grad + self.momentum * v if self.nesterov else v
-            weight *= 1 - OPTIONS["lr"] * DECAY
-            lr = OPTIONS["lr"] * math.sqrt(min(1, 10 / len(self.layers)))
-            d = lr * step_of(u @ self.inverses[i], self.size)
-            norm = max(float(weight.norm()), 0.03 * math.sqrt(len(weight)))
-            longest = OPTIONS["max_update_ratio"] * norm
-            self.bounded.add(float(d.norm()) > longest)
-            weight -= d * min(1.0, longest / float(d.norm()))
-        self.adamw.step()
-        self.step_number += 1
-
-
-def perceptron(*widths):
-    layers = [nn.Linear(*sizes) for sizes in itertools.pairwise(widths)]
-    for layer in layers if len(layers) > 10 else ():
-        nn.init.orthogonal_(layer.weight)  # all gradients are well-conditioned
-    return nn.Sequential(*(one for layer in layers for one in (layer, nn.Tanh())))[:-1].double()
-
-
-MOMENTA = ((0.8, True), (0.95, True), (0.8, False), (0.0, True), (0.0, False))
-CASES = [
-    *(((5, 7, 6, 3), 8, {"momentum": momentum, "nesterov": nesterov})
-      for momentum, nesterov in MOMENTA),
-    # of tall, wide and square matrices, the size dividing a side or not
-    *(((5, 9, 9, 4, 3), 12, {"split_dim": size}) for size in (1, 2, 3, 4, 6, 7, None)),
-    ((*[5] * 14, 3), 32, {}),  # the steps of fourteen matrices are shorter
-]  # fmt: skip
-
-
-def test_steps_are_those_of_the_reference():
-    bounded = set()
-    for widths, batch, options in CASES:
-        torch.manual_seed(0)
-        model = perceptron(*widths)
-        twin = copy.deepcopy(model)
-        groups = param_groups(model, weight_decay=DECAY)
-        optimizer = ThorMuon(groups, model=model, **OPTIONS, **options)
-        reference = Reference(twin, **options)
-        for x, labels in batches(5, batch):
-            train(model, optimizer, [(x, labels)])
-            output, seen = by_stages(twin, x)
-            cross_entropy(labels)(output).backward()
-            reference.step([a.detach() for _, a, _ in seen[::2]])
-            twin.zero_grad()
-            for name, value in weights(model).items():
-                where = f"{name} of {widths}, {options}"
-                wanted = weights(twin)[name]
-                torch.testing.assert_close(value, wanted, rtol=1e-7, atol=1e-8, msg=where)
-        bounded |= reference.bounded
-    assert bounded == {True, False}
-
-
-def first_step(model, loss, name, **options):
-    """The optimizer, and a parameter's gradient in the first step, and its move at lr = 1."""
+def first_step(model, loss, **options):
+    """Return the optimizer after a step, and the gradient and the move at lr = 1 by parameter."""
     optimizer = ThorMuon(model, **UNBOUNDED, **options)
-    parameter = model.get_parameter(name)
-    before = parameter.detach() * (1 - LR * options.get("weight_decay", 0.0))
+    before = weights(model)
     loss(model).backward()
-    parameter.grad = torch.randn_like(parameter)  # of full rank: A is of the forward pass alone
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)  # of full rank; A needs the forward pass only
     optimizer.step()
-    return optimizer, parameter.grad, (before - parameter.detach()) / LR
+    kept = 1 - LR * options.get("weight_decay", 0.0)
+    return optimizer, {
+        name: (parameter.grad, (kept * before[name] - parameter.detach()) / LR)
+        for name, parameter in model.named_parameters()
+    }
 
 
-# layer -> (its parameter, that as matrices (groups, out, in), by hand)
+# layer -> (its parameter, the parameter as matrices (groups, out, in), by hand)
 KNOWN = {
     "conv": ("conv.weight", lambda w: w.reshape(2, 1, 4)),
     "transposed": (
@@ -155,51 +70,28 @@ KNOWN = {
 }
 
 
-def test_a_preconditioned_step_of_every_memory_layout():
-    """``orth(u A⁻¹)``, each group for itself, whichever way round the weight lies in memory."""
-    layouts = (torch.contiguous_format, torch.channels_last)
-    for name, split_dim, layout in itertools.product(KNOWN, (3, None), layouts):
-        label, matrices = KNOWN[name]
-        model, x = every_kind.build().double().to(memory_format=layout), torch.randint(9, (6, 5))
-        loss = lambda model, x=x: model(x).square().mean()  # noqa: E731
-        optimizer, gradient, moved = first_step(model, loss, label, split_dim=split_dim)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("split_dim", [3, None])
+def test_the_step_of_every_kind_of_layer(split_dim, layout):
+    """``orth(u A⁻¹)`` for each group, whichever way the weight lies in memory."""
+    model, x = every_kind.build().double().to(memory_format=layout), torch.randint(9, (6, 5))
+    optimizer, steps = first_step(model, lambda m: m(x).square().mean(), split_dim=split_dim)
+    for name, (parameter, matrices) in KNOWN.items():
         inverse, none = optimizer.curvature[name].inverses()
         assert none is None
         inverse = torch.stack(inverse) if isinstance(inverse, list) else inverse
-        # of 25 matrices
-        moved, ahead = matrices(moved) / math.sqrt(10 / 25), matrices(1.8 * gradient)
-        torch.testing.assert_close(
-            moved, step_of(ahead @ inverse, split_dim), rtol=1e-7, atol=1e-8, msg=name
-        )
-        difference = (moved - step_of(ahead, split_dim)).abs().max()
+        gradient, moved = map(matrices, steps[parameter])
+        moved = moved / math.sqrt(10 / 25)  # the model has 25 matrices
+        wanted = step_of(1.8 * gradient @ inverse, split_dim)
+        torch.testing.assert_close(moved, wanted, rtol=1e-7, atol=1e-8, msg=name)
+        difference = (moved - step_of(gradient, split_dim)).abs().max()
         assert difference > 1e-3, f"the inverse makes no difference to {name}"
 
 
-def test_no_step_is_longer_than_a_share_of_the_weight():
-    """Each group counts for itself, and a weight of zeros as 0.03 √d_out."""
-    moved = {}
-    for ratio in (0.02, None):
-        torch.manual_seed(4)
-        model, x = conv_model("groups")
-        with torch.no_grad():
-            model[2].weight[:3] *= 100
-            model[2].weight[3:] = 0
-        before = model[2].weight.detach().clone().unflatten(0, (2, 3)).flatten(1)
-        train(
-            model, ThorMuon(model, lr=0.1, max_update_ratio=ratio), [(x, torch.tensor([0, 1, 2]))]
-        )
-        moved[ratio] = model[2].weight.detach().unflatten(0, (2, 3)).flatten(1) - before
-    torch.testing.assert_close(moved[0.02][0], moved[None][0])  # short, compared with its weights
-    shortened = moved[None][1] * (0.02 * 0.03 * math.sqrt(3) / moved[None][1].norm())
-    torch.testing.assert_close(moved[0.02][1], shortened)
-
-
-@pytest.mark.parametrize(
-    ("anytime", "changes", "times"), [(False, False, 1), (False, True, 0), (True, False, 0)]
-)
-def test_a_rate_that_never_moves_is_said_once(anytime, changes, times):
+@pytest.mark.parametrize(("changes", "times"), [(False, 1), (True, 0)])
+def test_a_rate_that_never_changes_is_warned_of_once(changes, times):
     model = mlp()
-    optimizer = ThorMuon(model, anytime=anytime)
+    optimizer = ThorMuon(model)
     batch = batches(1)[0]
 
     def go():
@@ -211,7 +103,7 @@ def test_a_rate_that_never_moves_is_said_once(anytime, changes, times):
     assert sum("lr has not changed in 300 steps. Let a sch" in text for text in told(go)) == times
 
 
-# ---- matrices without factors, and what is no matrix ---------------------------------------------
+# ---- parameters without factors ------------------------------------------------------------------
 
 
 def louder(kind):
@@ -252,13 +144,12 @@ NO_MATRIX = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("split_dim", "momentum"), [(2, 0.8), (None, 0.8), (2, 0.0)])
-def test_steps_of_what_has_no_factors(split_dim, momentum):
-    """Matrices: u = ∇ + μ v, orthogonalised with the norm of their shape; the rest: AdamW's."""
+@pytest.mark.parametrize(("split_dim", "momentum"), [(2, 0.8), (None, 0.0)])
+def test_matrices_without_factors_are_orthogonalised_and_the_rest_takes_steps_of_adamw(
+    split_dim, momentum
+):
     model = Odd()
     optimizer = ThorMuon(model, split_dim=split_dim, momentum=momentum, layers="-head", **UNBOUNDED)
-    assert "orthogonalised momentum: " in repr(optimizer)
-    assert "AdamW: no matrix" in repr(optimizer)
     twins = {n: model.get_parameter(n).detach().clone().requires_grad_() for n in NO_MATRIX}
     rate = ADAMW_SHARE * LR
     adamw = torch.optim.AdamW(twins.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -286,37 +177,37 @@ def test_steps_of_what_has_no_factors(split_dim, momentum):
 @pytest.mark.parametrize(
     ("layers", "runs"),
     [
-        ("-q_proj", [slice(0, 8)]),
         (["-k_proj", "-v_proj"], [slice(8, 24)]),
         (["k_proj", "out_proj"], [slice(0, 8), slice(16, 24)]),
     ],
 )
-def test_rows_of_a_fused_weight_that_are_left_out(layers, runs):
-    """Each run of them is a matrix without factors, with weight decay as the others."""
+def test_projections_of_a_fused_weight_that_are_left_out_are_a_matrix_without_factors(layers, runs):
     model = nn.MultiheadAttention(8, 2, batch_first=True).double()
     x = torch.randn(3, 5, 8).double()
-    optimizer, gradient, moved = first_step(
-        model, lambda model: model(x, x, x)[0].square().mean(), "in_proj_weight",
-        layers=layers, split_dim=None, weight_decay=0.1,
-    )  # fmt: skip
+    optimizer, steps = first_step(
+        model,
+        lambda model: model(x, x, x)[0].square().mean(),
+        layers=layers,
+        split_dim=None,
+        weight_decay=0.1,
+    )
+    gradient, moved = steps["in_proj_weight"]
     [entry] = [entry for entry in optimizer.coverage() if entry.name == "in_proj_weight"]
     assert entry.note.count("orthogonalised momentum for") == 3 - entry.groups
     for rows in runs:
         torch.testing.assert_close(moved[rows], step_of(gradient[rows]), rtol=1e-7, atol=1e-8)
 
 
-def test_a_model_without_a_layer():
-    """It is trained, with one warning; a group may be added."""
+@pytest.mark.filterwarnings("error")
+def test_a_model_without_layers_is_trained_with_one_warning():
     model = nn.ParameterList([torch.randn(5, 7), torch.randn(7, 3), torch.randn(3)])
     before = weights(model)
     with pytest.warns(UserWarning, match=r"0 of 35 .*0 \(5, 7\) \(orthogonalised momentum\)"):
         optimizer = ThorMuon([model[0]], model=model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.add_param_group({"params": [*model[1:]], "momentum": 0.0})
-        for x, labels in batches(2, dtype=torch.float32):
-            cross_entropy(labels)(torch.tanh(x @ model[0]) @ model[1] + model[2]).backward()
-            optimizer.step()
+    optimizer.add_param_group({"params": [*model[1:]], "momentum": 0.0})
+    for x, labels in batches(2, dtype=torch.float32):
+        cross_entropy(labels)(torch.tanh(x @ model[0]) @ model[1] + model[2]).backward()
+        optimizer.step()
     assert not any(value.equal(before[name]) for name, value in weights(model).items())
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no layer to precondition"):
@@ -324,14 +215,6 @@ def test_a_model_without_a_layer():
 
 
 def test_coverage_says_which_matrices_are_orthogonalised():
-    model = Odd()
-    optimizer = ThorMuon(model, layers="-head")
-    shapes = {
-        name: [tuple(one.shape) for one in cut(model.get_parameter(name))]
-        for name, cut in MATRICES.items()
-    }
-    shapes["bilinear.weight"], shapes["linear.weight"] = [(5, 4)] * 3, [(5, 6)]
-    assert {e.name: [*e.matrices] for e in optimizer.coverage() if e.matrices} == shapes
     model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 6))
     optimizer = ThorMuon(model, layers="-0.v_proj", row_splits={"1": (2, 4)})
     shapes = {

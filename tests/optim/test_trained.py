@@ -1,38 +1,24 @@
-"""Without a learning rate, what is trained already is told from its weights and steps less."""
+"""Without a learning rate, a network that is trained already takes smaller steps."""
 
 import copy
-import itertools
 import math
 import warnings
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 from test_state import by_distributed_checkpoint, by_state_dict
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 
 from tiny import assert_same, weights
 from torch_thor import THOR, ThorMuon, param_groups
-from torch_thor.optim import trained as trained_weights
-from torch_thor.optim.trained import (
-    ALL,
-    LEARNED,
-    NEW,
-    REST,
-    UNTOLD,
-    dependence,
-    dependence_of,
-    rectangles,
-)
+from torch_thor.optim.trained import ALL, LEARNED, NEW, REST, UNTOLD, dependence, dependence_of
+
+DEPENDENT = 5  # standard errors
 
 
 class Net(nn.Module):
-    """What a network has: matrices, a convolution, an embedding, a norm, a head."""
+    """An embedding, a convolution, a normalisation, matrices and a head."""
 
     def __init__(self, width=24):
         super().__init__()
@@ -47,12 +33,12 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.body(self.norm(x)))).mean(1)
 
 
-def teach_(model, but=("head",)):
+def teach_(model):
     """Add a direction with a large singular value to each matrix, as training does."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if p.dim() > 1 and not name.startswith(but):
+            if p.dim() > 1 and not name.startswith("head"):
                 rows, columns = p.flatten(1).shape
                 left = torch.randn(rows, 1, generator=generator)
                 right = torch.randn(1, columns, generator=generator)
@@ -91,67 +77,45 @@ def factors(optimizer, model):
 # ---- the statistic -------------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    arrays.arrays(
-        np.float64,
-        st.tuples(st.integers(1, 5), st.integers(1, 5)),
-        elements=st.floats(-3, 3).map(lambda x: round(x, 2)),
-    )
-)
-def test_rectangles_are_those_of_a_loop(array):
-    (m, n), w = array.shape, array
-    want = sum(
-        w[i, j] * w[k, j] * w[i, p] * w[k, p]
-        for i, k in itertools.permutations(range(m), 2)
-        for j, p in itertools.permutations(range(n), 2)
-    )
-    assert rectangles(torch.from_numpy(array)).item() == pytest.approx(want, abs=1e-8)
-
-
-@pytest.mark.parametrize("shape", [(24, 24), (8, 200), (200, 8)])
+@pytest.mark.parametrize("shape", [(24, 24), (8, 200)])
 @pytest.mark.parametrize(
     "draw",
     [
         torch.randn,
         lambda *s: torch.rand(*s) - 0.5,
         lambda *s: torch.randn(*s) * (torch.rand(*s) < 0.1),  # nn.init.sparse_
-        lambda *s: torch.randn(*s) * torch.logspace(-2, 2, s[0])[:, None],  # rows of other sizes
-        lambda *s: torch.randn(*s) * torch.logspace(-2, 2, s[1]),
+        lambda *s: torch.randn(*s) * torch.logspace(-2, 2, s[0])[:, None],
     ],
 )
-def test_independent_entries_are_a_standard_normal_variable(draw, shape):
+def test_the_dependence_of_independent_entries_is_standard_normal(draw, shape):
     torch.manual_seed(0)
     values = torch.stack([dependence(draw(*shape).double()) for _ in range(400)])
     values = values[~values.isnan()]
     assert len(values) > 350
     assert abs(values.mean()) < 5 / math.sqrt(400)
     assert 0.7 < values.std() < 1.2
-    assert values.max() < 1.6 * trained_weights.DEPENDENT
+    assert values.max() < 1.6 * DEPENDENT
 
 
-def test_what_training_leaves_and_what_does_not_tell():
-    """Size and repeated rows count nothing; a tensor of experts tells as its matrices do."""
+def test_dependence_of_known_matrices():
+    """Neither the size nor repeated rows count; a tensor of experts counts as its matrices."""
     torch.manual_seed(0)
-    assert dependence(torch.randn(12, 1) @ torch.randn(1, 9)) > trained_weights.DEPENDENT
-    assert dependence(nn.init.orthogonal_(torch.empty(24, 24))) < -trained_weights.DEPENDENT
+    assert dependence(torch.randn(12, 1) @ torch.randn(1, 9)) > DEPENDENT
+    assert dependence(nn.init.orthogonal_(torch.empty(24, 24))) < -DEPENDENT
     of_one_sign = torch.zeros(4, 5), torch.eye(6), torch.rand(9, 9)
-    for nothing in (*of_one_sign, torch.randn(1, 7), torch.randn(7, 1)):
-        assert dependence(nothing.double()).isnan()
+    for matrix in (*of_one_sign, torch.randn(1, 7), torch.randn(7, 1)):
+        assert dependence(matrix.double()).isnan()
     matrix = torch.randn(9, 12).double()
-    for size in (1e-20, 1e20):
-        assert torch.isclose(dependence(matrix * size), dependence(matrix), rtol=1e-4)
-    for repeated in (matrix.repeat(2, 1), matrix.repeat(1, 3), torch.cat([matrix, -matrix])):
-        assert torch.isclose(dependence(repeated), dependence(matrix))
+    repeated = matrix.repeat(2, 1), matrix.repeat(1, 3), torch.cat([matrix, -matrix])
+    for other in (1e20 * matrix, *repeated):
+        assert torch.isclose(dependence(other), dependence(matrix))
     experts = torch.randn(4, 16, 12) / 4
-    assert abs(dependence_of(nn.Parameter(experts))) < 5
-    one = torch.einsum("ei,ej->eij", torch.randn(4, 16), torch.randn(4, 12))
-    assert dependence_of(nn.Parameter(experts + one)) > 5
+    assert abs(dependence_of(nn.Parameter(experts))) < DEPENDENT
+    direction = torch.einsum("ei,ej->eij", torch.randn(4, 16), torch.randn(4, 12))
+    assert dependence_of(nn.Parameter(experts + direction)) > DEPENDENT
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet18", "vit_b_16", "swin_t", "convnext_tiny", "efficientnet_b0", "densenet121"]
-)
+@pytest.mark.parametrize("name", ["resnet18", "swin_t"])
 def test_networks_of_torchvision_are_untrained(name):
     import torchvision
 
@@ -160,8 +124,8 @@ def test_networks_of_torchvision_are_untrained(name):
     found = [dependence_of(p) for p in model.parameters() if p.dim() > 1]
     values = [float(v) for v in found if not v.isnan()]
     assert len(values) > 10
-    assert max(values) < trained_weights.DEPENDENT
-    assert min(values) > -trained_weights.DEPENDENT
+    assert max(values) < DEPENDENT
+    assert min(values) > -DEPENDENT
 
 
 # ---- an untrained network ------------------------------------------------------------------------
@@ -182,15 +146,12 @@ def test_from_scratch_the_steps_are_those_of_an_explicit_rate(make, rate):
     [
         nn.init.orthogonal_,
         nn.init.zeros_,
-        nn.init.xavier_uniform_,
-        nn.init.kaiming_normal_,
-        lambda w: nn.init.sparse_(w, 0.8) if w.dim() == 2 else w,
         lambda w: nn.init.trunc_normal_(w, std=0.02),
         lambda w: nn.init.dirac_(w) if w.dim() == 3 else nn.init.eye_(w),
-        lambda w: w.add_(1.0) if w.shape[1:] == (24, 3) else w,  # one strange matrix
+        lambda w: w.add_(1.0) if w.shape[1:] == (24, 3) else w,  # only the convolution looks so
     ],
 )
-def test_initializers_are_no_training(init):
+def test_initial_weights_count_as_untrained(init):
     model = net(trained=False)
     with torch.no_grad():
         for p in model.parameters():
@@ -204,33 +165,29 @@ def test_initializers_are_no_training(init):
 # ---- a trained network ---------------------------------------------------------------------------
 
 
-def test_a_trained_network_takes_the_steps_of_groups_with_these_rates():
-    """Also with a schedule, weight decay and both ways of cutting the rows."""
-    for options in ({}, {"weight_decay": 0.1}, {"split_dim": None, "nesterov": False}):
-        model = net()
-        nn.init.zeros_(model.body[2].weight)
-        twin = copy.deepcopy(model)
-        optimizer = ThorMuon(model, **options)
-        expected = {
-            name: REST if p.dim() == 1 or name.startswith("words") else LEARNED
-            for name, p in twin.named_parameters()
-        }
-        expected |= {"body.2.weight": UNTOLD, "head.weight": NEW}
-        groups = [
-            {"params": [p], "lr": 0.08 * expected[name]} for name, p in twin.named_parameters()
-        ]
-        other = ThorMuon(groups, lr=0.08, model=twin, **options)
-        runs = []
-        for net_, opt in ((model, optimizer), (twin, other)):
-            schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
-            runs.append(train(net_, opt, data(5), after=schedule.step))
-        assert_same(*runs)
-        assert factors(optimizer, model) == expected
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.08 / 6)
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"split_dim": None}])
+def test_a_trained_network_takes_the_steps_of_groups_with_these_rates(options):
+    model = net()
+    nn.init.zeros_(model.body[2].weight)
+    twin = copy.deepcopy(model)
+    optimizer = ThorMuon(model, **options)
+    expected = {
+        name: REST if p.dim() == 1 or name.startswith("words") else LEARNED
+        for name, p in twin.named_parameters()
+    }
+    expected |= {"body.2.weight": UNTOLD, "head.weight": NEW}
+    groups = [{"params": [p], "lr": 0.08 * expected[name]} for name, p in twin.named_parameters()]
+    other = ThorMuon(groups, lr=0.08, model=twin, **options)
+    runs = []
+    for each, its_optimizer in ((model, optimizer), (twin, other)):
+        schedule = torch.optim.lr_scheduler.LambdaLR(its_optimizer, lambda step: 1 / (1 + step))
+        runs.append(train(each, its_optimizer, data(5), after=schedule.step))
+    assert_same(*runs)
+    assert factors(optimizer, model) == expected
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.08 / 6)
 
 
-def test_thor_takes_a_share_of_the_rate_and_of_its_bound():
-    """But for a new head."""
+def test_thor_multiplies_the_rate_and_the_bound_of_all_but_a_new_head():
     model = net()
     optimizer = THOR(model, update_interval=2)
     twin = copy.deepcopy(model)
@@ -270,11 +227,11 @@ def test_a_resumed_run_keeps_its_factors_whatever_its_weights_look_like_now(carr
     assert factors(resumed, again)["body.0.weight"] == (LEARNED if trained else NEW)
 
 
-# ---- which groups have none ----------------------------------------------------------------------
+# ---- which parameters have a factor --------------------------------------------------------------
 
 
-def test_rates_that_are_given_count_as_they_are():
-    """Those of an optimizer or of a group; groups of `param_groups` have none."""
+def test_a_given_rate_is_taken_as_it_is():
+    """The rate of an optimizer or of a group; groups of `param_groups` have none."""
     for lr in (0.08, torch.tensor(0.08)):
         model = net()
         optimizer = ThorMuon(model, lr=lr)
@@ -291,7 +248,7 @@ def test_rates_that_are_given_count_as_they_are():
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_parameters_that_come_later_are_those_of_the_network(trained):
+def test_parameters_that_are_added_later_belong_to_the_network_of_the_first_step(trained):
     model = net(trained=trained)
     model.head.requires_grad_(False)
     optimizer = ThorMuon([p for p in model.parameters() if p.requires_grad], model=model)
@@ -302,44 +259,6 @@ def test_parameters_that_come_later_are_those_of_the_network(trained):
     train(model, optimizer, data(1))
     assert factors(optimizer, model)["head.weight"] == NEW
     assert factors(optimizer, model)["head.bias"] == (REST if trained else NEW)
-
-
-def test_frozen_weights_tell_too():
-    """As those below adapters, some of which are zeros; also if they are quantised."""
-    for frozen in (lambda w: w, lambda w: (w * 50).to(torch.int8)):
-        model = net()
-        model.requires_grad_(False)
-        for layer in model.body:
-            layer.weight = nn.Parameter(frozen(layer.weight.detach()), requires_grad=False)
-            layer.down, layer.up = nn.Linear(24, 4, bias=False), nn.Linear(4, 24, bias=False)
-            nn.init.zeros_(layer.up.weight)
-            layer.forward = lambda x, layer=layer: (
-                F.linear(x, layer.weight.float()) + layer.up(layer.down(x))
-            )
-        optimizer = ThorMuon([p for p in model.parameters() if p.requires_grad], model=model)
-        train(model, optimizer, data(2))
-        found = factors(optimizer, model)
-        assert found["body.1.down.weight"] == NEW
-        assert found["body.1.up.weight"] == UNTOLD
-
-
-def test_other_parameters_are_no_obstacle():
-    """Half precision, complex numbers, empty parameters, parametrisations."""
-    model = net()
-    model.half_precision = nn.Linear(6, 6, dtype=torch.bfloat16)
-    model.complex = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64), requires_grad=False)
-    model.empty = nn.Parameter(torch.empty(0, 5))
-    parametrizations.weight_norm(model.body[1])
-    optimizer = ThorMuon(model)
-    train(model, optimizer, data(2))
-    assert factors(optimizer, model)["body.0.weight"] == LEARNED
-
-
-def masked():
-    """A module with a causal mask in a buffer, as older attentions have it."""
-    module = nn.Sequential(nn.Linear(8, 8))
-    module.register_buffer("mask", torch.ones(64, 64, dtype=torch.uint8).tril())
-    return module
 
 
 class Integers(nn.Module):
@@ -360,15 +279,13 @@ def frozen(layer):
 @pytest.mark.parametrize(
     ("build", "is_trained"),
     [
-        (lambda: [nn.Linear(8, 8), masked()], False),
         (lambda: [nn.Linear(8, 8), Integers(8)], False),  # as many numbers
         (lambda: [nn.Linear(8, 8), Integers(8), Integers(8)], True),
         (lambda: [nn.Linear(8, 8), frozen(nn.Linear(8, 8)), frozen(nn.Linear(8, 8))], True),
-        (lambda: [nn.Linear(8, 8), nn.Linear(8, 8), frozen(nn.Linear(8, 8))], False),
         (lambda: [frozen(nn.Embedding(100, 8)), nn.Linear(8, 8), nn.Linear(8, 2)], False),
     ],
 )
-def test_frozen_and_quantised_weights_are_counted_and_not_read(build, is_trained):
+def test_a_network_is_trained_if_most_of_its_numbers_are_frozen_or_quantised(build, is_trained):
     torch.manual_seed(0)
     model = nn.Sequential(*build())
     optimizer = ThorMuon(model)
@@ -381,11 +298,8 @@ def test_frozen_and_quantised_weights_are_counted_and_not_read(build, is_trained
     assert other.param_groups[0]["trained"] is is_trained
 
 
-# ---- what is said --------------------------------------------------------------------------------
-
-
-def test_print_and_one_warning_say_which_rates_were_taken_and_why():
-    """Of the weights in the first step, which may have been loaded after the optimizer was made."""
+def test_a_warning_and_the_print_tell_the_factors_and_their_reasons():
+    """The weights may be loaded after the optimizer was made."""
     model = net(trained=False)
     optimizer = ThorMuon(model)
     model.load_state_dict(net().state_dict())
@@ -393,10 +307,8 @@ def test_print_and_one_warning_say_which_rates_were_taken_and_why():
     assert str(optimizer).endswith(
         "lr=None: the first step tells from the weights whether they are trained already"
     )
-    random = torch.get_rng_state()
     with pytest.warns(RuntimeWarning, match=r"trained already.*0\.125 for.*Give lr="):
         train(model, optimizer, data(1))
-    assert torch.equal(random, torch.get_rng_state())
     assert str(optimizer).endswith(
         f"lr=None: the network is trained already, so lr is multiplied by {LEARNED:g} for 3 "
         "matrices whose entries are dependent, as training leaves them, "
@@ -408,7 +320,5 @@ def test_print_and_one_warning_say_which_rates_were_taken_and_why():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, optimizer, data(3))
-        optimizer = ThorMuon(fresh)
-        train(fresh, optimizer, data(2))
-    assert str(optimizer).endswith("so lr applies to all parameters")
+        train(fresh, ThorMuon(fresh), data(2))
     assert "lr=None" not in str(ThorMuon(fresh, lr=0.08))
