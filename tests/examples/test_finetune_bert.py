@@ -50,9 +50,7 @@ def test_what_is_missing_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(finetune_bert.urllib.request, "urlopen", fail)
     said = r"no .*train.tsv: save https://.*train.tsv there \(.*{}"
     with pytest.raises(SystemExit, match=said.format("No such file")):
-        finetune_bert.read(
-            tmp_path / "new", "train"
-        )
+        finetune_bert.read(tmp_path / "new", "train")
     monkeypatch.setattr(finetune_bert, "DATA", tmp_path / "new")
     with pytest.raises(SystemExit, match=said.format("no network")):
         finetune_bert.read(tmp_path / "new", "train")
