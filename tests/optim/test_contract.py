@@ -29,13 +29,8 @@ def pair(make, **options):
 
 @ALL
 def test_is_an_optimizer_with_the_methods_of_sgd(make):
-    """Its options stand in the groups, and wrappers call its methods by position and by name."""
-    optimizer = make(mlp())
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    apart = {"params", "model", "layers", "distributed", "loss_reduction", "fisher", "row_splits"}
-    apart |= {"anytime"}
-    options = inspect.signature(make).parameters.keys() - apart - {"exclude"}
-    assert options <= optimizer.defaults.keys() & optimizer.param_groups[0].keys()
+    """Wrappers call them by position and by name."""
+    assert isinstance(make(mlp()), torch.optim.Optimizer)
 
     def shape(method):
         return [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]
