@@ -21,7 +21,7 @@ def scaler_from(scale=1024.0, **options):
 
 
 def step(model, optimizer, batch, scaler=None, *, clip=None, parts=1):
-    """One step of the usual recipe, with a scaler or without."""
+    """A step of the usual recipe, with or without a scaler."""
     scaler = scaler or scaler_from(enabled=False)
     for x, labels in zip(*(whole.chunk(parts) for whole in batch), strict=True):
         scaler.scale(cross_entropy(labels)(model(x)) / parts).backward()

@@ -72,27 +72,3 @@ def test_a_step_with_a_refresh_computes_what_the_bare_model_computes(name):
                 if not steps:
                     step(model(x)[0], optimizer)
         assert {layer.refreshes for layer in optimizer.curvature.values()} == {1}
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_an_encoder_layer_is_evaluated_by_the_fused_kernel(norm_first, monkeypatch):
-    """On refreshes too: torch takes the slow way where a module has hooks."""
-    layer = nn.TransformerEncoderLayer(
-        E, HEADS, 16, dropout=0.0, batch_first=True, norm_first=norm_first
-    )
-    name = "_transformer_encoder_layer_fwd"
-    calls, fused = [], getattr(torch, name)
-    monkeypatch.setattr(torch, name, lambda *args: calls.append(1) or fused(*args))
-    bare = copy.deepcopy(layer)
-    optimizer = THOR(layer, lr=0.0, update_interval=2)
-    for _ in range(3):
-        x = torch.randn(N, L, E)
-        with torch.no_grad():
-            outputs = [each.eval()(x) for each in (layer, bare)]
-        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
-        assert len(calls) == 2
-        step(layer.train()(x), optimizer)
-        assert len(calls) == 2
-        calls.clear()
-    for name in ("linear1", "self_attn.q_proj"):
-        assert optimizer.curvature[name].rows_per_term == L

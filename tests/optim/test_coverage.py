@@ -1,13 +1,10 @@
 """What is preconditioned and what is not is said by name, for every parameter."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
 
 import every_kind
-from tiny import mlp
 from torch_thor import THOR, ThorMuon
 
 
@@ -21,19 +18,6 @@ def test_every_parameter_is_listed_once_and_in_order():
     assert str(entries).partition("\n")[2] in repr(optimizer)
     words = "damping", "MultiheadAttention", "Conv2d", "4 x 4 x 3 groups", "a normalisation layer"
     assert all(word in repr(optimizer) for word in words)
-
-
-def test_print_lists_the_options_of_each_group_and_nothing_that_is_internal():
-    model = mlp()
-    groups = [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2:].parameters()}]
-    lines = repr(THOR(groups, model=model, lr=0.1)).splitlines()
-    assert lines[:4] == ["THOR (", "Parameter Group 0", "    lr: 0.2", "    damping: 0.03"]
-    *second, state = lines[lines.index("Parameter Group 1") + 1 : lines.index(")")]
-    assert state.startswith("State: ")
-    assert second[0] == "    lr: 0.1"
-    assert {line.split(":")[0].strip() for line in second} <= set(
-        inspect.signature(THOR).parameters
-    )
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(nn.LayerNorm(4)), nn.Bilinear(4, 4, 4)])

@@ -1,4 +1,4 @@
-"""Weights that are frozen, thawed, pruned or parametrised after the optimizer was made."""
+"""Weights that are frozen, before or after the optimizer was made."""
 
 import copy
 import warnings
@@ -6,7 +6,6 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
 
 from tiny import batches, listened_to, mlp, train, weights
 from torch_thor import THOR, ThorMuon
@@ -36,9 +35,8 @@ def test_a_frozen_layer_has_no_state_and_no_statistics(make):
     assert not listened_to(model)
     for name in ("2.weight", "2.bias"):
         assert "frozen" in entries(optimizer)[name].reason
-    named = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    covered = sum(n for name, n in named.items() if make is THOR or name.endswith("weight"))
-    assert f"{covered} of {sum(named.values())} trained parameters, in 2 layers" in repr(optimizer)
+    covered = 63 if make is THOR else 53
+    assert f"{covered} of 63 trained parameters, in 2 layers" in repr(optimizer)
 
 
 @BOTH
@@ -79,49 +77,20 @@ class Little(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.bilinear = nn.Linear(4, 3), nn.Bilinear(4, 4, 3)
-        self.table, self.small, self.other = map(nn.Parameter, map(torch.zeros, ((40, 4), 2, 3)))
+        self.table = nn.Parameter(torch.zeros(40, 4))
 
 
 def test_a_warning_says_that_less_than_half_is_preconditioned():
     """It names the largest of the rest. What is frozen, in no group or left out does not count."""
     bilinear = r"bilinear.weight \(3, 4, 4\) \(plain momentum\): no curvature for Bilinear"
-    with pytest.warns(
-        UserWarning, match=rf"15 of 231.*6%.*table \(40, 4\).*{bilinear}.*2 more"
-    ) as said:
+    with pytest.warns(UserWarning, match=rf"15 of 226.*7%.*table \(40, 4\).*{bilinear}") as said:
         THOR(Little())
     assert [w.filename for w in said] == [__file__]
     frozen, part = Little(), Little()
     frozen.table.requires_grad_(False)
     frozen.bilinear.requires_grad_(False)
-    two = nn.ModuleDict({"body": nn.Linear(9, 9), "head": nn.Linear(3, 3)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         THOR(frozen)
         THOR(part.linear.parameters(), model=part)
-        THOR(two, layers="head")
-        ThorMuon(mlp())
-
-
-CHANGES = {
-    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.4),
-    "spectral_norm": parametrizations.spectral_norm,
-}
-
-
-@BOTH
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_weight_that_is_computed_from_then_on_is_trained_plainly(make, change):
-    """From before the first step, and after a refresh."""
-    for steps in (0, 4):
-        torch.manual_seed(0)
-        model = mlp()
-        optimizer = make(model, update_interval=3)
-        train(model, optimizer, STREAM[:steps])
-        CHANGES[change](model[2])
-        names = [name for name, _ in model.named_parameters()]
-        assert list(entries(optimizer)) == names
-        before = weights(model)
-        train(model, optimizer, STREAM[steps:])
-        assert all(not before[name].equal(value) for name, value in weights(model).items())
-        assert set(optimizer.curvature) == {"0", "4"}
-        assert all(layer.refreshes >= 2 for layer in optimizer.curvature.values())
+        THOR(mlp(), layers="4")

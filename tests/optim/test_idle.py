@@ -30,25 +30,23 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("make", [THOR, ThorMuon])
-@pytest.mark.parametrize(("tasks", "interval"), [(3, 6), (3, 10)])
-def test_layers_that_are_used_in_turn_get_factors(make, tasks, interval):
+@pytest.mark.parametrize("interval", [6, 10])
+def test_layers_that_are_used_in_turn_get_factors(make, interval):
     """Also where the interval is a multiple of the turns, so that refreshes never see some."""
     model = Heads().double()
     every = {"trace_thresholds": (0.0, 0.0)} if make is THOR else {}
     optimizer = make(model, update_interval=interval, **every)
     for step, (x, labels) in enumerate(batches(40)):
-        cross_entropy(labels)(model(x, step % tasks)).backward()
+        cross_entropy(labels)(model(x, step % 3)).backward()
         optimizer.step()
         optimizer.zero_grad()
     refreshes = {name: layer.refreshes for name, layer in optimizer.curvature.items()}
-    used = ["body", *(f"heads.{i}" for i in range(tasks))]
-    assert all(refreshes[name] >= 40 // max(interval, 6) - 1 for name in used), refreshes
-    assert all(count == 0 for name, count in refreshes.items() if name not in used)
+    assert all(count >= 40 // interval - 1 for count in refreshes.values()), refreshes
 
 
 @pytest.mark.parametrize("refresh", [False, True])
 def test_activations_die_as_they_do_without_us(refresh):
-    """On an ordinary step in the backward pass, on a refresh after the step or without one."""
+    """The backward pass frees them; on a refresh, the step does."""
     model, seen = mlp(), []
     optimizer = THOR(model, update_interval=1 if refresh else 100)
     train(model, optimizer, STREAM[:1])
@@ -90,17 +88,3 @@ def test_the_model_and_its_copies_are_the_bare_model():
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
             assert vars(module).keys() == vars(plain).keys()
-
-
-@pytest.mark.parametrize("make", [THOR, ThorMuon])
-def test_an_optimizer_is_freed_without_a_garbage_collection(make):
-    model = mlp()
-    optimizer = make(model, update_interval=1)
-    train(model, optimizer, STREAM)
-    kept = weakref.ref(optimizer)
-    gc.disable()
-    try:
-        del optimizer
-        assert kept() is None
-    finally:
-        gc.enable()

@@ -66,9 +66,6 @@ MODELS = {
     "transposed_2d": (
         lambda: headed(nn.ConvTranspose2d(2, 3, (3, 2), padding=(1, 0)), 18), (2, 2, 2)
     ),
-    "transposed_3d": (
-        lambda: headed(nn.ConvTranspose3d(2, 2, (1, 2, 1), bias=False), 12), (2, 1, 2, 2)
-    ),
     "standardised": (
         lambda: headed(StdConv2d(2, 4, 2, padding=0, groups=2, bias=True), 24), (2, 3, 4)
     ),

@@ -1,4 +1,4 @@
-"""Layers without statistics on a step that refreshes: the step is taken, one warning names them."""
+"""Layers without statistics on a step that refreshes: the step is taken, a warning names them."""
 
 import copy
 
@@ -64,8 +64,7 @@ CAUSES = pytest.mark.parametrize("cause", [by_autograd_grad, by_zero_grad])
 @BOTH
 @CAUSES
 def test_the_first_step_is_taken_without_factors_and_the_next_with_them(make, cause):
-    options = {"weight_decay": 0.1} if make is ThorMuon else {"max_update_ratio": None}
-    model, optimizer = build(make, lr=0.05, **options)
+    model, optimizer = build(make, lr=0.05, max_update_ratio=None)
     twin = copy.deepcopy(model)
     cause(model, optimizer)
     (message,) = told(optimizer.step)
@@ -100,7 +99,7 @@ def test_a_later_refresh_keeps_the_factors(make, cause):
 
 
 def test_a_layer_whose_weight_is_used_without_calling_it_is_trained_as_if_left_out():
-    """Bit for bit, and a single warning names it; the other layers take their own steps."""
+    """Bit for bit, and a single warning names the layer; the others are preconditioned."""
     model, optimizer = build(THOR, calls=False, update_interval=2)
     twin, left_out = build(THOR, calls=False, update_interval=2, layers="-middle")
     (message,) = told(train, model, optimizer, STREAM)

@@ -1,4 +1,4 @@
-"""The trace rule on data made by hand. When it is asked: tests/test_intervals.py."""
+"""The trace rule on data made by hand. When a refresh is due: tests/test_intervals.py."""
 
 import pytest
 import torch

@@ -131,7 +131,7 @@ def test_lr_and_damping_scheduled_by_hand():
 
 
 def test_a_sum_takes_the_steps_of_a_mean():
-    """Its gradient is as many times as long as the batch has loss terms."""
+    """With a rate that is divided by the number of loss terms."""
     options = {"update_interval": 2, "max_update_ratio": None}
     model, mean, twin, _ = twins(THOR, lr=0.04, **options)
     summed = THOR(twin, lr=0.04 / 8, loss_reduction="sum", **options)

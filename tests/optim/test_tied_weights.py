@@ -58,12 +58,6 @@ TIED = {
         Shared(nn.Embedding(7, 4, padding_idx=2), nn.Linear(4, 7, bias=False)), None, DECODER
     ),
     "linear": lambda: (Shared(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)), (5,), POOLED),
-    "conv_other_stride": lambda: (
-        Shared(
-            nn.Conv1d(2, 2, 3, padding=1), nn.Conv1d(2, 2, 3, stride=2, dilation=2), nn.Linear(2, 3)
-        ),
-        (2, 5), POOLED,
-    ),
     "linear_twice": lambda: twice(nn.Linear(4, 4), 16),
     "conv_groups_twice": lambda: twice(nn.Conv1d(4, 4, 3, groups=2, padding=1), 16),
     "norm_twice": lambda: twice(nn.LayerNorm(4), 16),

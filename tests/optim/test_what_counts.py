@@ -62,19 +62,6 @@ def test_a_pass_that_trains_nothing_leaves_no_rows(make, meanwhile):
     torch.testing.assert_close(factor_of(optimizer), moment(data(2)), rtol=1e-12, atol=0)
 
 
-@every_optimizer
-def test_micro_batches_may_run_forward_before_they_run_back(make):
-    """As in a pipeline: the rows of each count once, in whatever order their losses come."""
-    for order in ((0, 1, 2), (2, 1, 0)):
-        model = net()
-        optimizer = make(model, update_interval=1)
-        losses = [model(data(seed)).square().mean() for seed in range(3)]
-        for i in order:
-            losses[i].backward()
-        optimizer.step()
-        torch.testing.assert_close(factor_of(optimizer), moment(*(data(i) for i in order)))
-
-
 class NormOfIdentity(nn.Module):
     """DoRA sends an identity matrix through its adapter, and detaches what comes out."""
 
@@ -108,31 +95,8 @@ def test_a_residual_of_derivatives_counts_all_points():
 
 
 @every_optimizer
-def test_gradients_that_a_hook_takes_away_do_not_take_their_rows(make):
-    """Sums beside .grad, as in bfloat16 training, over four micro-batches."""
-    model, twin = net(), net()
-    optimizer, other = (make(each, update_interval=1) for each in (model, twin))
-    sums = {p: torch.zeros_like(p) for p in model.parameters()}
-
-    def take(parameter):
-        sums[parameter].add_(parameter.grad)
-        parameter.grad = None
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(take)
-    for seed in range(4):
-        train(model, data(seed))
-        train(twin, data(seed))
-    for parameter, total in sums.items():
-        parameter.grad = total
-    optimizer.step()
-    other.step()
-    torch.testing.assert_close(optimizer.curvature["0"].factors(), other.curvature["0"].factors())
-    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
-
-
-@every_optimizer
 def test_calls_of_other_sizes_count_by_their_rows(make):
+    """THOR takes all rows; ThorMuon, whose A needs no gradient, takes a share of a large batch."""
     long, short = torch.randn(8192, 4).double(), 10 * torch.randn(256, 4).double()
     model = net()
     optimizer = make(model, update_interval=1)
@@ -140,7 +104,8 @@ def test_calls_of_other_sizes_count_by_their_rows(make):
         (model(x).square().sum() / 8448).backward()
     optimizer.step()
     factor, wanted = factor_of(optimizer), moment(long, short)
-    assert (factor - wanted).norm() < 0.1 * wanted.norm()
+    least, most = (0.0, 1e-12) if isinstance(optimizer, THOR) else (1e-6, 0.1)
+    assert least <= (factor - wanted).norm() / wanted.norm() < most
 
 
 @pytest.mark.parametrize(("sequences", "length"), [(1024, 8), (128, 64), (1676, 89)])
