@@ -28,7 +28,7 @@ RUNS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("kinds", "expected", "refreshes"), RUNS)
 def test_the_last_good_inverse_stays_or_the_gradient_is_plain(kinds, expected, refreshes, dtype):
-    """Each said once, by name; healthy layers refresh beside it; no exception is raised."""
+    """A warning names the layer once; healthy layers refresh beside it; nothing is raised."""
     model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Linear(3, 2)]).to(dtype)
     options = {"trace_thresholds": (0.0, 0.0), "momentum": 0.0, "max_update_ratio": None}
     optimizer = THOR(model, update_interval=2, **options)
@@ -68,10 +68,10 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("value", [NAN, INF, 1e300])  # the squares of the last are beyond float64
 def test_a_refresh_refuses_statistics_that_are_not_finite(value, steps, make):
-    """Before weights or factors have changed; the steps after it are as if it had not been."""
+    """Before weights or factors have changed; later steps are as if it had never happened."""
     model, optimizer, twin, other = twins(make, update_interval=3)
-    for one, its in ((model, optimizer), (twin, other)):
-        train(one, its, STREAM[:steps])
+    train(model, optimizer, STREAM[:steps])
+    train(twin, other, STREAM[:steps])
     before = weights(model)
     x, labels = STREAM[steps]
     backward(model, (x * value, labels))
@@ -80,8 +80,8 @@ def test_a_refresh_refuses_statistics_that_are_not_finite(value, steps, make):
     assert_same(weights(model), before)
     assert {layer.refreshes for layer in optimizer.curvature.values()} == {min(steps, 1)}
     optimizer.zero_grad()
-    for one, its in ((model, optimizer), (twin, other)):
-        train(one, its, STREAM[steps:])
+    train(model, optimizer, STREAM[steps:])
+    train(twin, other, STREAM[steps:])
     assert_same(weights(model), weights(twin))
     assert_same(optimizer.state_dict(), other.state_dict())
 
@@ -102,10 +102,10 @@ def test_nan_in_an_ordinary_step_reaches_its_weight_as_in_torch(name):
 @pytest.mark.parametrize("steps", [0, 1])  # a refresh, and an ordinary step
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_check_gradients_raises_before_anything_has_changed(name, steps, value):
-    model, optimizer, twin, other = twins(OPTIMIZERS[name])
+    model = mlp()
+    optimizer = OPTIMIZERS[name](model)
     handle = check_gradients(optimizer)
-    for one, its in ((model, optimizer), (twin, other)):
-        train(one, its, STREAM[:steps])
+    train(model, optimizer, STREAM[:steps])
     backward(model, STREAM[5])
     model[2].weight.grad[0, 0] = model[4].bias.grad[1] = value
     before = copy.deepcopy((weights(model), optimizer.state_dict()))
@@ -113,52 +113,23 @@ def test_check_gradients_raises_before_anything_has_changed(name, steps, value):
     with pytest.raises(FloatingPointError, match=rf"the gradients of {named}"):
         optimizer.step()
     assert_same((weights(model), optimizer.state_dict()), before)
-    optimizer.zero_grad()
-    for one, its in ((model, optimizer), (twin, other)):
-        train(one, its, STREAM[steps:])
-    assert_same(weights(model), weights(twin))
-    assert_same(optimizer.state_dict(), other.state_dict())
     handle.remove()
-    backward(model, STREAM[0])
-    model[2].weight.grad[0, 0] = value
     optimizer.step()
 
 
-GRADIENTS = {
-    "sparse": lambda value: torch.sparse_coo_tensor([[3, 3]], [[value, 1.0], [1.0, 2.0]], (9, 2)),
-    "complex": lambda value: torch.tensor([1.0, complex(0, value)]),
-    "half": lambda value: torch.full((300, 300), value, dtype=torch.float16),
-    "of a burst": lambda value: torch.tensor([1e30, value, 1.0]),
-}
-
-
-@pytest.mark.parametrize("kind", GRADIENTS)
-def test_check_gradients_takes_all_that_is_finite_and_of_any_kind(kind):
-    """Beside none and an empty one. The norms of the last two are not finite in their dtype."""
-    values = GRADIENTS[kind](300.0), torch.zeros(0, 3)
-    parameters = [nn.Parameter(torch.zeros(value.shape, dtype=value.dtype)) for value in values]
-    optimizer = torch.optim.SGD(parameters, lr=0.0)
+def test_check_gradients_takes_half_gradients_whose_norm_overflows():
+    parameter = nn.Parameter(torch.zeros(300, 300, dtype=torch.float16))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
     check_gradients(optimizer)
+    parameter.grad = torch.full_like(parameter, 300.0)
     optimizer.step()
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.grad = value
-    optimizer.step()
-    parameters[0].grad = GRADIENTS[kind](NAN)
-    with pytest.raises(FloatingPointError, match="parameter 0 of group 0 hold NaN"):
-        optimizer.step()
 
 
 def test_a_step_without_gradients_is_silent():
-    """Also where the others belong to another optimizer, as in a GAN; and where they are zeros."""
-    model, optimizer, _, _ = twins(THOR)
-    part = THOR([*model[0].parameters(), *model[2].parameters()], model=model)
+    """Also where the gradients belong to another optimizer, as in a GAN."""
+    model = mlp()
+    optimizer = THOR([*model[0].parameters(), *model[2].parameters()], model=model)
     before = weights(model)
-    assert not told(optimizer.step)
     model[4](torch.randn(4, 6).double()).sum().backward()
-    assert not told(part.step)
-    assert_same(weights(model), before)
-    model, optimizer, _, _ = twins(THOR, update_interval=1)
-    train(model, optimizer, STREAM[:1])
-    optimizer.zero_grad(set_to_none=False)
     assert not told(optimizer.step)
-    assert {curvature.refreshes for curvature in optimizer.curvature.values()} == {1}
+    assert_same(weights(model), before)

@@ -1,4 +1,4 @@
-"""Steps of small models of every kind of layer, weight by weight, against the reference."""
+"""Steps of small models with every kind of layer, weight by weight, against the reference."""
 
 import pytest
 import torch
@@ -66,12 +66,6 @@ MODELS = {
     "transposed_2d": (
         lambda: headed(nn.ConvTranspose2d(2, 3, (3, 2), padding=(1, 0)), 18), (2, 2, 2)
     ),
-    "transposed_2d_one_output": (
-        lambda: headed(nn.ConvTranspose2d(2, 1, 2, stride=2), 16), (2, 2, 2)
-    ),
-    "transposed_3d": (
-        lambda: headed(nn.ConvTranspose3d(2, 2, (1, 2, 1), bias=False), 12), (2, 1, 2, 2)
-    ),
     "standardised": (
         lambda: headed(StdConv2d(2, 4, 2, padding=0, groups=2, bias=True), 24), (2, 3, 4)
     ),
@@ -80,16 +74,9 @@ MODELS = {
         lambda: nn.Sequential(nn.Embedding(7, 4, padding_idx=2), Mean(), nn.Linear(4, 3)), TOKENS
     ),
     "hugging_face": (lambda: nn.Sequential(Conv1D(6, 4), nn.Tanh(), Conv1D(3, 6)), (3, 4)),
-    "attention_no_bias": (lambda: nn.Sequential(SelfAttention(bias=False), Mean()), (3, 4)),
     "attention_separate": (
         lambda: nn.Sequential(
             SelfAttention(kdim=4, vdim=4, add_bias_kv=True), Mean(), nn.Linear(4, 3)
-        ),
-        (3, 4),
-    ),
-    "layer_norm_2d": (
-        lambda: nn.Sequential(
-            nn.Linear(4, 4), nn.LayerNorm((3, 4), bias=False), nn.Tanh(), Mean()
         ),
         (3, 4),
     ),
@@ -135,10 +122,10 @@ SETTINGS = {
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
-def test_ten_steps(name, settings):
+def test_steps_with_every_kind_of_layer(name, settings):
     make, shape = MODELS[name]
     model, stream = make().double(), []
-    for _ in range(10):
+    for _ in range(8):
         x = torch.randint(7, (5, 3)) if shape is TOKENS else torch.randn(5, *shape).double()
         stream.append((x, cross_entropy(torch.randint(3, model(x).shape[:-1]))))
     oracle = {"forward": by_parts, "reference_options": {"layers": attentions}}

@@ -1,4 +1,4 @@
-"""One step and ten steps of THOR, weight by weight, against the reference."""
+"""Steps of THOR, weight by weight, against the reference."""
 
 from itertools import pairwise
 
@@ -30,14 +30,11 @@ BOUNDED = {"max_update_ratio": 0.01}  # the default, which is active on every pa
 OPTIONS = {  # other sizes of blocks, dampings, intervals and averages are in `test_any_perceptron`
     "unbounded": {},
     "bounded_some": {"max_update_ratio": 0.05},
-    "bounded_none": {"max_update_ratio": 1e3},
     "bounded_nesterov": {"max_update_ratio": 0.02, "nesterov": True, "weight_decay": 0.3},
-    "bounded_no_momentum": {"max_update_ratio": 0.02, "momentum": 0.0},
     "clip_in_place_of_the_bound": {"max_update_ratio": 0.01, "kl_clip": 1e-3, "update_interval": 2},
     "no_momentum": {"momentum": 0.0},
     "weight_decay": {"weight_decay": 0.3},
     "kl_clip": {"kl_clip": 1e-4, "weight_decay": 0.1},
-    "kl_clip_wide": {"kl_clip": 1e4},
     "interval_callable": {"update_interval": lambda step: 1 + step},
     "keep_all": {"update_interval": 2, "trace_thresholds": (1e9, 0.0)},
     "keep_some": {"update_interval": 1, "trace_thresholds": (0.08, 0.0)},
@@ -74,10 +71,9 @@ def test_ten_steps_of_a_perceptron(name):
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_steps_of_a_convolution(name):
     """Traces and the clip's sum run over all groups."""
-    compare(*images(name, 1), momentum=0.0)
-    options = {"lr": 0.01, "update_interval": 4, "weight_decay": 0.01, "factor_decay": 0.3}
-    compare(*images(name, 10), split_dim=5, **options)
-    if name in ("groups", "depthwise", "uneven"):
+    options = {"lr": 0.01, "update_interval": 2, "weight_decay": 0.01, "factor_decay": 0.3}
+    compare(*images(name, 5), split_dim=5, **options)
+    if name == "groups":
         options = {"lr": 0.02, "update_interval": 1, "trace_thresholds": (0.25, 0.1)}
         assert_same_decisions(*compare(*images(name, 8), kl_clip=1e-3, **options))
 
@@ -105,7 +101,6 @@ OWN = {"lr": 0.01, "damping": 0.5, "weight_decay": 0.2, "momentum": 0.5, "split_
 @pytest.mark.parametrize(
     ("options", "groups"),
     [
-        ({"update_interval": 2}, {"0.weight": OWN, "0.bias": OWN}),
         ({"update_interval": 2}, {"4.weight": OWN, "4.bias": OWN}),
         ({"update_interval": 2, "weight_decay": 0.3}, NO_DECAY),
         ({}, {"0.weight": {"max_update_ratio": 0.02}, "2.bias": {"max_update_ratio": None}}),
@@ -124,7 +119,7 @@ def test_groups_with_options_of_their_own(options, groups):
 
 
 def test_lr_and_damping_scheduled_by_hand():
-    """Both are read at every step; a first one of lr 0 refreshes and fills the momentum."""
+    """Both are read at every step; a first step of lr 0 refreshes and fills the momentum."""
     model, changing = mlp(), {"update_interval": 2, "trace_thresholds": (0.08, 0.0)}
     optimizer, reference = THOR(model, **changing), ReferenceTHOR(model, **changing)
     for step, batch in enumerate(labelled(8)):
@@ -136,7 +131,7 @@ def test_lr_and_damping_scheduled_by_hand():
 
 
 def test_a_sum_takes_the_steps_of_a_mean():
-    """Its gradient is as many times as long as the batch has loss terms."""
+    """With a rate that is divided by the number of loss terms."""
     options = {"update_interval": 2, "max_update_ratio": None}
     model, mean, twin, _ = twins(THOR, lr=0.04, **options)
     summed = THOR(twin, lr=0.04 / 8, loss_reduction="sum", **options)
@@ -149,9 +144,9 @@ def test_a_sum_takes_the_steps_of_a_mean():
     torch.testing.assert_close(weights(model), weights(twin), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("frozen", ["0", "2", "2.weight", "2.bias"])
+@pytest.mark.parametrize("frozen", ["0", "2.weight", "2.bias"])
 def test_frozen_parts_stay_and_the_others_go_on(frozen):
-    """Whole layers; a weight alone, whose bias then gets SGD for lack of factors; a bias alone."""
+    """The bias of a frozen weight gets SGD for lack of factors."""
     model = mlp()
     named = model.named_parameters()
     still = [p.requires_grad_(False) for name, p in named if name.startswith(frozen)]
@@ -161,20 +156,17 @@ def test_frozen_parts_stay_and_the_others_go_on(frozen):
     assert bool(optimizer.curvature[frozen[0]].refreshes) == (frozen == "2.bias")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.1}])
 @pytest.mark.parametrize("momentum", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
-def test_what_is_left_out_takes_the_steps_of_sgd(momentum, decay, dtype):
+def test_what_is_left_out_takes_the_steps_of_sgd(momentum, decay):
     """To the last bit, and its momentum is SGD's."""
-    model = nn.Sequential(
-        nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)
-    ).to(dtype)
+    model = mlp(dtype=torch.float32)
     plain = [*model[:3].parameters()]
     twins = [parameter.detach().clone().requires_grad_() for parameter in plain]
     options = {"momentum": 0.0, **momentum, **decay, "lr": 0.1}
     optimizer = THOR(model, layers="4", max_update_ratio=None, **options)
     sgd = torch.optim.SGD(twins, **options)
-    for x, labels in batches(6, dtype=dtype):
+    for x, labels in batches(6, dtype=torch.float32):
         cross_entropy(labels)(model(x)).backward()
         for parameter, twin in zip(plain, twins, strict=True):
             twin.grad = parameter.grad.clone()
@@ -188,7 +180,7 @@ def test_what_is_left_out_takes_the_steps_of_sgd(momentum, decay, dtype):
 
 
 class TwoHeads(nn.Module):
-    """A trunk and two heads, of which a forward uses one."""
+    """A trunk and two heads; a forward pass uses a single head."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +192,7 @@ class TwoHeads(nn.Module):
         return self.heads[self.now](torch.tanh(self.trunk(x)))
 
 
-def test_layer_without_gradient_this_step():
+def test_a_layer_without_a_gradient_in_this_step_does_not_move():
     """Like SGD: no gradient, no change, neither by momentum nor by weight decay."""
 
     def by_hand(reference, x):
@@ -220,7 +212,6 @@ def test_layer_without_gradient_this_step():
 
 
 def test_float32_follows_float64():
-    """The fast path in single precision stays near the oracle."""
     model = mlp(dtype=torch.float32)
     optimizer, reference = THOR(model, update_interval=3), ReferenceTHOR(model, update_interval=3)
     for x, labels in batches(10):

@@ -1,6 +1,5 @@
 """Rows count if the loss of the step reached them: passes that train nothing leave A as it was."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -12,8 +11,8 @@ from torch_thor import THOR, ThorMuon
 every_optimizer = pytest.mark.parametrize(
     "make",
     [
-        partial(one, split_dim=None, factor_decay=0.0, **options)
-        for one, options in ((THOR, {"trace_thresholds": (0.0, 0.0)}), (ThorMuon, {}))
+        partial(THOR, split_dim=None, factor_decay=0.0, trace_thresholds=(0.0, 0.0)),
+        partial(ThorMuon, split_dim=None, factor_decay=0.0),
     ],
     ids=["THOR", "ThorMuon"],
 )
@@ -51,22 +50,8 @@ def takes_a_gradient_of_the_input(model):
     torch.autograd.grad(model(x).sum(), x)
 
 
-def takes_a_hessian_vector_product(model):
-    weights = [*model.parameters()]
-    probe = model(10 * data(1)).square().mean()
-    gradients = torch.autograd.grad(probe, weights, create_graph=True)
-    torch.autograd.grad(sum(g.sum() for g in gradients), weights, allow_unused=True)
-
-
 @every_optimizer
-@pytest.mark.parametrize(
-    "meanwhile",
-    [
-        evaluates_with_gradients,
-        takes_a_gradient_of_the_input,
-        takes_a_hessian_vector_product,
-    ],
-)
+@pytest.mark.parametrize("meanwhile", [evaluates_with_gradients, takes_a_gradient_of_the_input])
 def test_a_pass_that_trains_nothing_leaves_no_rows(make, meanwhile):
     model = net()
     optimizer = make(model, update_interval=1)
@@ -75,19 +60,6 @@ def test_a_pass_that_trains_nothing_leaves_no_rows(make, meanwhile):
     meanwhile(model)
     optimizer.step()
     torch.testing.assert_close(factor_of(optimizer), moment(data(2)), rtol=1e-12, atol=0)
-
-
-@every_optimizer
-def test_micro_batches_may_run_forward_before_they_run_back(make):
-    """As in a pipeline: the rows of each count once, in whatever order their losses come."""
-    for order in ((0, 1, 2), (2, 1, 0), (1, 0)):
-        model = net()
-        optimizer = make(model, update_interval=1)
-        losses = [model(data(seed)).square().mean() for seed in range(3)]
-        for i in order:
-            losses[i].backward()
-        optimizer.step()
-        torch.testing.assert_close(factor_of(optimizer), moment(*(data(i) for i in order)))
 
 
 class NormOfIdentity(nn.Module):
@@ -112,7 +84,7 @@ def test_a_weight_that_is_used_to_find_a_norm_is_no_row(make):
 
 
 def test_a_residual_of_derivatives_counts_all_points():
-    """As of a physics-informed loss. Only A: G has gradients of outputs, and these have none."""
+    """As in a physics-informed loss. Only in A: the outputs have no gradients for G."""
     model = net()
     optimizer = ThorMuon(model, update_interval=1, split_dim=None, factor_decay=0.0)
     inside, edge = data(1, 16).requires_grad_(), data(2)
@@ -123,73 +95,8 @@ def test_a_residual_of_derivatives_counts_all_points():
 
 
 @every_optimizer
-def test_gradients_that_a_hook_takes_away_do_not_take_their_rows(make):
-    """Sums beside .grad, as of bfloat16 training, over four micro-batches."""
-    model, twin = net(), net()
-    optimizer, other = (make(one, update_interval=1) for one in (model, twin))
-    sums = {p: torch.zeros_like(p) for p in model.parameters()}
-
-    def take(parameter):
-        sums[parameter].add_(parameter.grad)
-        parameter.grad = None
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(take)
-    for seed in range(4):
-        train(model, data(seed))
-        train(twin, data(seed))
-    for parameter, total in sums.items():
-        parameter.grad = total
-    optimizer.step()
-    other.step()
-    torch.testing.assert_close(optimizer.curvature["0"].factors(), other.curvature["0"].factors())
-    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
-
-
-class Adjoint(torch.autograd.Function):
-    """Two Euler steps of an ODE, whose backward pass asks torch.autograd.grad for the weights."""
-
-    @staticmethod
-    def forward(ctx, field, x, *parameters):
-        ctx.field, ctx.parameters = field, parameters
-        for _ in range(2):
-            x = x + field(x) / 2
-        ctx.save_for_backward(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,), sums = ctx.saved_tensors, [torch.zeros_like(p) for p in ctx.parameters]
-        for _ in range(2):
-            with torch.enable_grad():
-                z = x.detach().requires_grad_()
-                y = ctx.field(z)
-                found = torch.autograd.grad(y, (z, *ctx.parameters), g / 2)
-            x, g = x - y.detach() / 2, g + found[0]
-            sums = [total + more for total, more in zip(sums, found[1:], strict=True)]
-        return None, g, *sums
-
-
-@every_optimizer
-def test_layers_of_an_adjoint_method_have_statistics(make):
-    field, head = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), nn.Linear(4, 2)
-    model = nn.ModuleDict({"field": field, "head": head}).double()
-    optimizer = make(model, update_interval=1)
-    seen = []
-    field[0].register_forward_hook(
-        lambda module, args, output: seen.append(args[0].detach()) if output.requires_grad else None
-    )
-    head(Adjoint.apply(field, data(0), *field.parameters())).square().mean().backward()
-    optimizer.step()
-    assert [layer.refreshes for layer in optimizer.curvature.values()] == [1, 1, 1]
-    torch.testing.assert_close(factor_of(optimizer, "field.0"), moment(*seen))
-    if optimizer.form.has_g:
-        assert optimizer.param_groups[0]["last_loss_terms"] == 8
-        assert optimizer.curvature["field.0"].rows_per_term == 2
-
-
-@every_optimizer
 def test_calls_of_other_sizes_count_by_their_rows(make):
+    """THOR takes all rows; ThorMuon, whose A needs no gradient, takes a share of a large batch."""
     long, short = torch.randn(8192, 4).double(), 10 * torch.randn(256, 4).double()
     model = net()
     optimizer = make(model, update_interval=1)
@@ -197,10 +104,11 @@ def test_calls_of_other_sizes_count_by_their_rows(make):
         (model(x).square().sum() / 8448).backward()
     optimizer.step()
     factor, wanted = factor_of(optimizer), moment(long, short)
-    assert (factor - wanted).norm() < 0.1 * wanted.norm()
+    least, most = (0.0, 1e-12) if isinstance(optimizer, THOR) else (1e-6, 0.1)
+    assert least <= (factor - wanted).norm() / wanted.norm() < most
 
 
-@pytest.mark.parametrize(("sequences", "length"), [(1024, 8), (512, 64), (128, 64), (1676, 89)])
+@pytest.mark.parametrize(("sequences", "length"), [(1024, 8), (128, 64), (1676, 89)])
 def test_rows_of_flattened_sequences_are_of_all_positions(sequences, length):
     """The first token is the same in every sequence, and long."""
     x = torch.randn(sequences, length, 4).double()
@@ -212,41 +120,3 @@ def test_rows_of_flattened_sequences_are_of_all_positions(sequences, length):
         optimizer.step()
         factor, wanted = factor_of(optimizer), moment(x.flatten(0, 1))
         assert (factor - wanted).norm() < 0.25 * wanted.norm()
-
-
-def sequences():
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randn(n, 4, generator=generator).double() for n in (3, 1, 5)]
-
-
-@every_optimizer
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_rows_of_nested_sequences_are_their_values(make, layout):
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
-    plain = copy.deepcopy(model)
-    one, other = (make(each, update_interval=1) for each in (model, plain))
-    output = model(torch.nested.nested_tensor(sequences(), layout=layout))
-    rows = output.values() if layout is torch.jagged else output.to_padded_tensor(0.0)
-    (rows.square().sum() / 3).backward()
-    (plain(torch.cat(sequences())).square().sum() / 3).backward()
-    other.loss_terms = 3  # one term for each sequence
-    one.step()
-    other.step()
-    torch.testing.assert_close(factor_of(one), moment(*sequences()))
-    torch.testing.assert_close([*model.parameters()], [*plain.parameters()])
-
-
-@every_optimizer
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_a_sparse_input_has_the_rows_of_a_dense_one(make, layout):
-    """Bags of words: torch multiplies a sparse matrix by a dense weight."""
-    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3)).double()
-    plain = copy.deepcopy(model)
-    one, other = (make(each, update_interval=1) for each in (model, plain))
-    x = data(1) * (data(2) > 0)
-    train(model, x.to_sparse(layout=layout))
-    train(plain, x)
-    one.step()
-    other.step()
-    torch.testing.assert_close(one.curvature["0"].factors(), other.curvature["0"].factors())
-    torch.testing.assert_close([*model.parameters()], [*plain.parameters()])
