@@ -1,4 +1,4 @@
-"""Any language: what is encoded can be decoded, and is what an exported tokenizer encodes."""
+"""Any language: encoded text can be decoded, and an exported tokenizer encodes it alike."""
 
 import unicodedata
 
@@ -11,12 +11,9 @@ from torch_thor.training.text.wordpiece import UNKNOWN, load_tokenizer, normaliz
 
 TEXTS = {
     "ja": "東京は日本の首都です。がぎぐげごの音はとても大切だと先生が言いました。",
-    "zh": "北京是中国的首都。他每天早上都去公园散步，然后回家吃早饭。",
     "th": "ประเทศไทยมีกรุงเทพมหานครเป็นเมืองหลวงที่ใหญ่ที่สุดและมีประชากรมากที่สุดของประเทศ" * 2,
     "hi": "दिल्ली भारत की राजधानी है। हिन्दी यहाँ की एक बड़ी भाषा है।",
-    "ta": "சென்னை தமிழ்நாட்டின் தலைநகரம் ஆகும். இங்கு மக்கள் தமிழ் பேசுகிறார்கள்.",
     "ar": "القاهرة هي عاصمة جمهورية مصر العربية. يتكلم الناس فيها اللُّغَةَ العربية.",
-    "ko": "서울은 대한민국의 수도이다. 사람들은 그곳에서 한국어를 말한다.",
     "vi": "Việt Nam là một quốc gia ở Đông Nam Á. Thủ đô của nước này là Hà Nội.",
 }
 TEXTS["mixed"] = "\n\n".join([*TEXTS.values(), "London is the capital of England, and is large."])
@@ -36,7 +33,7 @@ def letters(text):
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 @pytest.mark.parametrize("language", TEXTS)
-def test_what_is_encoded_is_decoded_and_exported(tmp_path, language, form):
+def test_encoded_text_is_decoded_and_exported(tmp_path, language, form):
     """Cased, so that accents stay; in decomposed Unicode (NFD, as of macOS) too."""
     text = unicodedata.normalize(form, TEXTS[language])
     texts = write(tmp_path / "texts", [text, f"{text}\n\n{text}"])
@@ -68,5 +65,4 @@ def test_accents_are_stripped_in_latin_greek_and_cyrillic_only():
     assert lower.normalize_str("Café Ǘ Ἀθήνᾳ ЙОЖ ÅNGSTRÖM") == "cafe u αθηνα иож angstrom"
     for text in ("がぎ", "हिन्दी", "ที่", "اللُّغَةَ", "நாய்", "한국어"):
         assert lower.normalize_str(text) == text
-    for text in ("Café がぎ", unicodedata.normalize("NFD", "Café がぎ")):
-        assert cased.normalize_str(text) == "Café がぎ"
+    assert cased.normalize_str(unicodedata.normalize("NFD", "Café がぎ")) == "Café がぎ"
