@@ -49,18 +49,6 @@ class Quiet(nn.Module):
         return self.layers(rows)
 
 
-class Tied(Quiet):
-    """Two of whose layers share a weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.again = nn.Linear(6, 8)
-        self.again.weight = self.layers[0].weight
-
-    def forward(self, rows):
-        return self.layers(rows) + self.again(rows)[:, :3]
-
-
 class Noisy:
     unit, steps_per_epoch, data = "rows", PER_EPOCH, {"samples": 60}
     metrics = (

@@ -1,25 +1,121 @@
 """The loop for any task: parts of a batch, the order of things, and the end of a training."""
 
 import copy
+import itertools
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from padded import OPTIMIZERS, Diary, Padded, started
 from torch import nn
+from torch.nn import functional as F
 
 from tiny import assert_same
 from torch_thor import THOR
 from torch_thor.errors import DivergedError, UserError
 from torch_thor.training import loop
 from torch_thor.training.evaluation import evaluate
-from torch_thor.training.loop import Record, split, train
+from torch_thor.training.loop import Observer, Record, split, train
 from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe_model import Recipe
+from torch_thor.training.run import build
+from torch_thor.training.tasks.task import Loss, Metric, Terms
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # where the pool of processes is
 
 from ranks import Ranks as Pool
+
+COUNTS = torch.tensor([5, 1, 0, 3, 2, 4])  # rows that are no padding, of the five of each sample
+CUTS = {1: (0, 6), 2: (0, 2, 6)}  # where batches are cut, by the number of processes
+MUON = {"lr": 0.05, "damping": 0.1, "update_interval": 2, "factor_decay": 0.5}
+OPTIMIZERS = {
+    "sgd": {"lr": 0.3},
+    "thor": {**MUON, "trace_thresholds": (0.0, 0.0)},
+    "thor-muon": MUON,
+}
+
+
+class Padded:
+    """Sequences of labelled rows and of padding, which is `junk`; a step may be spoiled by NaN."""
+
+    unit, steps_per_epoch, data = "rows", 4, {"samples": 24}
+    metrics = (
+        Metric("loss", "loss", "loss", False, primary=True),
+        Metric("double", "double", "double", False, derived=lambda means: 2 * means["loss"]),
+    )
+
+    def __init__(self, junk=0.0, spoiled=None):
+        self.junk, self.spoiled, self.read, self.passes = junk, spoiled, -1, 0
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    def batch(self, seed, own=slice(None)):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(6, 5, 4, generator=generator, dtype=torch.float64)
+        labels = torch.randint(3, (6, 5), generator=generator)
+        counts = torch.arange(5) < COUNTS[:, None]
+        rows *= float("nan") if seed + 1 == self.spoiled else 1
+        rows = rows.where(counts[..., None], self.junk)
+        return {"rows": rows[own], "truth": (labels[own], counts[own])}
+
+    def batches(self, ranks, start):
+        for self.read in itertools.count(start):
+            yield self.batch(self.read, slice(*CUTS[ranks.world][ranks.rank : ranks.rank + 2]))
+
+    def held_out(self, ranks):
+        nothing = self.batch(0, slice(2, 3))  # a sequence of padding
+        for seed in (100, 101, 102, 103)[ranks.rank :: ranks.world]:
+            yield from ((self.batch(seed), True), (self.batch(seed + 50), False), (nothing, True))
+
+    def terms(self, batch):
+        return Terms(int(batch["truth"][1].sum()), batch["truth"][1])
+
+    def each(self, scores, batch):
+        self.passes += 1
+        labels, counts = batch["truth"]
+        losses = F.cross_entropy(scores.movedim(-1, 1), labels, reduction="none")
+        return losses.where(counts, 0.0).sum()
+
+    def loss(self, net, batch):
+        scores = net(batch["rows"])
+        mean = self.each(scores, batch) / max(1, self.terms(batch).number)
+        return Loss(mean, scores.flatten(0, 1))
+
+    def measure(self, net, batch):
+        return {"loss": self.each(net(batch["rows"]), batch)}
+
+
+def started(name="sgd", task=None, ranks=None, *, settings=None, **given):
+    """A run of the task with one of OPTIMIZERS, before its first step."""
+    own = {"epochs": 2, "batch_size": 6, "seed": 5, "device": "cpu", "schedule": {"kind": "linear"}}
+    own |= {"optimizer": [name], "optimizers": {name: OPTIMIZERS[name] | (settings or {})}}
+    recipe = Recipe.model_validate(own | given)
+    return build(recipe, name, task or Padded(), ranks or Ranks())
+
+
+class Diary(Observer):
+    """Writes down what happens, and raises where it is told to."""
+
+    def __init__(self, error=None):
+        self.lines, self.error = [], error
+
+    def write(self, line):
+        self.lines.append(line)
+        if line == self.error:
+            raise UserError(f"at {line}")
+
+    def step(self, run, point):
+        self.write(f"step {point.step}")
+
+    def evaluation(self, run, score):
+        self.write(f"eval {score.step}")
+
+    def end_of_step(self, run):
+        self.write(f"end {run.step}")
+
+    def close(self):
+        self.write("close")
 
 
 def result(*given, **options):
@@ -64,17 +160,6 @@ def test_parts_and_processes_are_one_batch(name, pool, tmp_path):
             torch.testing.assert_close(first, whole, rtol=1e-6, atol=1e-9)
 
 
-def test_batches_are_split_as_often_as_the_phase_says():
-    batch = {"a": torch.arange(5), "b": (torch.arange(10).view(5, 2), [torch.ones(5)])}
-    parts = split(batch, 4)
-    assert [part["a"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
-    assert [part["b"][0][:, 0].tolist() for part in parts] == [[0, 2], [4, 6], [8]]
-    assert [len(part["b"][1][0]) for part in parts] == [2, 2, 1]
-    run = started(phases=[{"steps": 3, "accumulation": 6}, {"steps": 2}], epochs=1, eval_interval=9)
-    train(run)
-    assert run.task.passes == 3 * 6 + 2 + 8  # 8 of the evaluation at the end
-
-
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])
 def test_equals_a_loop_written_out(fisher):
     """To the bit: terms, rows and outputs for THOR, clipping, learning rate and step."""
@@ -105,27 +190,6 @@ def test_equals_a_loop_written_out(fisher):
     assert min(norms) < 0.45 < max(norms)
     assert_same(dict(run.model.state_dict()), dict(model.state_dict()))
     assert record.scores[-1].seconds == record.points[-1].seconds
-
-
-class Slow(Padded):
-    """A batch takes a second of a clock; from step 6 on, no batch has terms."""
-
-    now = 0.0
-
-    def batches(self, ranks, start):
-        for batch in super().batches(ranks, start):
-            self.now += 1
-            batch["truth"][1].logical_and_(torch.tensor(self.read < 5))
-            yield batch
-
-
-def test_waiting_for_data_is_timed_and_a_batch_without_terms_is_refused(monkeypatch):
-    run, record = started(task=(task := Slow())), Record()
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: task.now)
-    said = r"the batch of step 6 has no loss term on a process: .* raise batch_size"
-    with pytest.raises(UserError, match=said):
-        train(run, [record])
-    assert [(point.waited, point.duration) for point in record.points] == [(1, 1)] * 4
 
 
 def test_observers_see_everything_in_order_and_are_closed():
@@ -184,13 +248,12 @@ def test_metrics_are_means_over_terms(pool, tmp_path):
     assert pool.run(2, tmp_path, on_two) == [found, found]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_an_evaluation_leaves_no_trace(training):
+def test_an_evaluation_leaves_no_trace():
     layers = nn.Flatten(0, 1), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)
-    model = nn.Sequential(*layers, nn.Unflatten(0, (-1, 5))).double().train(training)
+    model = nn.Sequential(*layers, nn.Unflatten(0, (-1, 5))).double()
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     evaluate(Padded(), model, Ranks())
-    assert [module.training for module in model.modules()] == [training] * 6
+    assert all(module.training for module in model.modules())
     assert_same(dict(model.state_dict()), dict(before))
     assert torch.equal(torch.get_rng_state(), random)
 

@@ -10,7 +10,6 @@ from torch.nn import functional
 from fake_times import fake_times
 from tiny import assert_same
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
-from torch_thor.errors import UserError
 from torch_thor.training.models.library import build_model
 from torch_thor.training.muon import MuonAdamW
 from torch_thor.training.optimizers import OPTIMIZERS, build_optimizer, measured_split_dim
@@ -31,10 +30,6 @@ OWN = {
     "adam": (Adam, {}, BETAS),
     "adamw": (AdamW, {}, BETAS),
 }
-# Adadelta starts very slowly
-LRS = dict.fromkeys(OPTIMIZERS, 0.01) | dict.fromkeys(("sgd", "momentum", "nesterov"), 0.03)
-LRS |= {"thor-muon": 0.04, "muon": 0.05, "agc-sgd": 0.1, "adagrad": 0.1, "adadelta": 20.0}
-LRS |= {"adam": 0.02, "adamw": 0.02}
 
 
 def net():
@@ -73,16 +68,15 @@ def test_an_optimizer_of_torch_takes_torchs_steps_to_the_bit(name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_trains_and_goes_on_from_its_state(name):
+def test_each_goes_on_from_its_state(name):
     model = net()
-    optimizer = build_optimizer(name, model, {"lr": LRS[name]})
-    losses = go(model, optimizer, range(80))
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    optimizer = build_optimizer(name, model, {"lr": 0.01})
+    go(model, optimizer, range(25))
     twin = copy.deepcopy(model)
     other = build_optimizer(name, twin, {})
     # torch's loading shares tensors
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert go(model, optimizer, range(80, 83)) == go(twin, other, range(80, 83))
+    assert go(model, optimizer, range(25, 28)) == go(twin, other, range(25, 28))
     assert_same(model.state_dict(), twin.state_dict())
 
 
@@ -144,12 +138,6 @@ def test_patterns_say_what_decays(name, patterns, decaying):
     assert moved == {key for key in decaying.split() if name != "muon" or not key.endswith("bias")}
 
 
-def test_the_error_of_an_optimizer_is_the_users_error():
-    with pytest.raises(UserError, match=r"optimizer thor: .*'-nrom' matches no layer") as caught:
-        built("thor", "layers=[-nrom]")
-    assert "\n" not in str(caught.value)
-
-
 def test_the_split_dimension_is_measured_where_the_recipe_says_auto():
     model, images, labels = net(), torch.randn(24, 1, 6, 6), torch.randint(3, (24,))
     before, found = copy.deepcopy(model.state_dict()), []
@@ -166,41 +154,23 @@ def test_the_split_dimension_is_measured_where_the_recipe_says_auto():
     assert_same(model.state_dict(), before)
 
 
-def some_gradients(params, step):
-    generator = torch.Generator().manual_seed(step)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator)
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_muon_takes_torchs_steps_on_matrices_and_adamws_on_the_rest(memory_format):
-    conv, still = nn.Conv2d(4, 6, 3).to(memory_format=memory_format), nn.Parameter(torch.ones(2, 2))
+def test_muon_takes_torchs_steps_on_matrices_and_adamws_on_the_rest():
+    conv, still = nn.Conv2d(4, 6, 3), nn.Parameter(torch.ones(2, 2))
     matrix, bias = (
         nn.Parameter(p.detach().flatten(1).clone()) for p in (conv.weight, conv.bias[None])
     )
     ours = MuonAdamW([*conv.parameters(), still], lr=0.02, adamw_lr=0.003)
     muon = torch.optim.Muon([matrix], lr=0.02, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW([bias], lr=0.003, weight_decay=0.0)
-    for step in range(5):
-        some_gradients(conv.parameters(), step)
+    for _ in range(5):
+        for p in conv.parameters():
+            p.grad = torch.randn_like(p)
         matrix.grad, bias.grad = conv.weight.grad.flatten(1).clone(), conv.bias.grad[None].clone()
         for optimizer in (ours, muon, adamw):
             optimizer.step()
     assert torch.equal(conv.weight.flatten(1), matrix)
     assert torch.equal(conv.bias[None], bias)
     assert torch.equal(still, torch.ones(2, 2))  # it had no gradient
-
-
-def test_schedulers_reach_both_halves_of_muon():
-    net = nn.Linear(2, 2)
-    twin = copy.deepcopy(net)
-    halved, half = MuonAdamW(net.parameters(), lr=0.2), MuonAdamW(twin.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.LambdaLR(halved, lambda step: 0.5)
-    for model, optimizer in ((net, halved), (twin, half)):
-        some_gradients(model.parameters(), 0)
-        optimizer.step()
-    assert torch.equal(net.weight, twin.weight)
-    assert torch.equal(net.bias, twin.bias)
 
 
 def test_muon_can_leave_embeddings_to_adamw():

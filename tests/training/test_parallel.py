@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from torch_thor.errors import UserError
-from torch_thor.training.parallel import Ranks, blocks, device_of, divide
+from torch_thor.training.parallel import Ranks, blocks, divide
 
 
 def train(rank, world, folder, given, name):
@@ -60,9 +60,3 @@ def test_blocks_are_the_elements_of_lists_that_share_nothing_with_the_rest():
     model = nn.Sequential(line(), line(), line())
     model[2].weight = model[0].weight
     assert names(model) == ["1"]
-
-
-@pytest.mark.parametrize("name", ["cuda:99", "abacus"])
-def test_a_device_that_is_not_there_is_refused(name):
-    with pytest.raises(UserError, match=f"device={name} cannot be used .*: try device=cpu or"):
-        device_of(name)

@@ -9,14 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from tiny import assert_same
-from torch_thor.errors import UserError
 from torch_thor.training import precision
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.loop import Observer, train
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
-from torch_thor.training.tasks.opening import open_task
 
 
 class Spoiled(noisy.Noisy):
@@ -96,14 +93,6 @@ def assert_average(run, states):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_too_many_overflows_in_a_row_are_an_error(monkeypatch):
-    monkeypatch.setattr(precision, "MOST_SKIPPED", 3)
-    assert sum(trained(steps=(1, 2, 4, 5), precision="fp16")[1].skipped) == 4  # two in a row
-    said = r"^3 consecutive steps overflowed float16, and the loss scale is \d+: lower lr"
-    with pytest.raises(UserError, match=said):
-        trained(steps=(3, 4, 5), precision="fp16")
-
-
 @pytest.mark.parametrize("name", ["sgd", "thor"])
 def test_the_average_is_the_recurrence_and_does_not_change_the_training(name):
     run, kept = trained(name, kind=noisy.Net)
@@ -114,17 +103,3 @@ def test_the_average_is_the_recurrence_and_does_not_change_the_training(name):
     # THOR's hooks stay on the network
     assert not any(module._forward_hooks for module in run.average.module.modules())
     assert_same(kept.states, trained(name, kind=noisy.Net, ema_decay=None)[1].states)
-
-
-def test_factors_of_sampled_labels_do_not_have_the_loss_scale():
-    """The loss scale is not in the sampled pass: the factors equal those in float32, rounded."""
-    words = "optimizer=thor epochs=1 batch_size=1024 device=cpu fisher=sampled split_dim=null"
-    found = {}
-    for kind in ("fp32", "bf16", "fp16"):
-        recipe = load_recipe("digits", [*words.split(" "), f"precision={kind}"])
-        run = build(recipe, "thor", open_task(recipe, torch.device("cpu"), print), Ranks())
-        train(run)
-        found[kind] = {name: layer.factors()[1] for name, layer in run.optimizer.curvature.items()}
-    for name, G in found["fp32"].items():
-        for kind in ("bf16", "fp16"):
-            assert 0 < (found[kind][name] - G).norm() < 0.05 * G.norm(), (kind, name)

@@ -1,6 +1,5 @@
 """Folders of images and CIFAR: what is listed, decoded and cropped; a mistake is one line."""
 
-import io
 import itertools
 import os
 import pathlib
@@ -73,7 +72,6 @@ def test_hidden_files_are_skipped_and_files_of_other_kinds_counted(tree):
     [
         ("rm -r val", "data.root=.* must contain train and val or train and test or ilsvrc and "),
         ("mkdir train/a train/b", "no valid file for the classes a, b.* add images .*, or remove"),
-        ("rm -r */digit */flower", "must contain a folder for each of two or more classes"),
         ("cp -r val/digit val/x", "val: the training has no class x: name the folders as in"),
     ],
 )
@@ -95,64 +93,43 @@ def test_a_training_is_known_by_the_names_of_its_files(tree, tmp_path):
     assert after == before
 
 
-def encoded(image, kind, **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-def picture():
-    return Image.fromarray(load_sample_images().images[0]).crop((100, 100, 196, 164))
-
-
-def samples():
-    """A sound file of every ordinary kind."""
-    image, exif = picture(), Image.Exif()
-    exif[0x0112] = 6  # an orientation
-    palette, transparent = image.convert("P"), image.convert("RGBA")
-    moving = {"save_all": True, "append_images": [image.rotate(180)]}
-    for kind, some, options in [
-        ("jpeg", image, {"progressive": True}), ("jpeg", image, {"exif": exif}),
-        ("jpeg", image.convert("CMYK"), {}), ("jpeg", image.convert("L"), {}),
-        ("gif", palette, moving), ("webp", image, {}), ("bmp", image, {}),
-        ("png", image, {}), ("png", palette, {"transparency": 5}), ("png", transparent, {}),
-        ("tiff", image, {"compression": "tiff_lzw"}),
-    ]:  # fmt: skip
-        yield kind, encoded(some, kind, **options)
-
-
-def test_sound_files_have_the_pixels_and_the_layout_of_torchvisions_decoder(tmp_path):
-    for number, (kind, content) in enumerate(samples()):
-        path = tmp_path / f"{number}.jpg"  # the content tells the format
-        path.write_bytes(content)
-        image = read_image(path)
-        if kind in ("tiff", "bmp"):  # unknown to torchvision
-            truth = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
-        else:  # safe for sound files
-            truth = decode_image(str(path), "RGB")
-        truth = truth[0] if truth.ndim == 4 else truth  # the first frame
-        assert image.dtype == torch.uint8
-        assert torch.equal(image, truth), (kind, number)
-        # resizing takes other paths for other layouts
-        assert image.stride() == truth.stride(), (kind, number)
-
-
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("kind", "mode"),
     [
-        (b"no image" * 20, "cannot identify image file"),
-        (encoded(picture(), "jpeg")[:1000], "truncated"),
-        (encoded(picture(), "eps"), "EPS files are not supported"),
-        (encoded(Image.new("I;16", (32, 32)), "png"), "mode I;16: convert it to 8 bits a channel"),
+        *(("jpeg", mode) for mode in ("RGB", "L", "CMYK")),
+        *(("png", mode) for mode in ("RGB", "L", "P", "RGBA")),
+        ("webp", "RGB"),
+        ("gif", "P"),
+        ("bmp", "RGB"),
+        ("tiff", "RGB"),
     ],
 )
-def test_what_cannot_be_read_is_a_reason_in_one_line(tree, content, said):
+def test_files_have_the_pixels_of_torchvisions_decoder(tmp_path, kind, mode):
+    path = tmp_path / "image.jpg"  # the content tells the format
+    picture = Image.fromarray(load_sample_images().images[0]).crop((100, 100, 196, 164))
+    picture.convert(mode).save(path, kind)
+    if kind in ("bmp", "tiff"):  # unknown to torchvision
+        truth = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
+    else:
+        truth = decode_image(str(path), "RGB")
+    assert torch.equal(read_image(path), truth)
+
+
+def test_an_unreadable_file_is_a_reason_in_one_line(tree):
     path = tree / "train/china/china_0.JPEG"
-    path.write_bytes(content)
-    reason = opened(tree)[0][0, 0]
-    assert reason.startswith(f"{path} cannot be read (")
-    assert said in reason
-    assert "\n" not in reason
+    whole = path.read_bytes()
+    Image.new("I;16", (32, 32)).save(path, "png")
+    deep = path.read_bytes()
+    for content, said in (
+        (b"no image" * 20, "cannot identify image file"),
+        (whole[:1000], "truncated"),
+        (deep, "mode I;16: convert it to 8 bits a channel"),
+    ):
+        path.write_bytes(content)
+        reason = opened(tree)[0][0, 0]
+        assert reason.startswith(f"{path} cannot be read (")
+        assert said in reason
+        assert "\n" not in reason
 
 
 def photograph():
@@ -232,13 +209,3 @@ def test_cifar_is_what_its_files_hold(tmp_path, monkeypatch, kind, classes, key)
         assert (found.labels.tolist(), found.classes) == (labels, names)
     # evaluated as they are
     assert all(torch.equal(found[0, index][0], image) for index, image in enumerate(parts[-1][0]))
-
-
-def test_a_place_without_cifar_makes_no_folder(tmp_path):
-    for root, said in (
-        (tmp_path / "wrong", r"data.root=.*wrong is not a folder: correct it"),
-        (tmp_path, r"cifar10 is missing or .*Dataset not found or corrupted.*check the network"),
-    ):
-        with pytest.raises(UserError, match=said):
-            open_images(Data(name="cifar10", root=str(root), download=False), 0)
-    assert not list(tmp_path.iterdir())

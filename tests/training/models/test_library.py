@@ -1,4 +1,4 @@
-"""Networks by name: their library, and whether they take the images; nothing is fetched."""
+"""Networks by name: their library and sizes, and whether they take the images."""
 
 import copy
 import sys
@@ -10,6 +10,7 @@ from torch import nn
 from tiny import assert_same
 from torch_thor.errors import UserError
 from torch_thor.training.models.library import build_model, check_fits
+from torch_thor.training.models.small import CharTransformer
 
 
 @pytest.fixture(autouse=True)
@@ -18,15 +19,6 @@ def no_download(monkeypatch):
         raise OSError("pretrained weights were asked for")
 
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", refuse)
-
-
-def test_resnet50_is_version_1_5_with_any_number_of_outputs():
-    model = build_model("torchvision:resnet50", 3, 1001)
-    block = model.layer2[0]
-    # in version 1.0 the first convolution has the stride
-    assert (block.conv1.stride, block.conv2.stride) == ((1, 1), (2, 2))
-    # the weights for 1000 outputs, and for one output more
-    assert sum(p.numel() for p in model.parameters()) == 25_557_032 + 2049
 
 
 def test_a_prefix_chooses_the_library_and_timm_takes_any_number_of_channels():
@@ -89,3 +81,22 @@ def test_a_network_that_does_not_fit_is_one_line(shape, classes, said):
     with pytest.raises(UserError, match=said) as caught:
         check_fits("mine", plain(), shape, classes)
     assert "\n" not in str(caught.value)
+
+
+def test_the_size_of_the_small_residual_network_by_hand():
+    # the stem, three blocks of two convolutions and two projections, norms (2 a channel), head
+    blocks = 9 * (2 * 256 + 512 + 1024 + 2048 + 4096) + 512 + 2048
+    weights = 144 + blocks + 2 * (16 * 3 + 96 + 192) + 650
+    model = build_model("small-resnet", 1, 10)
+    assert sum(parameter.numel() for parameter in model.parameters()) == weights
+
+
+def test_the_character_model_sees_no_character_to_come():
+    model = CharTransformer(128, 64).eval()
+    x = torch.randint(128, (2, 64))
+    other = x.clone()
+    other[:, 20:] = (other[:, 20:] + 1) % 128
+    before, after = model(x), model(other)
+    assert torch.allclose(before[:, :20], after[:, :20], atol=1e-6)
+    assert not torch.allclose(before[:, 20:], after[:, 20:], atol=1e-2)
+    assert model(x[:, :10]).shape == (2, 10, 128)

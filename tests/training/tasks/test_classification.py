@@ -89,7 +89,7 @@ def test_a_folder_gives_the_same_batches_for_any_number_of_workers_and_processes
     assert names == {"china_2.JPEG", "flower_2.JPEG"}  # of the broken images
 
 
-def test_a_broken_image_does_not_count_in_an_evaluation_and_too_many_are_an_error(folder, tmp_path):
+def test_broken_images_do_not_count_and_too_many_are_an_error(folder, tmp_path):
     (tmp_path / "val/digit/digit_7.JPEG").write_bytes(b"no image")
     task = opened(print, **{**folder(), "batch_size": 3})
     assert [len(labels) for (_, labels), _ in task.held_out(Ranks())] == [3, 2, 3]

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import unicodedata
 from io import StringIO
 from pathlib import Path
 
@@ -14,14 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from tokenizers import trainers
 
 from articles import paragraphs, plain, write_articles
 from torch_thor.errors import UserError
 from torch_thor.training.text import corpus as corpora
-from torch_thor.training.text import prepare, wordpiece
+from torch_thor.training.text import prepare
 from torch_thor.training.text.corpus import HELD_OUT, TRAIN, spans
-from torch_thor.training.text.wordpiece import SPECIAL, load_tokenizer, train_tokenizer
+from torch_thor.training.text.wordpiece import SPECIAL, load_tokenizer, normalizer
 
 SETTINGS = {"vocab_size": 300, "lengths": [32, 128], "held_out": 0.1}
 FILES = (TRAIN, HELD_OUT, "tokenizer.json")
@@ -127,13 +127,6 @@ def test_a_mistake_is_refused_before_anything_is_read(tmp_path, monkeypatch, cha
     assert not Path("out").exists()
 
 
-def test_a_corpus_that_is_too_small_is_refused(tmp_path):
-    text = "Two documents that are the same text."
-    (tmp_path / "small.jsonl").write_text("\n".join([json.dumps({"text": text})] * 2))
-    with pytest.raises(UserError, match=r"^1 different documents have prose.* two or more"):
-        run(tmp_path / "small", tmp_path / "small.jsonl")
-
-
 PROSE = "The first one has more than\nfive words. It ends.\n\nHeading\n\nThe second has so, too.\n"
 FOUND = ["The first one has more than five words.", "It ends.", "The second has so, too."]
 
@@ -215,13 +208,46 @@ def test_every_sentence_is_in_an_example_and_only_the_last_may_be_short(lengths,
     assert len(lengths) == 1 or all(last - first > 1 for first, last in found)
 
 
-def test_a_tokenizer_is_trained_as_by_the_library_for_any_order_of_the_text():
-    text = [plain(number) for number in range(30)]
-    alphabet = sorted({letter for line in text for letter in line.lower()} - {" "})
-    fixed = [*SPECIAL, *alphabet, *(f"##{letter}" for letter in alphabet)]
-    by_text = wordpiece.new_tokenizer(wordpiece.normalizer(True))
-    trainer = trainers.WordPieceTrainer(vocab_size=150, special_tokens=fixed)
-    by_text.train_from_iterator(text, trainer)
-    for own in (text, text[::-1]):
-        found = train_tokenizer(lambda own=own: own, 150, True)
-        assert found.get_vocab() == by_text.get_vocab()
+TEXTS = {
+    "ja": "東京は日本の首都です。がぎぐげごの音はとても大切だと先生が言いました。",
+    "th": "ประเทศไทยมีกรุงเทพมหานครเป็นเมืองหลวงที่ใหญ่ที่สุดและมีประชากรมากที่สุดของประเทศ" * 2,
+    "ar": "القاهرة هي عاصمة جمهورية مصر العربية. يتكلم الناس فيها اللُّغَةَ العربية.",
+    "vi": "Việt Nam là một quốc gia ở Đông Nam Á. Thủ đô của nước này là Hà Nội.",
+}
+TEXTS["en"] = "\n\n".join([*TEXTS.values(), "London is the capital of England, and is large."])
+
+
+def letters(text):
+    """The text without spaces, which tokenizers for BERT do not keep."""
+    return "".join(unicodedata.normalize("NFC", text).split())
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("language", TEXTS)
+def test_encoded_text_of_any_language_is_decoded(tmp_path, language, form):
+    """Cased, so that accents stay; in decomposed Unicode (NFD, as of macOS) too."""
+    text = unicodedata.normalize(form, TEXTS[language])
+    for n, content in enumerate((text, f"{text}\n\n{text}")):
+        (tmp_path / f"{n}.txt").write_text(content)
+    out = tmp_path / "corpus"
+    run(out, tmp_path, vocab_size=1000, lengths=[32], language=language, lowercase=False)
+    tokenizer = load_tokenizer(out / "tokenizer.json")
+    [row] = rows(out)
+    assert letters(tokenizer.decode(row["tokens"])) in (letters(text), letters(text) * 2)
+    assert tokenizer.token_to_id("[UNK]") not in row["tokens"]
+
+
+def test_lines_end_sentences_where_there_are_neither_spaces_nor_full_stops(tmp_path):
+    lines = ["กรุงเทพมหานครเป็นเมืองหลวงของประเทศ", "เชียงใหม่เป็นเมืองทางภาคเหนือของประเทศ"]
+    for n, own in enumerate((lines, lines[::-1])):
+        (tmp_path / f"{n}.txt").write_text("\n".join(own))
+    manifest, _ = run(tmp_path / "corpus", tmp_path, lengths=[32])
+    assert manifest["totals"][TRAIN]["sentences"] == 2
+
+
+def test_accents_are_stripped_in_latin_greek_and_cyrillic_only():
+    lower, cased = normalizer(True), normalizer(False)
+    assert lower.normalize_str("Café Ǘ Ἀθήνᾳ ЙОЖ ÅNGSTRÖM") == "cafe u αθηνα иож angstrom"
+    for text in ("がぎ", "हिन्दी", "ที่", "اللُّغَةَ", "நாய்", "한국어"):
+        assert lower.normalize_str(text) == text
+    assert cased.normalize_str(unicodedata.normalize("NFD", "Café がぎ")) == "Café がぎ"
