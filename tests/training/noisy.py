@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class Quiet(nn.Module):
-    """Without what differs between processes."""
+    """Without batch statistics and dropout, which differ between processes."""
 
     def __init__(self):
         super().__init__()
@@ -118,12 +118,12 @@ def go(folder, given, name, ranks=None, *, stop_at=None, resume=False, task=None
     ranks, task = ranks or Ranks(), task or Noisy()
     run = build(given, name, task, ranks, resumed=resume)
     if resume:
-        torch.manual_seed(999)  # another process: nothing of the first one's random numbers is left
+        torch.manual_seed(999)  # as in a new process, with other random numbers
         checkpoint.newest(folder, print).restore(run)
     noted = Losses(stop_at)
     with suppress(StoppedError):
         train(run, [noted, Saver(folder, lambda: run.step)], stops=noted.stops)
-    # an evaluation that follows the step in which it is asked does not wait for the next one
+    # a stop is noticed in the next step, or in an evaluation before it
     assert run.step == given.steps if stop_at is None else stop_at - run.step in (0, 1)
     return noted.seen, state(run)
 

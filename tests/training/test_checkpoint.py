@@ -25,7 +25,7 @@ WAYS = {"one": (1, "ddp"), "ddp": (2, "ddp"), "fsdp": (2, "fsdp"), "hsdp": (4, "
 
 @pytest.fixture
 def on(pool, tmp_path):
-    """Run `go` as one of WAYS; gives the result of each rank."""
+    """Run `go` in one of the WAYS; gives the result of each rank."""
 
     def start(way, folder, given, name, **options):
         world, parallel = WAYS[way]
@@ -51,7 +51,7 @@ def _go(rank, world, folder, given, name, options):
 )
 def test_resumed_equals_never_stopped_bit_for_bit(on, tmp_path, way, name):
     whole = on(way, tmp_path / "whole", {}, name)
-    for stop_at in (1, 4, 7):  # the first step, a refresh; none is that of an evaluation
+    for stop_at in (1, 4, 7):  # the first step, a refresh, neither; none is an evaluation
         cut = on(way, tmp_path / f"cut{stop_at}", {}, name, stop_at=stop_at)
         rest = on(way, tmp_path / f"cut{stop_at}", {}, name, resume=True)
         for (seen, end), (before, _), (after, found) in zip(whole, cut, rest, strict=True):

@@ -1,4 +1,4 @@
-"""The folder of a run: what is refused, what a resumed run continues, what an evaluation finds."""
+"""The folder of a run: refusals, resumed runs, and the checkpoints that an evaluation finds."""
 
 import io
 
@@ -33,16 +33,9 @@ def run(tmp_path):
     return folder
 
 
-def changed(**given):
-    return RECIPE.model_copy(update=given)
-
-
 def test_changes_of_a_run_are_refused(run):
     with pytest.raises(UserError, match=r"other settings \(epochs: 2 -> 1; seed: 3 -> 4\): resume"):
         run.continued(["seed=4", "epochs=1"])
-    run.recipe.write_text(run.recipe.read_text().replace("seed: 3\n", "seed: 2\n"))
-    with pytest.raises(UserError, match=r"other settings \(seed: 3 -> 2\)"):
-        run.continued([])
 
 
 def test_a_users_own_files_in_the_folder_stay(tmp_path):
@@ -50,8 +43,6 @@ def test_a_users_own_files_in_the_folder_stay(tmp_path):
     for overwrite in (False, True):
         run_recipe(RECIPE, RunFolder(tmp_path), SILENT, overwrite=overwrite)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
-    with pytest.raises(UserError, match=r"there is no run in .* to resume: leave --resume out"):
-        RunFolder(tmp_path / "new").continued([])
 
 
 def test_resume_lengthens_and_overwrite_begins_anew(run, tmp_path):
@@ -61,7 +52,8 @@ def test_resume_lengthens_and_overwrite_begins_anew(run, tmp_path):
     found, expected = (newest(each.checkpoints("sgd"), pytest.fail) for each in (run, whole))
     assert found.step == 15
     assert_same(found.weights(), expected.weights())
-    run_recipe(changed(schedule=Schedule(kind="cosine")), run, SILENT, overwrite=True)
+    cosine = RECIPE.model_copy(update={"schedule": Schedule(kind="cosine")})
+    run_recipe(cosine, run, SILENT, overwrite=True)
     assert newest(run.checkpoints("sgd"), pytest.fail).step == 10
     with pytest.raises(UserError, match=r"epochs: 2 -> 3\): .* if no schedule ends with"):
         run.continued(["epochs=3"])

@@ -116,7 +116,7 @@ def shown(folder, run, first=1, last=9, **options):
 
 
 def test_lines_and_a_bar_in_a_terminal(tmp_path):
-    # a line is a line however narrow the console
+    # no line is wrapped in a narrow console
     assert shown(tmp_path, new_run(log_interval=3), width=40).splitlines() == [
         "mine: step 3 of 9, epoch 1, loss 2, lr 0.03333, damping 0.03, images per second 21.82, "
         "step ms 25, refresh step ms 500, waiting for data 0.25, skipped steps 1, stopped layers 0",
@@ -127,7 +127,6 @@ def test_lines_and_a_bar_in_a_terminal(tmp_path):
         "step ms 80, waiting for data 0.25, stopped layers 0",
         "mine: step 9 of 9, epoch 3, 1.5 s, held-out loss inf, accuracy 75.00%",
     ]
-    # a terminal has a bar below the lines
     said = shown(tmp_path, new_run(log_interval=3), last=5, width=120, force_terminal=True)
     assert "5/9" in said[said.index("mine: step 3 of 9, epoch 1, loss 2") :]
 

@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +18,6 @@ from torch_thor.training.parallel import Ranks
 from torch_thor.training.recipe_model import Recipe
 from torch_thor.training.run import build
 from torch_thor.training.tasks.task import Loss, Metric, Terms
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # where the pool of processes is
-
-from ranks import Ranks as Pool
 
 COUNTS = torch.tensor([5, 1, 0, 3, 2, 4])  # rows that are no padding, of the five of each sample
 CUTS = {1: (0, 6), 2: (0, 2, 6)}  # where batches are cut, by the number of processes
@@ -45,7 +39,7 @@ class Padded:
     )
 
     def __init__(self, junk=0.0, spoiled=None):
-        self.junk, self.spoiled, self.read, self.passes = junk, spoiled, -1, 0
+        self.junk, self.spoiled, self.read = junk, spoiled, -1
 
     def model(self):
         return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
@@ -72,7 +66,6 @@ class Padded:
         return Terms(int(batch["truth"][1].sum()), batch["truth"][1])
 
     def each(self, scores, batch):
-        self.passes += 1
         labels, counts = batch["truth"]
         losses = F.cross_entropy(scores.movedim(-1, 1), labels, reduction="none")
         return losses.where(counts, 0.0).sum()
@@ -87,7 +80,7 @@ class Padded:
 
 
 def started(name="sgd", task=None, ranks=None, *, settings=None, **given):
-    """A run of the task with one of OPTIMIZERS, before its first step."""
+    """A run of the task with an optimizer by name, before its first step."""
     own = {"epochs": 2, "batch_size": 6, "seed": 5, "device": "cpu", "schedule": {"kind": "linear"}}
     own |= {"optimizer": [name], "optimizers": {name: OPTIMIZERS[name] | (settings or {})}}
     recipe = Recipe.model_validate(own | given)
@@ -95,7 +88,7 @@ def started(name="sgd", task=None, ranks=None, *, settings=None, **given):
 
 
 class Diary(Observer):
-    """Writes down what happens, and raises where it is told to."""
+    """Writes a line for each call, and raises at the line `error`."""
 
     def __init__(self, error=None):
         self.lines, self.error = [], error
@@ -130,13 +123,6 @@ def result(*given, **options):
         "loss": [point.loss for point in record.points],
         "terms": [point.terms for point in record.points],
     }
-
-
-@pytest.fixture(scope="module")
-def pool():
-    ranks = Pool(most=2)
-    yield ranks
-    ranks.close()
 
 
 def on_rank(rank, world, name, given):
@@ -197,7 +183,7 @@ def test_observers_see_everything_in_order_and_are_closed():
     train(run, [diary])
     found = ", ".join(diary.lines)
     assert found == "step 1, end 1, step 2, eval 2, end 2, step 3, eval 3, end 3, close"
-    assert run.task.read == 2  # not one more than the last step needs
+    assert run.task.read == 2  # no batch after the last step
     for error in ("step 2", "eval 2", "end 2", "close"):
         both = [Diary(error), Diary()]
         with pytest.raises(UserError, match=f"at {error}"):
@@ -226,7 +212,6 @@ def test_when_a_training_evaluates_and_ends(monkeypatch, given, steps):
     assert [score.step for score in record.scores] == steps
     # NaN is worse than any number
     assert steps != [1, 2, 3] or (run.best.step, run.best.value("loss")) == (3, 1.5)
-    train(run)  # a run that is done takes no step
     assert (run.step, run.done) == (steps[-1], True)
 
 

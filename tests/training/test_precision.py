@@ -13,24 +13,24 @@ from torch_thor.training import precision
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.loop import Observer, train
 from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipes import load_recipe
 from torch_thor.training.run import build
+from torch_thor.training.tasks.opening import open_task
 
 
 class Spoiled(noisy.Noisy):
     """Noisy in float32; the rows of some steps overflow float16."""
-
-    steps, factor = (), 1e6
 
     def model(self):
         return self.kind()
 
     def batch(self, seed, part):
         rows, labels = super().batch(seed, part)
-        return (rows * (self.factor if seed + 1 in self.steps else 1)).float(), labels
+        return (rows * (1e6 if seed + 1 in self.steps else 1)).float(), labels
 
 
 class Kept(Observer):
-    """Copies of the weights before and after each step, and which were skipped or refreshed."""
+    """Copies of the weights before and after each step, and whether it was skipped or refreshed."""
 
     def __init__(self, run):
         self.states, self.skipped, self.decided = [copy.deepcopy(run.model.state_dict())], [], []
@@ -41,9 +41,9 @@ class Kept(Observer):
         self.decided.append(bool(point.events))
 
 
-def trained(name="sgd", kind=noisy.Quiet, steps=(), factor=1e6, **given):
+def trained(name="sgd", kind=noisy.Quiet, steps=(), **given):
     task = Spoiled(kind)
-    task.steps, task.factor = steps, factor
+    task.steps = steps
     recipe = noisy.recipe(optimizers={"sgd": {"lr": 0.1}, "thor": noisy.SETTINGS}, **given)
     run = build(recipe, name, task, Ranks())
     train(run, [kept := Kept(run)])
@@ -103,3 +103,16 @@ def test_the_average_is_the_recurrence_and_does_not_change_the_training(name):
     # THOR's hooks stay on the network
     assert not any(module._forward_hooks for module in run.average.module.modules())
     assert_same(kept.states, trained(name, kind=noisy.Net, ema_decay=None)[1].states)
+
+
+def test_factors_of_sampled_labels_do_not_have_the_loss_scale():
+    words = "optimizer=thor epochs=1 batch_size=1024 device=cpu fisher=sampled split_dim=null"
+    found = {}
+    for kind in ("fp32", "bf16", "fp16"):
+        recipe = load_recipe("digits", [*words.split(" "), f"precision={kind}"])
+        run = build(recipe, "thor", open_task(recipe, torch.device("cpu"), print), Ranks())
+        train(run)
+        found[kind] = {name: layer.factors()[1] for name, layer in run.optimizer.curvature.items()}
+    for name, G in found["fp32"].items():
+        for kind in ("bf16", "fp16"):
+            assert 0 < (found[kind][name] - G).norm() < 0.05 * G.norm(), (kind, name)

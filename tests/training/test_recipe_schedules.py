@@ -89,18 +89,15 @@ def test_a_phase_follows_the_schedule_of_the_training_or_its_own():
 
 
 @pytest.mark.parametrize(
-    ("key", "keys", "said"),
+    ("keys", "said"),
     [
-        ("schedule", {"kind": "thor-lr", "horizon_epochs": 3.9},
-         "horizon_epochs=3.9 is shorter than the training (40 steps), and thor-lr"),
-        ("schedule", {"warmup_epochs": 4.5},
-         "warmup_epochs=4.5 is longer than the training (40 steps): shorten"),
+        ({"kind": "thor-lr", "horizon_epochs": 3.9}, "horizon_epochs=3.9 is shorter than the tr"),
+        ({"warmup_epochs": 4.5}, "warmup_epochs=4.5 is longer than the training .40 steps.: sho"),
     ],
-)  # fmt: skip
-def test_schedules_that_do_not_fit_are_refused(key, keys, said):
-    with pytest.raises(UserError) as caught:
-        check(sgd(damping=0.03), Recipe(epochs=4, **{key: keys}), 10)
-    assert str(caught.value).startswith(f"{key}.{said}")
+)
+def test_schedules_that_do_not_fit_are_refused(keys, said):
+    with pytest.raises(UserError, match=said):
+        check(sgd(), Recipe(epochs=4, schedule=keys), 10)
 
 
 EPOCH = 5004  # steps with 256 images of ImageNet, as the reference counts them

@@ -1,8 +1,7 @@
-"""Folders of images and CIFAR: what is listed, decoded and cropped; a mistake is one line."""
+"""Folders of images and CIFAR: files, labels, pixels and crops; a mistake is one line."""
 
 import itertools
 import os
-import pathlib
 import pickle
 import shutil
 import subprocess
@@ -24,7 +23,6 @@ from torch_thor.training.data.images import collate, normalised, open_images, re
 from torch_thor.training.recipe_model import Data, Transform
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
-SMALL = Transform(size=24, resize=28)
 
 
 @pytest.fixture
@@ -138,7 +136,7 @@ def photograph():
 
 @pytest.fixture
 def cropped(tree, monkeypatch):
-    """Training and evaluation images, of which all are one photograph."""
+    """Training and evaluation images, all of the same photograph."""
     monkeypatch.setattr("torch_thor.training.data.images.read_image", lambda _: photograph())
 
     def images(options, seed=5):
@@ -175,10 +173,10 @@ def test_batches_are_normalised_and_channels_last():
     images = torch.randint(0, 256, (2, 3, 5, 4), dtype=torch.uint8)
     batch, labels = collate([(images[0], torch.tensor(4)), (images[1], torch.tensor(2))])
     assert labels.tolist() == [4, 2]
-    result = normalised(batch, SMALL)
+    result, options = normalised(batch, Transform()), Transform()
     assert result.dtype == torch.float32
     assert result.is_contiguous(memory_format=torch.channels_last)
-    mean, std = (torch.tensor(v).double().view(3, 1, 1) for v in (SMALL.mean, SMALL.std))
+    mean, std = (torch.tensor(v).double().view(3, 1, 1) for v in (options.mean, options.std))
     expected = (images.double() / 255 - mean) / std
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-6)
 
@@ -190,10 +188,7 @@ def test_cifar_is_what_its_files_hold(tmp_path, monkeypatch, kind, classes, key)
     def dump(name, content):
         (tmp_path / kind.base_folder / name).write_bytes(pickle.dumps(content))
 
-    def exists(path, _):
-        return pathlib.Path(path).exists()
-
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", exists)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
     (tmp_path / kind.base_folder).mkdir()
     names, parts = [f"class {number}" for number in range(classes)], []
     dump(kind.meta["filename"], {kind.meta["key"]: names})

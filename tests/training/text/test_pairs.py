@@ -124,9 +124,9 @@ def test_the_second_segment_follows_the_first_or_is_of_another_document(corpus):
 
 
 def test_lengths_do_not_tell_random_pairs_from_others(corpus):
-    sizes = {0: [], 1: []}
-    for example in examples(PairMaker(corpus), 8):
-        first, second = map(len, segments(PairMaker(corpus), example))
+    maker, sizes = PairMaker(corpus), {0: [], 1: []}
+    for example in examples(maker, 8):
+        first, second = map(len, segments(maker, example))
         sizes[int(example["next_sentence_label"])].append((first, second, first + second))
     for follows, random in zip(*(np.array(own).T for own in sizes.values()), strict=True):
         assert min(len(follows), len(random)) > 200
@@ -144,7 +144,7 @@ def test_single_runs_of_sentences(corpus):
         found = restored(example)[1:-1].tolist()
         assert len(found) == LENGTH - 2
         begins.add(next(n for n in range(len(own)) if own[n : n + len(found)] == found))
-    # what is cut off changes, so that all is seen in time
+    # the part that is cut off changes, so that every sentence is seen in time
     assert {0, len(own) - len(found)} <= begins
 
 

@@ -1,4 +1,4 @@
-"""Preparing a corpus: what is read of each format, and the same files however they are made."""
+"""Preparing a corpus: all formats and languages, and the same files for any number of workers."""
 
 import bz2
 import gzip
