@@ -17,7 +17,7 @@ from torch_thor.training.run import build
 from torch_thor.training.tasks.task import Loss, Metric, Terms
 
 STEPS, PER_EPOCH = 12, 5
-CUTS = {1: (0, 12), 2: (0, 4, 12), 4: (0, 2, 5, 8, 12)}  # of a batch, by the number of processes
+CUTS = {1: (0, 12), 2: (0, 4, 12), 4: (0, 2, 5, 8, 12)}  # cuts of batches, by process count
 MUON = {"update_interval": 4, "factor_decay": 0.5, "lr": 0.01, "split_dim": 4}
 SETTINGS = {**MUON, "trace_thresholds": (0.05, 0.001)}
 OPTIMIZERS = {"thor": SETTINGS, "thor-muon": MUON, "sgd": {"momentum": 0.0}}
@@ -106,7 +106,7 @@ class Losses(Observer):
 
     def step(self, run, point):
         self.seen.append((point.step, point.loss))
-        if point.step + 1 == self.stop_at:  # it is noticed in the next step
+        if point.step + 1 == self.stop_at:  # the next step notices it
             self.stops.append(15)
 
     def evaluation(self, run, score):

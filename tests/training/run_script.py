@@ -1,5 +1,4 @@
-"""Trains the task of noisy.py as a command would, and does something at a moment: python
-run_script.py PLAN OUT WORDS.
+"""Train the task of noisy.py as a command would: `python run_script.py PLAN OUT WORDS`.
 
 PLAN has a part for each start under `torchrun`, separated by commas: `1:step:5:SIGKILL` sends rank
 1 this signal before the optimizer's step 5, `0:writing:6:SIGKILL` before the manifest of a

@@ -145,7 +145,7 @@ def test_the_split_dimension_is_measured_where_the_recipe_says_auto():
     def sample():
         return measured_split_dim(model, lambda m: functional.cross_entropy(m(images), labels))
 
-    for size in (16, 64):  # up to which an inversion takes no time
+    for size in (16, 64):  # up to this size, inversions take no time
         with fake_times(lambda _, dims, size=size, **__: [1e-3 + 100 * (n > size) for n in dims]):
             optimizer = build_optimizer("thor", model, {"split_dim": "auto"}, sample=sample)
         found.append(optimizer.param_groups[0]["split_dim"])

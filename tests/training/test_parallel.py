@@ -31,11 +31,11 @@ def test_equals_one_process(pool, tmp_path, world, way, name):
         given = {"optimizers": {"thor": thor, "sgd": {"lr": 0.05}}, **more}
         seen, (weights, _) = train(0, 1, tmp_path / "one", given, name)
         found = pool.run(world, tmp_path, train, tmp_path / "many", {**given, **way}, name)
-        # all know the losses and metrics, to the last bit
+        # all processes have the same losses and metrics, to the last bit
         assert all(other[0] == found[0][0] for other in found)
         torch.testing.assert_close(found[0][0], seen)
         torch.testing.assert_close(found[0][1][0], weights)
-        # whole on the first process only
+        # only the first process has the whole weights
         assert not any(other[1][0]["model.safetensors"] for other in found[1:])
 
 

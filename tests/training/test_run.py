@@ -1,4 +1,4 @@
-"""Runs that are killed or stopped by a signal and started again end as a run that never was."""
+"""Runs that are killed or stopped and started again end as a run that was never stopped."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""The final table, the comparison, `summary.json` and the curves, of hand-made metrics files."""
+"""The final table, the comparison, `summary.json` and the curves, from metrics files by hand."""
 
 import io
 import json

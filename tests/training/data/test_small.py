@@ -1,4 +1,4 @@
-"""The small data sets: the split is a split, the files are read right."""
+"""The small data sets: their splits, and the contents of their files."""
 
 import gzip
 import struct

@@ -201,7 +201,7 @@ def test_activation_checkpointing_changes_no_bit_and_computes_twice(words):
 
 @pytest.mark.slow
 def test_compiled_equals_eager_in_both_phases(words, monkeypatch):
-    """With torch's compiler but for the code that it writes in the end, which takes minutes."""
+    """With torch's compiler except its generation of code, which takes minutes."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     compiled, eager = (
         [point.loss for point in trained(words, PHASES, f"compile={word}", still=True)[1].points]
