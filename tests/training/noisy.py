@@ -17,7 +17,7 @@ from torch_thor.training.run import build
 from torch_thor.training.tasks.task import Loss, Metric, Terms
 
 STEPS, PER_EPOCH = 12, 5
-CUTS = {1: (0, 12), 2: (0, 4, 12), 4: (0, 2, 5, 8, 12)}  # of a batch, by the number of processes
+CUTS = {1: (0, 12), 2: (0, 4, 12), 4: (0, 2, 5, 8, 12)}  # cuts of batches, by process count
 MUON = {"update_interval": 4, "factor_decay": 0.5, "lr": 0.01, "split_dim": 4}
 SETTINGS = {**MUON, "trace_thresholds": (0.05, 0.001)}
 OPTIMIZERS = {"thor": SETTINGS, "thor-muon": MUON, "sgd": {"momentum": 0.0}}
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class Quiet(nn.Module):
-    """Without what differs between processes."""
+    """Without batch statistics and dropout, which differ between processes."""
 
     def __init__(self):
         super().__init__()
@@ -47,18 +47,6 @@ class Quiet(nn.Module):
 
     def forward(self, rows):
         return self.layers(rows)
-
-
-class Tied(Quiet):
-    """Two of whose layers share a weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.again = nn.Linear(6, 8)
-        self.again.weight = self.layers[0].weight
-
-    def forward(self, rows):
-        return self.layers(rows) + self.again(rows)[:, :3]
 
 
 class Noisy:
@@ -118,7 +106,7 @@ class Losses(Observer):
 
     def step(self, run, point):
         self.seen.append((point.step, point.loss))
-        if point.step + 1 == self.stop_at:  # it is noticed in the next step
+        if point.step + 1 == self.stop_at:  # the next step notices it
             self.stops.append(15)
 
     def evaluation(self, run, score):
@@ -130,12 +118,12 @@ def go(folder, given, name, ranks=None, *, stop_at=None, resume=False, task=None
     ranks, task = ranks or Ranks(), task or Noisy()
     run = build(given, name, task, ranks, resumed=resume)
     if resume:
-        torch.manual_seed(999)  # another process: nothing of the first one's random numbers is left
+        torch.manual_seed(999)  # as in a new process, with other random numbers
         checkpoint.newest(folder, print).restore(run)
     noted = Losses(stop_at)
     with suppress(StoppedError):
         train(run, [noted, Saver(folder, lambda: run.step)], stops=noted.stops)
-    # an evaluation that follows the step in which it is asked does not wait for the next one
+    # a stop is noticed in the next step, or in an evaluation before it
     assert run.step == given.steps if stop_at is None else stop_at - run.step in (0, 1)
     return noted.seen, state(run)
 

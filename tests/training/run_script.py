@@ -1,5 +1,4 @@
-"""Trains the task of noisy.py as a command would, and does something at a moment: python
-run_script.py PLAN OUT WORDS.
+"""Train the task of noisy.py as a command would: `python run_script.py PLAN OUT WORDS`.
 
 PLAN has a part for each start under `torchrun`, separated by commas: `1:step:5:SIGKILL` sends rank
 1 this signal before the optimizer's step 5, `0:writing:6:SIGKILL` before the manifest of a
@@ -30,7 +29,7 @@ def main(plan, out, *words):
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     parts = [part.split(":") for part in plan.split(",")]
     rank, *planned, action = parts[start] if start < len(parts) else ("", "", "", "")
-    now = [0]  # the step that is being taken, or the latest one
+    now = [0]  # the present step, or the latest step
 
     def at(moment, number):
         if (os.environ.get("RANK", "0"), moment, str(number)) == (rank, *planned):
@@ -52,9 +51,9 @@ def main(plan, out, *words):
     before(RunFolder, "begin", "claim")
     begin = loop.train
 
-    def train(one, *given, **options):
-        now[0] = one.step
-        begin(one, *given, **options)
+    def train(trained, *given, **options):
+        now[0] = trained.step
+        begin(trained, *given, **options)
 
     run.train, run.open_task = train, lambda *_, **options: noisy.Noisy()
     recipe = noisy.recipe(name="noisy", optimizer=("thor", "sgd"))

@@ -36,8 +36,7 @@ def trains(recipe, steps):
     return run.score.metrics, said
 
 
-# of a tiny network the embeddings are the most
-# of a tiny network the embeddings are the most
+# the embeddings are most of a tiny network
 @pytest.mark.filterwarnings("ignore:.* preconditions")
 def test_every_recipe_of_bert_trains(tmp_path, monkeypatch):
     for size in bert.BERTS:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from torch_thor.errors import UserError
 from torch_thor.training.checkpoint import find_checkpoints, load_weights
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.recipes import load_recipe
@@ -56,8 +55,3 @@ def test_transformers_reads_what_was_trained(run, tmp_path, averaged):
     assert tokenizer.mask_token_id in tokenizer("It is not a [MASK].")["input_ids"]
     decoded = tokenizer.decode(batch["input_ids"][0])
     assert decoded.startswith("[CLS] the sequence of statements. [SEP] an object")
-
-
-def test_a_folder_that_is_there_is_not_written_to(run, tmp_path):
-    with pytest.raises(UserError, match=f"{tmp_path} exists: give another folder"):
-        export(run[0] / "thor", tmp_path, pytest.fail)

@@ -1,36 +1,118 @@
-"""The loop for any task: what is one batch, the order of things, and what ends a training."""
+"""The loop for any task: parts of a batch, the order of things, and the end of a training."""
 
 import copy
-import gc
-import sys
-import tracemalloc
-from functools import partial
-from itertools import pairwise
-from pathlib import Path
+import itertools
 
 import pytest
 import torch
-from padded import OPTIMIZERS, Diary, Padded, started
-from rich.console import Console
-from torch import distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from tiny import assert_same
 from torch_thor import THOR
 from torch_thor.errors import DivergedError, UserError
 from torch_thor.training import loop
 from torch_thor.training.evaluation import evaluate
-from torch_thor.training.log import Metrics, Progress
-from torch_thor.training.loop import Record, split, train
+from torch_thor.training.loop import Observer, Record, split, train
 from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe_model import Recipe
+from torch_thor.training.run import build
+from torch_thor.training.tasks.task import Loss, Metric, Terms
 
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # where the pool of processes is
+COUNTS = torch.tensor([5, 1, 0, 3, 2, 4])  # rows that are no padding, of the five of each sample
+CUTS = {1: (0, 6), 2: (0, 2, 6)}  # where batches are cut, by the number of processes
+MUON = {"lr": 0.05, "damping": 0.1, "update_interval": 2, "factor_decay": 0.5}
+OPTIMIZERS = {
+    "sgd": {"lr": 0.3},
+    "thor": {**MUON, "trace_thresholds": (0.0, 0.0)},
+    "thor-muon": MUON,
+}
 
-from ranks import Ranks as Pool
+
+class Padded:
+    """Sequences of labelled rows and of padding, which is `junk`; a step may be spoiled by NaN."""
+
+    unit, steps_per_epoch, data = "rows", 4, {"samples": 24}
+    metrics = (
+        Metric("loss", "loss", "loss", False, primary=True),
+        Metric("double", "double", "double", False, derived=lambda means: 2 * means["loss"]),
+    )
+
+    def __init__(self, junk=0.0, spoiled=None):
+        self.junk, self.spoiled, self.read = junk, spoiled, -1
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    def batch(self, seed, own=slice(None)):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(6, 5, 4, generator=generator, dtype=torch.float64)
+        labels = torch.randint(3, (6, 5), generator=generator)
+        counts = torch.arange(5) < COUNTS[:, None]
+        rows *= float("nan") if seed + 1 == self.spoiled else 1
+        rows = rows.where(counts[..., None], self.junk)
+        return {"rows": rows[own], "truth": (labels[own], counts[own])}
+
+    def batches(self, ranks, start):
+        for self.read in itertools.count(start):
+            yield self.batch(self.read, slice(*CUTS[ranks.world][ranks.rank : ranks.rank + 2]))
+
+    def held_out(self, ranks):
+        nothing = self.batch(0, slice(2, 3))  # a sequence of padding
+        for seed in (100, 101, 102, 103)[ranks.rank :: ranks.world]:
+            yield from ((self.batch(seed), True), (self.batch(seed + 50), False), (nothing, True))
+
+    def terms(self, batch):
+        return Terms(int(batch["truth"][1].sum()), batch["truth"][1])
+
+    def each(self, scores, batch):
+        labels, counts = batch["truth"]
+        losses = F.cross_entropy(scores.movedim(-1, 1), labels, reduction="none")
+        return losses.where(counts, 0.0).sum()
+
+    def loss(self, net, batch):
+        scores = net(batch["rows"])
+        mean = self.each(scores, batch) / max(1, self.terms(batch).number)
+        return Loss(mean, scores.flatten(0, 1))
+
+    def measure(self, net, batch):
+        return {"loss": self.each(net(batch["rows"]), batch)}
+
+
+def started(name="sgd", task=None, ranks=None, *, settings=None, **given):
+    """A run of the task with an optimizer by name, before its first step."""
+    own = {"epochs": 2, "batch_size": 6, "seed": 5, "device": "cpu", "schedule": {"kind": "linear"}}
+    own |= {"optimizer": [name], "optimizers": {name: OPTIMIZERS[name] | (settings or {})}}
+    recipe = Recipe.model_validate(own | given)
+    return build(recipe, name, task or Padded(), ranks or Ranks())
+
+
+class Diary(Observer):
+    """Writes a line for each call, and raises at the line `error`."""
+
+    def __init__(self, error=None):
+        self.lines, self.error = [], error
+
+    def write(self, line):
+        self.lines.append(line)
+        if line == self.error:
+            raise UserError(f"at {line}")
+
+    def step(self, run, point):
+        self.write(f"step {point.step}")
+
+    def evaluation(self, run, score):
+        self.write(f"eval {score.step}")
+
+    def end_of_step(self, run):
+        self.write(f"end {run.step}")
+
+    def close(self):
+        self.write("close")
 
 
 def result(*given, **options):
-    """What must not depend on how a batch is divided."""
+    """The results that must not depend on how a batch is divided."""
     run, record = started(*given, **options), Record()
     train(run, [record])
     layers = getattr(run.optimizer, "curvature", {}).values()
@@ -41,13 +123,6 @@ def result(*given, **options):
         "loss": [point.loss for point in record.points],
         "terms": [point.terms for point in record.points],
     }
-
-
-@pytest.fixture(scope="module")
-def pool():
-    ranks = Pool(most=2)
-    yield ranks
-    ranks.close()
 
 
 def on_rank(rank, world, name, given):
@@ -71,20 +146,9 @@ def test_parts_and_processes_are_one_batch(name, pool, tmp_path):
             torch.testing.assert_close(first, whole, rtol=1e-6, atol=1e-9)
 
 
-def test_batches_are_split_as_chunk_does_and_the_phase_says_how_often():
-    batch = {"a": torch.arange(5), "b": (torch.arange(10).view(5, 2), [torch.ones(5)])}
-    parts = split(batch, 4)
-    assert [part["a"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
-    assert [part["b"][0][:, 0].tolist() for part in parts] == [[0, 2], [4, 6], [8]]
-    assert [len(part["b"][1][0]) for part in parts] == [2, 2, 1]
-    run = started(phases=[{"steps": 3, "accumulation": 6}, {"steps": 2}], epochs=1, eval_interval=9)
-    train(run)
-    assert run.task.passes == 3 * 6 + 2 + 8  # 8 of the evaluation at the end
-
-
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])
 def test_equals_a_loop_written_out(fisher):
-    """To the bit, with what THOR is told of terms, rows and outputs, clipping, lr and step."""
+    """To the bit: terms, rows and outputs for THOR, clipping, learning rate and step."""
     run = started("thor", clip_norm=0.45, accumulation=2, settings={"fisher": fisher})
     train(run, [record := Record()])
     torch.manual_seed(5)
@@ -114,83 +178,29 @@ def test_equals_a_loop_written_out(fisher):
     assert record.scores[-1].seconds == record.points[-1].seconds
 
 
-class Slow(Padded):
-    """A batch takes a second of a clock; from step 6 on, none has terms."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = 0.0
-
-    def batches(self, ranks, start):
-        for batch in super().batches(ranks, start):
-            self.now += 1
-            batch["truth"][1].logical_and_(torch.tensor(self.read < 5))
-            yield batch
-
-
-def test_waiting_for_data_is_timed_and_a_batch_without_terms_is_refused(monkeypatch):
-    run, record = started(task=(task := Slow())), Record()
-
-    def total(ranks, values, really=Ranks.total):
-        task.now += 10  # seconds in which processes exchange sums
-        return really(ranks, values)
-
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: task.now)
-    monkeypatch.setattr(Ranks, "total", total)
-    said = r"the batch of step 6 has no loss term on a process: .* raise batch_size"
-    with pytest.raises(UserError, match=said):
-        train(run, [record])
-    assert [(point.waited, point.duration) for point in record.points] == [(1, 11)] * 4
-
-
-def noted(calls, name, really, *given, **options):
-    if not options.get("async_op"):
-        calls.append(name)
-    return really(*given, **options)
-
-
-def counted(rank, world):
-    """The collectives that are not asynchronous, as those of gradients are, of eight steps."""
-    calls, run = [], started(ranks=Ranks(rank, world), eval_interval=9)
-    kinds = "all_reduce broadcast broadcast_object_list all_gather all_gather_object barrier"
-    for name in kinds.split(" "):
-        setattr(dist, name, partial(noted, calls, name, getattr(dist, name)))
-    train(run)
-    return calls
-
-
-def test_one_all_reduce_a_step_beside_that_of_the_gradients(pool, tmp_path):
-    try:  # one more before the first step; the evaluation gathers once
-        expected = [*["all_reduce"] * (1 + 8), "all_gather_object"]
-        assert pool.run(2, tmp_path, counted) == [expected] * 2
-    finally:
-        pool.kill()  # with what was changed there
-
-
 def test_observers_see_everything_in_order_and_are_closed():
     run, diary = started(steps=3, eval_interval=2), Diary()
     train(run, [diary])
     found = ", ".join(diary.lines)
     assert found == "step 1, end 1, step 2, eval 2, end 2, step 3, eval 3, end 3, close"
-    assert run.task.read == 2  # not one more than the last step needs
+    assert run.task.read == 2  # no batch after the last step
     for error in ("step 2", "eval 2", "end 2", "close"):
         both = [Diary(error), Diary()]
         with pytest.raises(UserError, match=f"at {error}"):
             train(started(steps=3, eval_interval=2), both)
-        assert all(one.lines.index("close") == len(one.lines) - 1 for one in both)
+        assert all(diary.lines.index("close") == len(diary.lines) - 1 for diary in both)
 
 
 ENDS = [
     ({}, [4, 8]), ({"eval_epochs": 2}, [8]), ({"eval_interval": 3, "eval_epochs": 2}, [3, 6, 8]),
-    ({"steps": 5}, [4, 5]), ({"stop_at": 1.5}, [4, 8]),
-    ({"stop_at": 1.5, "eval_interval": 1}, [1, 2, 3]),
+    ({"steps": 5}, [4, 5]), ({"stop_at": 1.5, "eval_interval": 1}, [1, 2, 3]),
     ({"stop_at": 2.5, "eval_interval": 1, "ema_decay": 0.5}, [1, 2]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "steps"), ENDS)
-def test_when_it_evaluates_and_ends(monkeypatch, given, steps):
-    """The metric falls to 1.5 in step 3, and that of the averages to 2.5 in step 2."""
+def test_when_a_training_evaluates_and_ends(monkeypatch, given, steps):
+    """The metric falls to 1.5 in step 3; with averaged weights it falls to 2.5 in step 2."""
     run, record = started(**given), Record()
     own, averages = [9, float("nan"), 3.0, 1.5, 2.0, 1.5, 9, 9, 9], [9, 4.0, 2.5, *[9] * 6]
 
@@ -202,7 +212,6 @@ def test_when_it_evaluates_and_ends(monkeypatch, given, steps):
     assert [score.step for score in record.scores] == steps
     # NaN is worse than any number
     assert steps != [1, 2, 3] or (run.best.step, run.best.value("loss")) == (3, 1.5)
-    train(run)  # of a run that is done, nothing more
     assert (run.step, run.done) == (steps[-1], True)
 
 
@@ -224,13 +233,12 @@ def test_metrics_are_means_over_terms(pool, tmp_path):
     assert pool.run(2, tmp_path, on_two) == [found, found]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_an_evaluation_leaves_no_trace(training):
+def test_an_evaluation_leaves_no_trace():
     layers = nn.Flatten(0, 1), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)
-    model = nn.Sequential(*layers, nn.Unflatten(0, (-1, 5))).double().train(training)
+    model = nn.Sequential(*layers, nn.Unflatten(0, (-1, 5))).double()
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     evaluate(Padded(), model, Ranks())
-    assert [module.training for module in model.modules()] == [training] * 6
+    assert all(module.training for module in model.modules())
     assert_same(dict(model.state_dict()), dict(before))
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -248,28 +256,3 @@ def test_divergence_is_one_error_that_names_the_step(name, said):
         train(run, [diary])
     assert "\n" not in str(caught.value)
     assert (run.step, diary.lines[-2:]) == (2, ["end 2", "close"])
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_steps(tmp_path):
-    """Observers keep nothing either: a list of the losses alone would be 32 bytes a step."""
-    run = started("thor", steps=2000, eval_interval=10, log_interval=50, ema_decay=0.5)
-    used, watch = [], Diary()
-
-    def look(run):
-        watch.lines.clear()
-        if run.step % 200 == 0:
-            gc.collect()
-            used.append(tracemalloc.get_traced_memory()[0])
-
-    watch.end_of_step = look
-    tracemalloc.start()
-    try:
-        with (tmp_path / "said").open("w") as file:
-            said = Progress(run, tmp_path / "events", Console(file=file))
-            train(run, [Metrics(tmp_path / "metrics.jsonl"), said, watch])
-    finally:
-        tracemalloc.stop()
-    # Python itself keeps some freed objects for later, up to 10,000 bytes, but not in every
-    # interval
-    assert min(after - before for before, after in pairwise(used)) < 200 * 16

@@ -1,4 +1,4 @@
-"""One contract for every optimizer that a recipe can name; torch is the oracle of its own."""
+"""One contract for every optimizer that a recipe can name; torch is the oracle of its classes."""
 
 import copy
 
@@ -10,8 +10,6 @@ from torch.nn import functional
 from fake_times import fake_times
 from tiny import assert_same
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
-from torch_thor.errors import UserError
-from torch_thor.training import optimizers
 from torch_thor.training.models.library import build_model
 from torch_thor.training.muon import MuonAdamW
 from torch_thor.training.optimizers import OPTIMIZERS, build_optimizer, measured_split_dim
@@ -21,8 +19,7 @@ SGD, Adagrad, RMSprop = torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSpro
 Adadelta, Adam, AdamW = torch.optim.Adadelta, torch.optim.Adam, torch.optim.AdamW
 BETAS = {"beta1": 0.5, "beta2": 0.7, "eps": 1e-3, "amsgrad": True}
 
-# name: (torch's class, what it is built with by default, other settings than the defaults, in every
-# key)
+# name: (torch's class, its arguments by default, other settings)
 OWN = {
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.5, "nesterov": True}),
     "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.5, "dampening": 0.2}),
@@ -33,10 +30,6 @@ OWN = {
     "adam": (Adam, {}, BETAS),
     "adamw": (AdamW, {}, BETAS),
 }
-# Adadelta starts very slowly
-LRS = dict.fromkeys(OPTIMIZERS, 0.01) | dict.fromkeys(("sgd", "momentum", "nesterov"), 0.03)
-LRS |= {"thor-muon": 0.04, "muon": 0.05, "agc-sgd": 0.1, "adagrad": 0.1, "adadelta": 20.0}
-LRS |= {"adam": 0.02, "adamw": 0.02}
 
 
 def net():
@@ -59,7 +52,7 @@ def go(model, optimizer, steps):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_those_of_torch_are_torchs_to_the_bit(name):
+def test_an_optimizer_of_torch_takes_torchs_steps_to_the_bit(name):
     kind, default, changed = OWN[name]
     other = {"lr": 0.3, "weight_decay": 0.1, **changed}
     arguments = {**default, **other}
@@ -72,21 +65,18 @@ def test_those_of_torch_are_torchs_to_the_bit(name):
         assert ours.defaults == theirs.defaults
         assert go(model, ours, range(4)) == go(twin, theirs, range(4))
         assert_same(model.state_dict(), twin.state_dict())
-    assert set(optimizers.settings_of(name)) <= {*other, "decay_filter", "nesterov", "dampening"}
-    assert all(optimizers.settings_of(name)[key] != value for key, value in other.items())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_trains_and_goes_on_from_its_state(name):
+def test_each_goes_on_from_its_state(name):
     model = net()
-    optimizer = build_optimizer(name, model, {"lr": LRS[name]})
-    losses = go(model, optimizer, range(80))
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    optimizer = build_optimizer(name, model, {"lr": 0.01})
+    go(model, optimizer, range(25))
     twin = copy.deepcopy(model)
     other = build_optimizer(name, twin, {})
     # torch's loading shares tensors
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert go(model, optimizer, range(80, 83)) == go(twin, other, range(80, 83))
+    assert go(model, optimizer, range(25, 28)) == go(twin, other, range(25, 28))
     assert_same(model.state_dict(), twin.state_dict())
 
 
@@ -114,7 +104,7 @@ def test_settings_reach_the_groups(name, kind, words, expected):
     assert expected.items() <= optimizer.param_groups[0].items()
 
 
-def test_options_that_are_no_numbers():
+def test_options_that_are_no_numbers_reach_the_optimizer():
     interval = "update_interval={kind: geometric, first: 2, last: 9, factor: 2}"
     group = built("thor", interval).param_groups[0]
     assert [group["update_interval"](step) for step in (0, 2, 100)] == [2, 4, 9]
@@ -129,7 +119,6 @@ def test_options_that_are_no_numbers():
     ("patterns", "decaying"),
     [
         ("null", "conv1 conv1.bias conv2 conv2.bias hidden hidden.bias head head.bias"),
-        ("-*", ""),
         ("[conv1, hidden, '-*.bias']", "conv1 hidden"),
     ],
 )
@@ -149,36 +138,48 @@ def test_patterns_say_what_decays(name, patterns, decaying):
     assert moved == {key for key in decaying.split() if name != "muon" or not key.endswith("bias")}
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "said"),
-    [
-        ("thor", ["layers=[-nrom]"], "optimizer thor: .*'-nrom' matches no layer"),
-        ("thor", ["decay_filter=-norm*"], r"optimizer thor: decay_filter: .-norm\*. matches no "),
-        ("sgd", ["nesterov=true", "momentum=0"], "optimizer sgd: Nesterov momentum requires a"),
-    ],
-)
-def test_what_an_optimizer_refuses_is_the_users_error(name, words, said):
-    with pytest.raises(UserError, match=said) as caught:
-        built(name, *words)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["thor", "thor-muon"])
-def test_the_split_dimension_is_measured_where_the_recipe_says_auto(name):
-    def number(**sample):
-        optimizer = build_optimizer(name, model, {"split_dim": "auto"}, **sample)
-        return optimizer.param_groups[0]["split_dim"]
-
-    def loss(its):
-        return functional.cross_entropy(its(images), labels)
-
+def test_the_split_dimension_is_measured_where_the_recipe_says_auto():
     model, images, labels = net(), torch.randn(24, 1, 6, 6), torch.randint(3, (24,))
-    state, before, found = torch.get_rng_state(), copy.deepcopy(model.state_dict()), [number()]
-    for size in (16, 64):  # up to which an inversion takes no time
+    before, found = copy.deepcopy(model.state_dict()), []
+
+    def sample():
+        return measured_split_dim(model, lambda m: functional.cross_entropy(m(images), labels))
+
+    for size in (16, 64):  # up to this size, inversions take no time
         with fake_times(lambda _, dims, size=size, **__: [1e-3 + 100 * (n > size) for n in dims]):
-            found.append(number(sample=lambda: measured_split_dim(model, loss)))
-    assert found[0] == 128
-    assert found[1] in (1, 16, 32)
-    assert found[1] < found[2]
-    assert torch.equal(torch.get_rng_state(), state)
+            optimizer = build_optimizer("thor", model, {"split_dim": "auto"}, sample=sample)
+        found.append(optimizer.param_groups[0]["split_dim"])
+    assert found[0] in (1, 16, 32)
+    assert found[0] < found[1]
     assert_same(model.state_dict(), before)
+
+
+def test_muon_takes_torchs_steps_on_matrices_and_adamws_on_the_rest():
+    conv, still = nn.Conv2d(4, 6, 3), nn.Parameter(torch.ones(2, 2))
+    matrix, bias = (
+        nn.Parameter(p.detach().flatten(1).clone()) for p in (conv.weight, conv.bias[None])
+    )
+    ours = MuonAdamW([*conv.parameters(), still], lr=0.02, adamw_lr=0.003)
+    muon = torch.optim.Muon([matrix], lr=0.02, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([bias], lr=0.003, weight_decay=0.0)
+    for _ in range(5):
+        for p in conv.parameters():
+            p.grad = torch.randn_like(p)
+        matrix.grad, bias.grad = conv.weight.grad.flatten(1).clone(), conv.bias.grad[None].clone()
+        for optimizer in (ours, muon, adamw):
+            optimizer.step()
+    assert torch.equal(conv.weight.flatten(1), matrix)
+    assert torch.equal(conv.bias[None], bias)
+    assert torch.equal(still, torch.ones(2, 2))  # it had no gradient
+
+
+def test_muon_can_leave_embeddings_to_adamw():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    net[1].weight = net[0].weight  # tied, as in language models
+    for given, expected in (
+        ({"adamw_embeddings": True}, [("adamw", net[0].weight), ("adamw", net[1].bias)]),
+        ({}, [("muon", net[0].weight), ("adamw", net[1].bias)]),
+    ):
+        groups = MuonAdamW(net, lr=0.02, **given).param_groups
+        found = [(group["algorithm"], p) for group in groups for p in group["params"]]
+        assert [(kind, id(p)) for kind, p in found] == [(kind, id(p)) for kind, p in expected]

@@ -1,4 +1,6 @@
-"""Schedules against values worked out by hand: 10 steps an epoch, 4 epochs, 40 steps."""
+"""Schedules, and the rates and dampings of the published recipes, against values by hand."""
+
+import math
 
 import pytest
 import torch
@@ -6,26 +8,22 @@ import torch
 from torch_thor.errors import UserError
 from torch_thor.training.recipe_model import Phase, Recipe, Schedule
 from torch_thor.training.recipe_schedules import apply, check, factor
+from torch_thor.training.recipes import load_recipe
 
-FACTORS = [
+FACTORS = [  # of 4 epochs with 10 steps each
     ({"kind": "constant"}, {39: 1.0}),
-    ({"kind": "linear"}, {10: 0.75}),
-    ({"kind": "linear", "final": 0.2}, {20: 0.6}),
     ({"kind": "cosine"}, {20: 0.5, 30: (1 - 2**-0.5) / 2}),  # cos(3π/4) = -1/√2
     ({"kind": "exponential", "rate": 0.5}, {20: 0.25}),
     ({"kind": "cosine", "warmup_epochs": 0.5}, {0: 0.2, 5: 1.0}),
     ({"kind": "linear", "warmup_epochs": 2}, {30: 0.5}),
-    ({"kind": "linear", "warmup_steps": 4}, {2: 0.75}),
     ({"kind": "linear", "horizon_epochs": 5}, {30: 0.4}),  # 30 of 50 steps
     ({"kind": "cosine", "horizon_steps": 80}, {20: (1 + 2**-0.5) / 2}),  # cos(π/4) = 1/√2
-    ({"kind": "polynomial", "power": 2}, {10: 0.5625}),
     ({"kind": "polynomial", "power": 2, "final": 0.2}, {10: 0.65}),  # 0.2 + 0.8 · 0.5625
     ({"kind": "step", "milestones": (1, 3)}, {9: 1.0, 10: 0.1}),
     ({"kind": "step", "milestones": (1, 3), "gamma": 0.5}, {30: 0.25}),
     # milestones do not wait for warm-up
     ({"kind": "step", "milestones": (1, 3), "warmup_epochs": 2}, {9: 0.5, 10: 0.055}),
     ({"kind": "thor-lr"}, {19: 0.5, 39: 0.0}),  # counted from 1: after the 20th step e = 2 of 4
-    ({"kind": "thor-lr", "decay": 2, "horizon_epochs": 8}, {39: 0.25}),
     # 7/8, halved; then halved twice, and never a third time
     ({"kind": "thor-lr", "horizon_steps": 80, "decay_epochs": 1}, {9: 0.4375, 39: 0.125}),
     # 7/8, half of the warm-up
@@ -49,8 +47,9 @@ def sgd(**settings):
 
 
 def values(recipe, key, steps, steps_per_epoch=10, **initial):
-    """The learning rate or the damping of steps, each of which follows the one before."""
+    """The learning rate or the damping in each of these steps."""
     optimizer, found = sgd(**initial), []
+    check(optimizer, recipe, steps_per_epoch)
     for step in steps:
         apply(optimizer, recipe, step, steps_per_epoch)
         found.append(optimizer.param_groups[0][key])
@@ -72,7 +71,7 @@ def test_every_group_starts_from_its_own_value_and_ends_at_the_same(kind, expect
     assert [group.get("damping") for group in optimizer.param_groups] == [None, 0.5]
 
 
-def test_a_phase_goes_on_with_the_schedule_of_the_whole_training_or_begins_its_own():
+def test_a_phase_follows_the_schedule_of_the_training_or_its_own():
     linear = Schedule(kind="linear")
     recipe = Recipe(phases=(Phase(steps=2), Phase(steps=2, lr_factor=0.5)), schedule=linear)
     assert values(recipe, "lr", range(4), 4, lr=0.8) == pytest.approx([0.8, 0.6, 0.2, 0.1])
@@ -85,40 +84,68 @@ def test_a_phase_goes_on_with_the_schedule_of_the_whole_training_or_begins_its_o
     assert values(recipe, "lr", range(7), 7, lr=0.8) == pytest.approx(expected)
     found = values(recipe, "damping", range(7), 7, damping=2.0)
     assert found == pytest.approx([2 * (1 - t / 7) for t in range(7)])
-    recipe = Recipe(phases=(first, first))  # equal ones are told apart
+    recipe = Recipe(phases=(first, first))  # equal phases are told apart
     assert values(recipe, "lr", range(6), 6, lr=0.6) == pytest.approx([0.6, 0.4, 0.2] * 2)
 
 
 @pytest.mark.parametrize(
-    ("key", "keys", "said"),
+    ("keys", "said"),
     [
-        ("schedule", {"kind": "thor-lr", "horizon_epochs": 3.9},
-         "horizon_epochs=3.9 is shorter than the training (40 steps), and thor-lr"),
-        ("damping_schedule", {"kind": "polynomial", "horizon_steps": 39},
-         "horizon_steps=39 is shorter than the"),
-        ("schedule", {"warmup_epochs": 4.5},
-         "warmup_epochs=4.5 is longer than the training (40 steps): shorten"),
+        ({"kind": "thor-lr", "horizon_epochs": 3.9}, "horizon_epochs=3.9 is shorter than the tr"),
+        ({"warmup_epochs": 4.5}, "warmup_epochs=4.5 is longer than the training .40 steps.: sho"),
     ],
-)  # fmt: skip
-def test_schedules_that_do_not_fit_are_refused(key, keys, said):
-    with pytest.raises(UserError) as caught:
-        check(sgd(damping=0.03), Recipe(epochs=4, **{key: keys}), 10)
-    assert str(caught.value).startswith(f"{key}.{said}")
+)
+def test_schedules_that_do_not_fit_are_refused(keys, said):
+    with pytest.raises(UserError, match=said):
+        check(sgd(), Recipe(epochs=4, schedule=keys), 10)
+
+
+EPOCH = 5004  # steps with 256 images of ImageNet, as the reference counts them
+THOR_45 = "resnet50-imagenet-thor-8x32"
+PAPER, SGD = "resnet50-imagenet-thor-paper", "resnet50-imagenet-sgd"
+LAMB_STEPS = (0, 2000, 2001, 7037, 7038, 7237, 7238, 8600)
+
+
+def ends(*epochs):
+    return [number * EPOCH - 1 for number in epochs]
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("name", "key", "epoch", "steps", "expected"),
     [
-        {"kind": "thor-lr", "horizon_epochs": 4},
-        {"kind": "exponential", "rate": 0.5, "horizon_epochs": 1},  # it has no horizon
-        {"kind": "step", "milestones": [30, 60]},
-        {"kind": "linear", "end": 0.1, "warmup_epochs": 4},
-        {"kind": "linear"},  # the last step is not yet at 0
+        # lr = 0.05803 (1 - e/53)^4.0839, halved from epoch 39 on and again from 40
+        (THOR_45, "lr", EPOCH, ends(1, 20, 39, 45),
+         [0.05803 * (52 / 53) ** 4.0839, 0.05803 * (33 / 53) ** 4.0839,
+          0.05803 * (14 / 53) ** 4.0839 / 2, 0.05803 * (8 / 53) ** 4.0839 / 4]),
+        # damping = 0.03 · 0.50036^(e/10): halved, nearly, every ten epochs
+        (THOR_45, "damping", EPOCH, ends(10, 20), [0.03 * 0.50036, 0.03 * 0.50036**2]),
+        (PAPER, "lr", EPOCH, ends(1, 20, 39, 45),
+         [0.045 * (69 / 70) ** 6, 0.045 * (50 / 70) ** 6,
+          0.045 * (31 / 70) ** 6 / 2, 0.045 * (25 / 70) ** 6 / 4]),
+        (PAPER, "damping", EPOCH, ends(10, 20), [0.0261, 0.022707]),
+        # tenfold less after 30 and 60 epochs
+        (SGD, "lr", EPOCH, [0, *ends(30), 30 * EPOCH, *ends(60), 60 * EPOCH, *ends(90)],
+         [0.1, 0.1, 0.01, 0.01, 0.001, 0.001]),
+        # a tenth of the way, and the end of the warm-up to 0.05803 √32
+        ("resnet50-imagenet-8192", "lr", 156, [77, 5 * 156], [0.0328, 0.328]),
+        # from lr to 1e-6 with the square of the share of the steps that is left, from damping to
+        # 1e-6 with the fourth power of this share
+        ("bert-large-thor", "lr", 30_000, [0, 3000, 15_000, 29_999],
+         [0.006464, 1e-6 + 0.006463 * 0.81, 1e-6 + 0.006463 / 4, 1e-6 + 0.006463 / 9e8]),
+        ("bert-large-thor", "damping", 30_000, [0, 3000, 15_000, 29_999],
+         [0.007035, 1e-6 + 0.007034 * 0.6561, 1e-6 + 0.007034 / 16, 1e-6]),
+        # phases of 7038 and 1563 steps: warm-ups of 2001 and 200, then the root of the share left
+        ("bert-large-lamb", "lr", 8601, LAMB_STEPS,
+         [0.006 / 2001, 0.006, 0.006, 0.006 * math.sqrt(1 / 5037),
+          0.004 / 200, 0.004, 0.004, 0.004 * math.sqrt(1 / 1363)]),
+        ("bert-base", "lr", 1_000_000, [0, 4999, 9999, 10_000, 505_000, 999_999],
+         [1e-8, 5e-5, 1e-4, 1e-4, 5e-5, 1e-4 / 990_000]),
+        ("bert-babylm", "lr", 10_000, [299, 599, 600, 5300, 9999],
+         [2.5e-4, 5e-4, 5e-4, 2.5e-4, 5e-4 / 9400]),
     ],
-)
-def test_schedules_that_fit_stay_above_zero_to_the_end(keys):
-    without_damping = {"damping_schedule": {"kind": "linear", "horizon_steps": 3}}
-    recipe = Recipe(epochs=4, schedule=keys, **without_damping)
-    check(sgd(), recipe, 10)
-    *before, last = values(recipe, "lr", range(40))
-    assert min(before) > 0 <= last
+)  # fmt: skip
+def test_rates_and_dampings_of_published_recipes_by_hand(name, key, epoch, steps, expected):
+    recipe = load_recipe(name)
+    settings = recipe.optimizers[recipe.optimizer[0]]
+    initial = {option: settings[option] for option in ("lr", "damping") if option in settings}
+    assert values(recipe, key, steps, epoch, **initial) == pytest.approx(expected, rel=1e-9)

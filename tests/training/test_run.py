@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped by a signal and started again end as those that never were."""
+"""Runs that are killed or stopped and started again end as a run that was never stopped."""
 
 import signal
 
@@ -21,7 +21,7 @@ def go(place, plan, out, *words, ranks=None):
 
 
 def outcome(run):
-    """All that a finished run has written, but for times."""
+    """Everything that a finished run has written, except times."""
     found = {name: lines(run, name) for name in ("thor", "sgd")}
     for path in sorted(run.rglob("step-*")):
         state = torch.load(path / "state.pt", weights_only=True)
@@ -44,8 +44,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 def test_killed_at_any_moment_equals_never_stopped(tmp_path, whole):
-    # two evaluations are the best so far, those of steps 3 and 9; the last kill is in the second
-    # optimizer
+    # the evaluations of steps 3 and 9 are the best so far; the last kill is in the second optimizer
     kills = "claim:0 step:3 writing:5 writing:9 evaluation:9 writing:10 writing:3"
     for kill in kills.split(" "):
         resume = ["--resume"] if (tmp_path / "run/recipe.yaml").exists() else []
@@ -59,14 +58,18 @@ def test_killed_at_any_moment_equals_never_stopped(tmp_path, whole):
     assert not list((tmp_path / "run").rglob(".writing-*"))
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize(
+    ("ranks", "moment", "step"),
+    [(None, "step", 7), (2, "step", 7), (None, "evaluation", 9)],
+)
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
-def test_a_signal_saves_and_stops(tmp_path, whole, name, ranks):
-    """Of two processes, one of which gets it, both stop after the same step."""
-    code, out, err = go(tmp_path, f"{1 if ranks else 0}:step:7:{name}", "run", ranks=ranks)
+def test_a_signal_saves_and_stops(tmp_path, whole, name, ranks, moment, step):
+    """Both processes stop after the same step; an evaluation stops within the batch."""
+    plan = f"{1 if ranks else 0}:{moment}:{step}:{name}"
+    code, out, err = go(tmp_path, plan, "run", ranks=ranks)
     assert code == 2, out + err
-    assert "torch-thor, start 0: stopped at step 7, checkpoint written" in err
-    assert checkpoints(tmp_path / "run", "thor") == [3, 5, 7]  # that of step 3 is the best
+    assert f"torch-thor, start 0: stopped at step {step}, checkpoint written" in err
+    assert checkpoints(tmp_path / "run", "thor") == [3, 5, step]  # step 3 is the best
     code, _, err = go(tmp_path, NOTHING, "run", "--resume", ranks=ranks)
     assert code == 0, err
     assert_same(outcome(tmp_path / "run"), whole[ranks])

@@ -1,9 +1,7 @@
-"""Folders of images and CIFAR: what is listed, decoded and cropped; a mistake is one line."""
+"""Folders of images and CIFAR: files, labels, pixels and crops; a mistake is one line."""
 
-import io
 import itertools
 import os
-import pathlib
 import pickle
 import shutil
 import subprocess
@@ -25,7 +23,6 @@ from torch_thor.training.data.images import collate, normalised, open_images, re
 from torch_thor.training.recipe_model import Data, Transform
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
-SMALL = Transform(size=24, resize=28)
 
 
 @pytest.fixture
@@ -41,40 +38,31 @@ def paths_of(images):
     return [os.fsdecode(path) for path in images.source.paths]
 
 
-@pytest.mark.parametrize("names", [("train", "val"), ("train", "test"), ("ilsvrc", "ilsvrc_eval")])
-def test_the_list_is_that_of_torchvision(tmp_path, names):
+@pytest.mark.parametrize("names", [("train", "val"), ("ilsvrc", "ilsvrc_eval")])
+def test_files_labels_and_classes_are_as_torchvision_lists_them(tmp_path, names):
     write_tree(tmp_path, *names)
     training, held_out = (tmp_path / name for name in names)
-    place = training / "digit/Blüten/日本"
-    place.mkdir(parents=True)
-    shutil.copy(training / "flower/flower_3.JPEG", place / "ö.jpg")
     # folders may be links; their classes are sorted by name, and files inside a class
     (training / "china").rename(tmp_path / "elsewhere")
     (training / "china").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     for folder in (training, held_out):
         shutil.copytree(folder / "digit", folder / "digit more")
-    for found, folder, count in zip(opened(tmp_path), (training, held_out), (26, 12), strict=True):
+    for found, folder in zip(opened(tmp_path), (training, held_out), strict=True):
         truth = ImageFolder(str(folder))
         assert found.classes == truth.classes == [*CLASSES[:2], "digit more", CLASSES[2]]
         assert list(zip(paths_of(found), found.labels.tolist(), strict=True)) == truth.samples
-        assert len(found) == count
 
 
-def test_hidden_files_are_skipped_and_those_of_other_kinds_counted(tree):
+def test_hidden_files_are_skipped_and_files_of_other_kinds_counted(tree):
     before, image = [paths_of(images) for images in opened(tree)], tree / "train/china/china_0.JPEG"
-    for place in ("train/.ipynb_checkpoints", "train/china/.thumbnails"):
-        (tree / place).mkdir()
-        shutil.copy(image, tree / place)
+    (tree / "train/.ipynb_checkpoints").mkdir()
+    shutil.copy(image, tree / "train/.ipynb_checkpoints")
     shutil.copy(image, tree / "train/flower/._flower_0.JPEG")
-    shutil.copy(image, tree / "val/beside.jpg")
-    for name in ("a.txt", "b.txt", "README", "scan.h5", "drawing.eps"):
+    for name in ("a.txt", "b.txt", "README"):
         (tree / "val/digit" / name).write_text("no image")
     said = []
     assert [paths_of(images) for images in opened(tree, say=said.append)] == before
-    assert said[0].startswith(f"{tree}/val: 5 files are no images and are left out (.txt 2, ")
-    assert "no suffix 1" in said[0]
-    tree.rename(tree.parent / ".cache")  # what the user names is taken
-    assert len(opened(tree.parent / ".cache")[0]) == len(before[0])
+    assert said == [f"{tree}/val: 3 files are no images and are left out (.txt 2, no suffix 1)"]
 
 
 @pytest.mark.parametrize(
@@ -82,12 +70,10 @@ def test_hidden_files_are_skipped_and_those_of_other_kinds_counted(tree):
     [
         ("rm -r val", "data.root=.* must contain train and val or train and test or ilsvrc and "),
         ("mkdir train/a train/b", "no valid file for the classes a, b.* add images .*, or remove"),
-        ("ln -s /nowhere/x train/x", "train: Found no valid file for the classes x"),
-        ("rm -r */digit */flower", "must contain a folder for each of two or more classes"),
         ("cp -r val/digit val/x", "val: the training has no class x: name the folders as in"),
     ],
 )
-def test_folders_that_are_wrong(tree, spoil, said):
+def test_folders_that_are_no_data_set_are_refused(tree, spoil, said):
     subprocess.run(spoil, shell=True, cwd=tree, check=True)
     with pytest.raises(UserError, match=f"(?i){said}") as caught:
         opened(tree)
@@ -97,8 +83,7 @@ def test_folders_that_are_wrong(tree, spoil, said):
 def test_a_training_is_known_by_the_names_of_its_files(tree, tmp_path):
     before = opened(tree)[0].data
     assert (before["samples"], before["classes"]) == (18, [*CLASSES])
-    for name, other in (("train", "ilsvrc"), ("val", "ilsvrc_eval")):
-        shutil.copytree(tree / name, tmp_path / "far" / other)
+    shutil.copytree(tree, tmp_path / "far")
     assert opened(tmp_path / "far")[0].data == before
     (tree / "train/china/china_0.JPEG").rename(tree / "train/china/another.jpg")
     after = opened(tree)[0].data
@@ -106,82 +91,43 @@ def test_a_training_is_known_by_the_names_of_its_files(tree, tmp_path):
     assert after == before
 
 
-def encoded(image, kind, **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-def picture():
-    return Image.fromarray(load_sample_images().images[0]).crop((100, 100, 196, 164))
-
-
-def samples():
-    """A sound file of every ordinary kind."""
-    image, turned = picture(), picture().rotate(180)
-    palette, exif = image.convert("P"), Image.Exif()
-    exif[0x0112] = 6  # an orientation
-    transparent = Image.merge("RGBA", (*image.split(), turned.convert("L")))
-    moving = {"save_all": True, "append_images": [turned]}
-    for kind, some, options in [
-        ("jpeg", image, {"progressive": True}), ("jpeg", image, {"exif": exif}),
-        ("jpeg", image, {}), ("jpeg", image.convert("CMYK"), {}), ("jpeg", image.convert("L"), {}),
-        ("gif", palette, {}), ("gif", palette, {"transparency": 5}), ("gif", palette, moving),
-        ("webp", image, {}), ("webp", transparent, {"lossless": True}),
-        ("png", image, {}), ("png", image.convert("1"), {}), ("png", image.convert("LA"), {}),
-        ("png", palette, {"transparency": 5}), ("png", transparent, {}), ("png", image, moving),
-        ("bmp", image, {}), ("tiff", image, {"compression": "tiff_lzw"}), ("ppm", image, {}),
-    ]:  # fmt: skip
-        yield kind, encoded(some, kind, **options)
-
-
-def test_sound_files_have_the_pixels_and_the_layout_of_torchvisions_decoder(tmp_path):
-    for number, (kind, content) in enumerate(samples()):
-        path = tmp_path / f"{number}.jpg"  # the content tells the format
-        path.write_bytes(content)
-        image = read_image(path)
-        if kind in ("tiff", "ppm", "bmp"):  # unknown to torchvision
-            truth = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
-        else:  # safe with what is sound
-            truth = decode_image(torch.frombuffer(bytearray(content), dtype=torch.uint8), "RGB")
-        truth = truth[0] if truth.ndim == 4 else truth  # the first frame
-        assert image.dtype == torch.uint8
-        assert torch.equal(image, truth), (kind, number)
-        # resizing takes other paths for other layouts
-        assert image.stride() == truth.stride(), (kind, number)
-
-
-def test_cmyk_has_the_colours_of_the_photograph(tmp_path):
-    """The decoders are no oracles for these files: the colours themselves must come back."""
-    (tmp_path / "cmyk.jpg").write_bytes(encoded(picture().convert("CMYK"), "jpeg", quality=95))
-    expected = torch.from_numpy(np.array(picture())).permute(2, 0, 1)
-    assert (read_image(tmp_path / "cmyk.jpg").float() - expected).abs().mean() < 8
-
-
-RAMP = np.linspace(0, 1, 1024).reshape(32, 32)
-HUGE = bytearray(encoded(picture(), "bmp"))
-HUGE[18:26] = (60_000).to_bytes(4, "little") * 2  # its header claims gigabytes
-
-
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("kind", "mode"),
     [
-        (b"no image" * 20, "cannot identify image file"),
-        (encoded(picture(), "jpeg")[:1000], "truncated"),
-        (encoded(picture(), "png")[:1000], "truncated"),
-        (bytes(HUGE), "exceeds limit of 178956970 pixels"),
-        (encoded(picture(), "eps"), "EPS files are not supported"),
-        (encoded(Image.fromarray((RAMP * 65535).astype(np.uint16)), "png"), "mode I;16: convert"),
-        (encoded(Image.fromarray(RAMP.astype(np.float32)), "tiff"), "mode F: convert it to 8 bits"),
+        *(("jpeg", mode) for mode in ("RGB", "L", "CMYK")),
+        *(("png", mode) for mode in ("RGB", "L", "P", "RGBA")),
+        ("webp", "RGB"),
+        ("gif", "P"),
+        ("bmp", "RGB"),
+        ("tiff", "RGB"),
     ],
 )
-def test_what_cannot_be_read_is_a_reason_in_one_line(tree, content, said):
+def test_files_have_the_pixels_of_torchvisions_decoder(tmp_path, kind, mode):
+    path = tmp_path / "image.jpg"  # the content tells the format
+    picture = Image.fromarray(load_sample_images().images[0]).crop((100, 100, 196, 164))
+    picture.convert(mode).save(path, kind)
+    if kind in ("bmp", "tiff"):  # unknown to torchvision
+        truth = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
+    else:
+        truth = decode_image(str(path), "RGB")
+    assert torch.equal(read_image(path), truth)
+
+
+def test_an_unreadable_file_is_a_reason_in_one_line(tree):
     path = tree / "train/china/china_0.JPEG"
-    path.write_bytes(content)
-    reason = opened(tree)[0][0, 0]
-    assert reason.startswith(f"{path} cannot be read (")
-    assert said in reason
-    assert "\n" not in reason
+    whole = path.read_bytes()
+    Image.new("I;16", (32, 32)).save(path, "png")
+    deep = path.read_bytes()
+    for content, said in (
+        (b"no image" * 20, "cannot identify image file"),
+        (whole[:1000], "truncated"),
+        (deep, "mode I;16: convert it to 8 bits a channel"),
+    ):
+        path.write_bytes(content)
+        reason = opened(tree)[0][0, 0]
+        assert reason.startswith(f"{path} cannot be read (")
+        assert said in reason
+        assert "\n" not in reason
 
 
 def photograph():
@@ -190,7 +136,7 @@ def photograph():
 
 @pytest.fixture
 def cropped(tree, monkeypatch):
-    """Training and evaluation images, of which all are one photograph."""
+    """Training and evaluation images, all of the same photograph."""
     monkeypatch.setattr("torch_thor.training.data.images.read_image", lambda _: photograph())
 
     def images(options, seed=5):
@@ -206,9 +152,7 @@ def cropped(tree, monkeypatch):
         (Transform(size=32, resize=32, padding=4), v2.RandomCrop(32, padding=4)),
     ],
 )
-def test_training_crops_are_those_of_torchvision_under_the_seed_of_the_sample(
-    cropped, options, crop
-):
+def test_training_crops_are_torchvisions_under_the_seed_of_the_sample(cropped, options, crop):
     pipeline, found = v2.Compose([crop, v2.RandomHorizontalFlip(0.5)]), []
     for seed, epoch, index in itertools.product((5, 6), (0, 2), (0, 1)):
         torch.manual_seed(digest(seed, epoch, index))
@@ -229,10 +173,10 @@ def test_batches_are_normalised_and_channels_last():
     images = torch.randint(0, 256, (2, 3, 5, 4), dtype=torch.uint8)
     batch, labels = collate([(images[0], torch.tensor(4)), (images[1], torch.tensor(2))])
     assert labels.tolist() == [4, 2]
-    result = normalised(batch, SMALL)
+    result, options = normalised(batch, Transform()), Transform()
     assert result.dtype == torch.float32
     assert result.is_contiguous(memory_format=torch.channels_last)
-    mean, std = (torch.tensor(one).double().view(3, 1, 1) for one in (SMALL.mean, SMALL.std))
+    mean, std = (torch.tensor(v).double().view(3, 1, 1) for v in (options.mean, options.std))
     expected = (images.double() / 255 - mean) / std
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-6)
 
@@ -244,44 +188,19 @@ def test_cifar_is_what_its_files_hold(tmp_path, monkeypatch, kind, classes, key)
     def dump(name, content):
         (tmp_path / kind.base_folder / name).write_bytes(pickle.dumps(content))
 
-    def exists(path, _):
-        return pathlib.Path(path).exists()
-
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", exists)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
     (tmp_path / kind.base_folder).mkdir()
     names, parts = [f"class {number}" for number in range(classes)], []
     dump(kind.meta["filename"], {kind.meta["key"]: names})
     for files in (kind.train_list, kind.test_list):
-        pixels, labels = [], []
-        for number, (name, _) in enumerate(files):
-            data = np.random.default_rng(number).integers(0, 256, (3, 3072), dtype=np.uint8)
-            own = [0, classes - 1, (number + 3) % classes]
-            dump(name, {"data": data, key: own, "coarse_labels": [0, 0, 0]})
-            pixels.append(data.reshape(-1, 3, 32, 32))
-            labels += own
-        parts.append((torch.from_numpy(np.concatenate(pixels)), labels))
+        pixels = torch.randint(256, (len(files), 3, 3, 32, 32), dtype=torch.uint8)
+        labels = torch.randint(classes, (len(files), 3))
+        for (name, _), own, numbers in zip(files, pixels, labels.tolist(), strict=True):
+            dump(name, {"data": own.view(3, 3072).numpy(), key: numbers})
+        parts.append((pixels.flatten(0, 1), labels.flatten().tolist()))
     data = Data(name=f"cifar{classes}", root=str(tmp_path), download=False)
     for found, (pixels, labels) in zip(open_images(data, 0), parts, strict=True):
         assert torch.equal(found.source, pixels)
         assert (found.labels.tolist(), found.classes) == (labels, names)
     # evaluated as they are
-    assert all(torch.equal(found[0, index][0], image) for index, image in enumerate(pixels))
-    names[0], names[-1] = names[-1], names[0]
-    _, held_out = open_images(data, 0, train=False, classes=names)
-    assert held_out.labels.tolist()[:2] == [classes - 1, 0]
-
-
-@pytest.mark.parametrize("download", [False, True])
-def test_a_place_without_cifar_is_one_line_and_makes_no_folder(tmp_path, monkeypatch, download):
-    def fail(*_, **__):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", fail)
-    reason = "no route to host" if download else "Dataset not found or corrupted"
-    for root, said in (
-        (tmp_path / "wrong", r"data.root=.*wrong is not a folder: correct it"),
-        (tmp_path, rf"cifar10 is missing or .*{reason}.*check the network"),
-    ):
-        with pytest.raises(UserError, match=said):
-            open_images(Data(name="cifar10", root=str(root), download=download), 0)
-    assert not list(tmp_path.iterdir())
+    assert all(torch.equal(found[0, index][0], image) for index, image in enumerate(parts[-1][0]))

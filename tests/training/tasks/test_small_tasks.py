@@ -1,4 +1,4 @@
-"""The character model: its data and metrics, against arithmetic and loops written out."""
+"""The character model and the autoencoder: data and metrics, against arithmetic written out."""
 
 import itertools
 import math
@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from tiny import assert_same
-from torch_thor.training.data.small import load_characters
+from torch_thor.training.data.small import load_characters, load_images
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.parallel import Ranks
-from torch_thor.training.recipe_model import Recipe
+from torch_thor.training.recipe_model import Data, Recipe
+from torch_thor.training.tasks.autoencoder import Autoencoder
 from torch_thor.training.tasks.char_lm import CONTEXT
 from torch_thor.training.tasks.opening import open_task
 
@@ -41,10 +42,6 @@ def test_windows_are_of_the_text_anywhere_and_new_in_each_batch(task):
     assert len(set(windows)) > 290  # of 300
     x, y = next(task.batches(Ranks(), 0))
     assert torch.equal(x[:, 1:], y[:, :-1])
-    # the draw reaches both ends of the text
-    starts = [text.index(window) / len(text) for window in windows]
-    assert min(starts) < 0.05
-    assert max(starts) > 0.95
 
 
 def test_batches_are_functions_of_seed_and_number_and_shared(task):
@@ -54,12 +51,11 @@ def test_batches_are_functions_of_seed_and_number_and_shared(task):
     parts = (zip(*step, strict=True) for step in zip(*shares, strict=True))
     assert_same([tuple(map(torch.cat, pair)) for pair in parts], whole[2:])
     assert not torch.equal(first(opened(seed=1).batches(Ranks(), 0), 1)[0][0], whole[0][0])
-    samples = len(load_characters()[0]) // CONTEXT
-    assert (task.data, task.steps_per_epoch) == ({"samples": samples}, samples // 6)
+    assert task.steps_per_epoch == len(load_characters()[0]) // CONTEXT // 6
 
 
 def test_loss_and_metrics_by_hand(task):
-    model = nn.Sequential(nn.Embedding(128, 128))  # scores that depend on the last character alone
+    model = nn.Sequential(nn.Embedding(128, 128))  # scores depend on the last character only
     logs = model[0].weight.double().log_softmax(-1)
     _, held_out = load_characters()
     number = CONTEXT * ((len(held_out) - CONTEXT - 2) // CONTEXT + 1)
@@ -71,3 +67,31 @@ def test_loss_and_metrics_by_hand(task):
     assert task.terms((x, y)).number == 6 * CONTEXT
     wanted = -logs[x, y].mean().item()
     assert task.loss(model, (x, y)).mean.item() == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def autoencoder():
+    recipe = Recipe(task="autoencoder", model="deep-autoencoder")
+    return Autoencoder(recipe, torch.device("cpu"), pytest.fail)
+
+
+def test_pixels_lie_between_0_and_1(autoencoder):
+    (images, _), (test, _) = load_images(Data())
+    low, high = images.min(), images.max()
+    assert torch.equal(autoencoder.train, (images.flatten(1) - low) / (high - low))
+    assert (autoencoder.train.min(), autoencoder.train.max()) == (0, 1)
+    assert autoencoder.test.shape == (len(test), 64)  # fewer than 2000
+
+
+def test_loss_and_metrics_of_the_autoencoder_by_hand(autoencoder):
+    model = autoencoder.model()
+    some = next(autoencoder.batches(Ranks(), 0))[:7]
+    found = autoencoder.loss(model, some)
+    pixels, target = torch.sigmoid(model(some).double()), some.double()
+    cross = -(target * pixels.log() + (1 - target) * (1 - pixels).log())
+    assert found.mean.item() == pytest.approx(cross.sum().item() / 7, rel=1e-5)
+    assert (found.distribution, autoencoder.terms(some).number) == ("bernoulli", 7)
+    test = autoencoder.test.double()
+    errors = (torch.sigmoid(model(autoencoder.test).double()) - test).square().sum(1)
+    metrics, _ = evaluate(autoencoder, model, Ranks())
+    assert metrics["squared_error"] == pytest.approx(errors.mean().item(), rel=1e-5)

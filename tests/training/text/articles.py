@@ -21,7 +21,7 @@ def paragraphs(number, sentences=12):
 
 
 def plain(number):
-    """The text of an article in a line."""
+    """The text of an article in one line."""
     return " ".join(paragraphs(number))
 
 
@@ -34,6 +34,6 @@ def write_articles(folder, number):
     folder.mkdir()
     rows = [*map(row, range(number)), {"text": "See also"}, {"text": None}]
     for part in range(4):
-        lines = (json.dumps(one, ensure_ascii=False) + "\n" for one in rows[part::4])
+        lines = (json.dumps(entry, ensure_ascii=False) + "\n" for entry in rows[part::4])
         (folder / f"wiki_{part:02}.jsonl").write_text("".join(lines))
     return folder
