@@ -57,7 +57,7 @@ FAULTS = [
     (lambda saved: saved["state"][4].pop("G_inverse"), "it lacks G_inverse of layer '3'"),
     (
         put(0, row_shards=4, G=torch.full((7, 4), -100.0)),
-        "layer '0': G was saved for another number of processes, and its blocks for .* cannot be",
+        "layer '0': G was saved for another number of processes, and its blocks here cannot be",
     ),
     (option(damping=torch.tensor(0.0)), "damping=0.0"),
     (option(update_interval="Sometimes(n=3)"), "'Sometimes.*or a schedule"),
