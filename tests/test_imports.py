@@ -47,7 +47,6 @@ HOMES = {
 EXCEPTIONS = {
     "pretend.py": "curvature.blocks",  # the pretend device has pinned memory
     "command_line.py": "cli",
-    "hooked.py": "capture.inspection",  # makes hooks without an optimizer
     "third_optimizer.py": "optim.base optim.natural",  # is an optimizer
     "tiny.py": "capture.hooks",  # tells which modules have hooks
     "test_split.py": "curvature.layer",  # counts the statistics that exist at the same time

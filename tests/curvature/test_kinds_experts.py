@@ -7,6 +7,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  # registers its grouped product
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comparing import compare, having
@@ -226,3 +227,21 @@ def test_models_of_transformers(name):
         torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-7)
     if with_choice:
         trained(name, "grouped_mm", ThorMuon)
+
+
+def test_a_training_goes_on_after_an_interrupt_inside_the_experts():
+    """torch calls no hook after an error that is no Exception, so the next call tidies up."""
+
+    def product(x, w):
+        if len(x) == 1:
+            raise KeyboardInterrupt
+        return x @ w[1].T
+
+    model = Weights(product, 3, 4, 4)
+    optimizer = THOR(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(1, 4).double())
+    model(torch.randn(5, 4).double()).square().sum().backward()
+    optimizer.step()
+    assert _get_current_function_mode() is None
+    assert optimizer.curvature["weight"].refreshes == 1
