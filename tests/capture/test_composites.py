@@ -115,32 +115,6 @@ def test_coverage():
     assert note == "plain momentum for '1.first': left out by layers="
 
 
-class Holder(nn.Module):
-    """Uses the weight of a child that it does not call."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(5, 5)
-
-    def forward(self, x):
-        return F.linear(x, self.inner.weight, self.inner.bias)
-
-
-@pytest.mark.filterwarnings("ignore:THOR")  # a layer that is not called
-@pytest.mark.parametrize(("with_children", "name"), [(False, "1.inner"), (True, "1.first")])
-def test_children_that_are_not_called(with_children, name):
-    def layers(module):
-        weight, bias = (ParameterView(module.inner, own) for own in ("weight", "bias"))
-        yield InnerLayer("first", ProjectionKind(module.inner.weight, "Holder"), weight, [bias])
-
-    register_composite(Holder, layers, Hook, with_children=with_children)
-    model = network(Holder())
-    optimizer = THOR(model)
-    assert set(optimizer.curvature) == {"0", name, "2"}
-    train(model, optimizer, batches(1))
-    assert optimizer.curvature[name].refreshes == int(with_children)
-
-
 def test_what_cannot_be_registered():
     with pytest.raises(ValueError, match="LSTM is registered already"):
         register_composite(nn.LSTM, layers_of, Hook)

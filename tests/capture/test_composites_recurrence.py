@@ -27,7 +27,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("name", KINDS)
 def test_step_by_step_is_the_fused_function(name):
-    """Values, gradients and masks of dropout, for a batch, a single sequence and packed ones."""
+    """Values, gradients and masks of dropout; a batch, a single sequence, packed sequences."""
     packed = pack_sequence([torch.randn(n, 3).double() for n in (4, 2, 5)], enforce_sorted=False)
     inputs = torch.randn(5, 2, 3).double(), torch.randn(5, 3).double(), packed
     for options, x in product(OPTIONS, inputs):

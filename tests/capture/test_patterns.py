@@ -6,7 +6,7 @@ from torch import nn
 
 from comparing import compare
 from reference import attention_by_hand, attention_layers
-from tiny import batches, cross_entropy, mlp
+from tiny import cross_entropy, mlp
 from torch_thor import THOR, coverage
 
 LEFT_OUT = "left out by layers="
@@ -101,18 +101,6 @@ class OneAttention(nn.Module):
 SETTINGS = [{}, {"nesterov": True, "kl_clip": 1e-3}, {"momentum": 0.0}]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_a_layer_that_is_left_out_is_plain_sgd(settings):
-    compare(
-        mlp(),
-        [(x, cross_entropy(labels)) for x, labels in batches(6)],
-        thor_options={"layers": "-2"},
-        reference_options={"preconditioned": ["0", "4"]},
-        **OPTIONS,
-        **settings,
-    )
-
-
 @pytest.mark.parametrize("left_out", ["q", "qk", "qkv"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_projection_that_is_left_out_is_plain_sgd(settings, left_out):
@@ -143,15 +131,6 @@ def test_a_projection_that_is_left_out_is_plain_sgd(settings, left_out):
         assert all(f"{name!r}: {LEFT_OUT}" in entry.note for name in without)
     else:
         assert entry.reason == LEFT_OUT
-
-
-def test_patterns_with_parameter_groups():
-    """Patterns are of the layers that are trained."""
-    model = transformer()
-    optimizer = THOR(model["blocks"].parameters(), model=model, layers="-*.norm")
-    for part in ("embedding", "head"):
-        optimizer.add_param_group({"params": [*model[part].parameters()]})
-    assert set(optimizer.curvature) == NAMES - NORMS
 
 
 def test_a_compiled_model_has_the_names_of_its_module():

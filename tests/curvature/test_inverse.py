@@ -133,18 +133,10 @@ def test_groups_that_are_averaged_that_keep_their_factor_or_never_had_a_row():
     torch.testing.assert_close(inverted(factor).dense, inverses)
 
 
-def test_float32_with_few_rows_and_at_any_scale():
-    """Rank 3 of 64 and λ = 1e-3, as of first batches; and numbers whose squares are very small."""
+def test_float32_with_few_rows():
+    """Rank 3 of 64 and λ = 1e-3, as of first batches."""
     rows = torch.randn(3, 64, dtype=torch.float64)
     unit = rows.T @ rows / 3
     factors = [matrix_of([unit], dtype=dtype) for dtype in (torch.float64, torch.float32)]
     exact, found = damped_inverses([(factor, relative(factor, 1e-3)) for factor in factors])
     assert (found.dense.double() - exact.dense).norm() < 1e-3 * exact.dense.norm()
-    for scale in (1e-36, 1e-30, 1e-12, 1e12, 1e30):
-        factors = [matrix_of([block], dtype=torch.float32) for block in (unit * scale, unit)]
-        found, expected = damped_inverses([(factor, relative(factor, 0.1)) for factor in factors])
-        assert found.flags == (False, False)
-        if scale > 1e-31:  # below, a factor counts as zeros
-            torch.testing.assert_close(found.dense * scale, expected.dense, rtol=1e-3, atol=1e-4)
-        else:
-            torch.testing.assert_close(found.dense[0], 10 * torch.eye(64))

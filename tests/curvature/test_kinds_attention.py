@@ -50,9 +50,8 @@ def by_hand(model, x):
     return output, seen
 
 
-def check(model, x, terms=N, split_dim=None, forward=by_hand, **options):
-    options = {"terms": terms, "split_dim": split_dim, "forward": forward, **options}
-    return assert_matches_reference(model, x, loss_of(terms), **options)
+def check(model, x, terms=N, **options):
+    assert_matches_reference(model, x, loss_of(terms), terms=terms, forward=by_hand, **options)
 
 
 MASKS = {
@@ -100,22 +99,6 @@ def test_any_attention(
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = (torch.autograd.grad(loss_of(1)(y), parameters) for y, _ in (found, wanted))
     torch.testing.assert_close(*gradients)
-
-
-def test_called_twice():
-    class Twice(Model):
-        def forward(self, x, key, value):
-            return self.attention(super().forward(x, key, value), key, value)[0]
-
-    def twice_by_hand(model, x):
-        output, _, seen = model.by_hand(*x)
-        output, _, more = model.by_hand(output, *x[1:])
-        return output, seen + more
-
-    model = Twice(batch_first=True)
-    optimizer = check(model, inputs(model), forward=twice_by_hand)
-    assert optimizer.curvature["attention.q_proj"].rows_per_term == 2 * L
-    assert optimizer.curvature["attention.k_proj"].rows_per_term == 2 * S
 
 
 def test_a_mask_of_rows_holds_for_the_projections_whose_length_it_has():

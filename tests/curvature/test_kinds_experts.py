@@ -33,8 +33,6 @@ PRODUCTS = {
     "linear": each(lambda x, w, e: F.linear(x, w[e])),
     "matmul": each(lambda x, w, e: x @ w[e]),
     "transposed_view": each(lambda x, w, e: torch.mm(x, w.mT[e])),
-    "from_the_left": each(lambda x, w, e: torch.matmul(w[torch.tensor(e)], x.mT).mT),
-    "unbound": each(lambda x, w, e: F.linear(input=x, weight=w.unbind(0)[e])),
     "grouped": grouped,
     "gathered": lambda x, w, chosen: torch.bmm(x[:, None], w[chosen])[:, 0],
     "gathered_columns": lambda x, w, chosen: torch.bmm(w[chosen], x[..., None])[..., 0],
@@ -190,7 +188,6 @@ MODELS = {
     "gpt_oss": {"head_dim": 8},  # inputs first, biases
     # every expert sees every token
     "llama4_text": {"intermediate_size_mlp": 32, "moe_layers": [0, 1], "head_dim": 8},
-    "jetmoe": {"kv_channels": 8},  # one weight a module
 }
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from comparing import compare, having
+from comparing import compare
 from reference import recurrent_layers, sequence_by_hand, step_by_hand
 from tiny import cross_entropy
 from torch_thor import THOR
@@ -114,21 +114,6 @@ def cell_by_hand(model, x):
 def test_steps_of_a_cell():
     for cell in (nn.LSTMCell(3, 4), nn.GRUCell(3, 4), nn.RNNCell(3, 4, bias=False)):
         compare(Unrolled(cell).double(), stream(4), forward=cell_by_hand, **OPTIONS)
-
-
-def test_rows_and_terms():
-    """N of a first layer; a mask (N, L) holds for the rows of both projections."""
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    for layer, shape, row_mask, expected in (
-        (nn.GRU(3, 4), (6, 3), None, 6.0),
-        (nn.GRU(3, 4), (6, 5, 3), None, 6.0),
-        (nn.LSTM(3, 4, batch_first=True), (2, 3, 3), mask, 1.5),
-    ):
-        model = nn.Sequential(layer).double()
-        optimizer = having(THOR(model, lr=0.0), row_mask=row_mask)
-        layer(torch.randn(shape).double())[0].square().sum().backward()
-        optimizer.step()
-        assert {layer.rows_per_term for layer in optimizer.curvature.values()} == {expected}
 
 
 def test_an_evaluation_on_a_refresh_step_has_the_bits_of_the_fused_kernels_and_no_rows():

@@ -32,7 +32,7 @@ def test_the_borders_belong_to_keep():
 
 
 def test_events_of_a_run():
-    """Of one weight, shown the input √a and the gradient 1: tr(F + λI) = a + 0.5."""
+    """A single weight sees the input √a and the gradient 1: tr(F + λI) = a + 0.5."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False)).double()
     optimizer = THOR(model, lr=0.0, damping=0.5, trace_thresholds=(0.01, 0.001), update_interval=2)
     layer, told = optimizer.curvature["0"], []

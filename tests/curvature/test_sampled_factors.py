@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributions import Bernoulli, Categorical, Independent, Normal, Poisson
+from torch.distributions import Bernoulli, Categorical, Normal
 from torch.nn import functional as F
 
 from comparing import DAMPING, assert_matches_reference, curvlinops_factors
@@ -74,13 +74,6 @@ PREDICTIONS = {
     "images": (lambda: conv_model("stride"), whole, classes, 3, cross_entropy),
     "tokens": (vectors(2, 3), whole, classes, 3, lambda y, t: cross_entropy(y[MASK], t[MASK])),
     "means": (vectors(8), whole, gaussian, 24, lambda y, t: 2 * (y - t).pow(2).sum()),
-    "counts": (
-        vectors(8),
-        whole,
-        lambda y: Independent(Poisson(y.exp()), 1),
-        8,
-        lambda y, t: (y.exp() - t * y).sum(),
-    ),
     "means-and-variances": (vectors(8), moments, normal_of_moments, 8, nll_of_moments),
 }
 

@@ -14,7 +14,7 @@ from reference.factors import Curvature, factors_of_rows
 from reference.layers import layers_of
 from reference.rows import CALLED, is_inputs_first, rows_of
 
-# what ran -> (x, gradient of the loss by y), one a use
+# what ran -> (x, gradient of the loss by y) of each use
 Uses = dict[str, list[tuple[np.ndarray, np.ndarray]]]
 
 
@@ -59,7 +59,7 @@ def gradients(
 
 
 class ReferenceTHOR:
-    """THOR over a float64 copy of a model, with the names and defaults of the fast one.
+    """THOR over a float64 copy of a model, with the names and defaults of `torch_thor.THOR`.
 
     `groups` maps a parameter name to the options that differ for it. `preconditioned` names the
     modules that get a natural gradient (default: all that are layers and have a trainable weight),

@@ -31,7 +31,7 @@ def places(sizes) -> list[tuple[int, ...]]:
 
 
 def batched(x: np.ndarray, conv: nn.Module) -> np.ndarray:
-    """(N, C, *L), of one image too."""
+    """(N, C, *L), also of a single image."""
     return x if x.ndim == len(conv.kernel_size) + 2 else x[None]
 
 
@@ -56,9 +56,7 @@ def padded_input(x: np.ndarray, conv: nn.Module) -> np.ndarray:
 
 
 def conv_input_rows(x: np.ndarray, conv: nn.Module, group: int) -> np.ndarray:
-    """Every patch that one group of the convolution looks at, each in the order of
-    `weight.flatten(1)`.
-    """
+    """Every patch that a group of the convolution looks at, in the order of `weight.flatten(1)`."""
     x = padded_input(batched(x, conv), conv)
     width = x.shape[1] // conv.groups
     steps = list(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True))
@@ -82,8 +80,7 @@ def conv_input_rows(x: np.ndarray, conv: nn.Module, group: int) -> np.ndarray:
 def transposed_input_rows(
     x: np.ndarray, conv: nn.Module, group: int, sizes: tuple[int, ...]
 ) -> np.ndarray:
-    """What every pixel of the output is a weighted sum of: each pixel of the input is scattered,
-    tap by tap.
+    """What each pixel of the output is a weighted sum of: the input's pixels, scattered by taps.
 
     y[p · stride − padding + t · dilation] += W[channel, :, t] x[channel, p]: so x[channel, p]
     stands in the row of that output pixel, at (channel, t).
