@@ -16,8 +16,7 @@ import torch
 
 FOLDER = Path(__file__).parent
 TOLERANCE = 1e-3  # relative, of a loss; kernels for SSE differ from those for AVX-512 by 1e-6
-# runs with another tolerance: decoders and resizing round to whole pixel values, which changes these losses
-# by 1e-3
+# decoders and resizing round to whole pixel values, which changes the losses of this run by 1e-3
 TOLERANCES = {"image-folder": 2e-2}
 FIRST_STEPS = 8  # later, rounding has grown, and may have changed what a refresh decides
 MOST_LINES = 8  # of differences that are listed
