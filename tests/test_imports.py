@@ -47,12 +47,10 @@ HOMES = {
 EXCEPTIONS = {
     "pretend.py": "curvature.blocks",  # the pretend device has pinned memory
     "command_line.py": "cli",
-    "hooked.py": "capture.inspection",  # makes hooks without an optimizer
     "third_optimizer.py": "optim.base optim.natural",  # is an optimizer
     "tiny.py": "capture.hooks",  # tells which modules have hooks
     "test_split.py": "curvature.layer",  # counts the statistics that exist at the same time
     "capture/test_composites.py": "curvature.kinds.registry",  # removes kinds that are registered
-    "distributed/test_disagreement.py": "curvature.blocks curvature.inverse",  # unlike ranks
     "distributed/test_traffic.py": "tools.traffic",  # what a plan counts is what is sent
     "optim/test_as_a_whole.py": "curvature.refresh",  # exhausts the memory in a refresh
     "optim/test_device.py": "curvature.inverse curvature.polar",  # accelerators and CPUs

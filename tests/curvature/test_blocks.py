@@ -24,32 +24,16 @@ def random(*shape):
 
 
 def filled(block_sizes):
-    """Blocks with the second moments of random samples, and these as full matrices of groups."""
-    x = random(block_sizes.groups, block_sizes.rows // block_sizes.groups, 3)
+    """Blocks with the second moments of random samples, and the dense matrix of each group."""
+    size = block_sizes.rows // block_sizes.groups
+    x = random(block_sizes.groups, size, 3)
     zeros = torch.zeros(block_sizes.rows, block_sizes.width, dtype=torch.float64)
     blocks = Blocks(block_sizes, zeros)
     blocks.add_second_moment_(x)
-    return blocks, x @ x.mT
-
-
-def same_block(block_sizes):
-    """Whether row and column belong to the same block, of the rows of all groups."""
-    block = torch.tensor(
-        [i for i, (count, size) in enumerate(block_sizes.blocks) for _ in range(count * size)]
-    )
-    first = torch.cat(
-        [torch.arange(count).repeat_interleave(size) for count, size in block_sizes.blocks]
-    )
-    return (block[:, None] == block) & (first[:, None] == first)
-
-
-def dense_of(block_sizes, whole):
-    """The matrices of each group, zero outside of the blocks."""
-    whole = torch.where(same_block(block_sizes), torch.block_diag(*whole), 0.0)
-    size = block_sizes.rows // block_sizes.groups
-    return torch.stack(
-        [whole[i : i + size, i : i + size] for i in range(0, block_sizes.rows, size)]
-    )
+    inside = torch.block_diag(*[torch.ones(size, size) for size in block_sizes.sizes])
+    whole = torch.block_diag(*(x @ x.mT)) * inside
+    starts = range(0, block_sizes.rows, size)
+    return blocks, torch.stack([whole[i : i + size, i : i + size] for i in starts])
 
 
 @given(
@@ -69,7 +53,7 @@ def test_blocks_end_at_split_dim_groups_and_edges(rows, groups, split_dim, edges
             sizes.append(length)
             length = 0
     block_sizes = BlockSizes.of(rows, split_dim, groups, edges)
-    assert [size for count, size in block_sizes.blocks for _ in range(count)] == sizes
+    assert block_sizes.sizes == sizes
     assert (block_sizes.rows, block_sizes.width) == (groups * rows, max(sizes))
     assert block_sizes.is_diagonal == (max(sizes) == 1)
     runs = block_sizes.runs
@@ -79,25 +63,20 @@ def test_blocks_end_at_split_dim_groups_and_edges(rows, groups, split_dim, edges
 
 @given(block_sizes=cuts)
 def test_moments_traces_and_dense_matrices(block_sizes):
-    blocks, whole = filled(block_sizes)
-    dense = dense_of(block_sizes, whole)
+    blocks, dense = filled(block_sizes)
     torch.testing.assert_close(torch.stack(blocks.dense()), dense)
     torch.testing.assert_close(blocks.traces(), dense.diagonal(dim1=1, dim2=2).sum(-1))
     assert blocks.rows.shape == (block_sizes.rows, block_sizes.width)
-    widths = torch.cat([torch.full((count * size,), size) for count, size in block_sizes.blocks])
+    widths = torch.cat([torch.full((size,), size) for size in block_sizes.sizes])
     # nothing beyond the columns of a block
     assert not blocks.rows[torch.arange(block_sizes.width) >= widths[:, None]].any()
-    assert [part.data_ptr() for part in blocks.parts] == [
-        blocks.rows[run.first].data_ptr() for run in block_sizes.runs
-    ]
 
 
 @given(block_sizes=cuts, columns=st.integers(1, 5), wider=st.integers(0, 2))
 def test_products(block_sizes, columns, wider):
-    """Rows are wider than the blocks of a process where those of another are larger."""
-    blocks, whole = filled(block_sizes)
-    dense, size = dense_of(block_sizes, whole), block_sizes.rows // block_sizes.groups
-    matrix = random(block_sizes.groups, size, columns)
+    """Rows are wider than the blocks of a process if another process has larger blocks."""
+    blocks, dense = filled(block_sizes)
+    matrix = random(block_sizes.groups, dense.shape[1], columns)
     wide = Blocks(block_sizes, nn.functional.pad(blocks.rows, (0, wider)))
     torch.testing.assert_close(wide.left_multiply(matrix), dense @ matrix)
     into = torch.full_like(matrix.mT, torch.nan)  # is overwritten

@@ -27,15 +27,15 @@ def test_curvlinops_agrees():
             torch.testing.assert_close(G, grads[name], rtol=1e-9, atol=1e-12)
 
 
-# ---- where the Kronecker product is the Fisher itself: per-example gradients are autograd's, one a
+# ---- where the Kronecker product is the Fisher itself: gradients of single examples, by autograd -
 
 
 def exact(layer):
     """(the full Fisher of a weight, the mean gradient, T · G ⊗ A, and what THOR steps along).
 
-    Constant images are shown, and the gradient is at a single position: T = 6 for a kernel of one
-    pixel. All pairs of an input and a gradient come, so that E[ggᵀ ⊗ aaᵀ] = E[ggᵀ] ⊗ E[aaᵀ]
-    exactly, and both have full rank.
+    Constant images are shown, and the gradient is at a single position: T = 6 for a 1 x 1 kernel.
+    All pairs of an input and a gradient come, so that E[ggᵀ ⊗ aaᵀ] = E[ggᵀ] ⊗ E[aaᵀ] exactly, and
+    both have full rank.
     """
     inputs, grads = torch.randn(6, 4).double(), torch.randn(5, 3).double()
     x = inputs.repeat_interleave(5, 0)[:, :, None, None].expand(-1, -1, 2, 3).contiguous()

@@ -17,11 +17,10 @@ from torch_thor.curvature.inverse import (
 
 # a factor that every process holds
 WHOLE = SimpleNamespace(layout=SimpleNamespace(owners=None))
-EYE = torch.eye(4, dtype=torch.float64)
 
 
 def matrix_of(*groups, dtype=torch.float64):
-    """A block-diagonal matrix; each group is a list of blocks, which may be of unlike sizes."""
+    """A block-diagonal matrix; each group is a list of blocks, whose sizes may differ."""
     blocks = [block for group in groups for block in group]
     runs = tuple((len(list(same)), size) for size, same in groupby(map(len, blocks)))
     block_sizes = BlockSizes(runs, len(groups))
@@ -32,7 +31,7 @@ def matrix_of(*groups, dtype=torch.float64):
 
 
 def inverted(new):
-    """The inverse of a factor; whether a block needed more damping, or could not be inverted."""
+    """The dense inverse of a factor; whether a block needed more damping, or had no inverse."""
     found = Blocks(new.sums.block_sizes, torch.zeros_like(new.sums.rows))
     for into, inverse in zip(found.parts, new.inverses, strict=True):
         into.copy_(inverse)
@@ -41,13 +40,13 @@ def inverted(new):
 
 
 def damped_inverses(factors):
-    """The inverses of pairs of a factor and its damping, one for all groups or one each."""
+    """The inverses of pairs of a factor and its damping, one for all groups or a list of them."""
     new = []
     for factor, damping in factors:
-        of_groups = damping if isinstance(damping, list) else [damping] * factor.block_sizes.groups
-        new.append(NewFactor(WHOLE, Blocks(factor.block_sizes, factor.rows.clone()), of_groups))
+        each = damping if isinstance(damping, list) else [damping] * factor.block_sizes.groups
+        new.append(NewFactor(WHOLE, Blocks(factor.block_sizes, factor.rows.clone()), each))
     invert_(new)
-    return [inverted(one) for one in new]
+    return [inverted(factor) for factor in new]
 
 
 def relative(factor, damping):
@@ -81,8 +80,7 @@ def test_blocks_of_many_sizes_groups_and_dampings():
             assert result.flags == (False, False)
             dense = torch.stack(factor.dense())
             shift = torch.tensor(damping, dtype=torch.float64).expand(len(dense))
-            # the mean diagonal is that of the WHOLE matrix of a group, not of the block
-            if is_relative:
+            if is_relative:  # to the mean diagonal of the WHOLE matrix of a group
                 shift = 0.3 * dense.diagonal(dim1=1, dim2=2).mean(1)
             identity = torch.eye(dense.shape[1], dtype=torch.float64)
             expected = torch.linalg.inv(dense + shift[:, None, None] * identity)
@@ -90,14 +88,13 @@ def test_blocks_of_many_sizes_groups_and_dampings():
             if not isinstance(damping, list):
                 assert torch.equal(torch.stack(inverse_of(factor, damping).dense()), result.dense)
     assert all(torch.equal(f.rows, old) for (f, _), old in zip(factors, before, strict=True))
-    assert damped_inverses([]) == []
 
 
 @pytest.mark.parametrize(
     ("worst", "raise_by"), [(-0.05, 1), (-0.5, 10), (-5.0, 100), (-50.0, None), (torch.nan, None)]
 )
 def test_only_the_bad_block_gets_more_damping(worst, raise_by):
-    """√(λ/T) = 0.1 saves −0.05; ten and a hundred times as much the next two."""
+    """√(λ/T) = 0.1 saves −0.05; ten and a hundred times as much saves the next two."""
     good, healthy = positive(2), matrix_of([positive(2), positive(2)])
     bad = matrix_of([good, diagonal(1.0, worst)])
     # relative to a mean diagonal of 100 with λ = 0.001, which is 0.1 too
@@ -120,34 +117,26 @@ def test_only_the_bad_block_gets_more_damping(worst, raise_by):
         torch.testing.assert_close(result.dense, torch.block_diag(rest, raised)[None])
 
 
-def test_averages_kept_groups_and_groups_without_an_inverse():
-    """One is averaged, one keeps what it has, one that never had a row takes the identity."""
+def test_groups_that_are_averaged_that_keep_their_factor_or_never_had_a_row():
     new, old = (matrix_of(*([positive(2), positive(1)] for _ in range(4))) for _ in range(2))
     keeps, plain = [False, True, False, False], [False, False, True, False]
     sums = Blocks(new.block_sizes, new.rows.clone())
-    one = NewFactor(WHOLE, sums, [0.1] * 4, old, 0.25, keeps, plain)
-    invert_([one])
+    factor = NewFactor(WHOLE, sums, [0.1] * 4, old, 0.25, keeps, plain)
+    invert_([factor])
     now, before = torch.stack(new.dense()), torch.stack(old.dense())
     expected = now + 0.25 * (before - now)
     expected[1] = before[1]
-    torch.testing.assert_close(torch.stack(one.sums.dense()), expected)
-    inverses = torch.linalg.inv(expected + 0.1 * EYE[:3, :3])
-    inverses[2] = EYE[:3, :3]
-    torch.testing.assert_close(inverted(one).dense, inverses)
+    torch.testing.assert_close(torch.stack(factor.sums.dense()), expected)
+    identity = torch.eye(3, dtype=torch.float64)
+    inverses = torch.linalg.inv(expected + 0.1 * identity)
+    inverses[2] = identity  # for the plain gradient
+    torch.testing.assert_close(inverted(factor).dense, inverses)
 
 
-def test_float32():
-    """Rank 3 of 64 and λ = 1e-3, as of first batches; and squares near the smallest number."""
+def test_float32_with_few_rows():
+    """Rank 3 of 64 and λ = 1e-3, as of first batches."""
     rows = torch.randn(3, 64, dtype=torch.float64)
     unit = rows.T @ rows / 3
     factors = [matrix_of([unit], dtype=dtype) for dtype in (torch.float64, torch.float32)]
     exact, found = damped_inverses([(factor, relative(factor, 1e-3)) for factor in factors])
     assert (found.dense.double() - exact.dense).norm() < 1e-3 * exact.dense.norm()
-    for scale in (1e-36, 1e-30, 1e-12, 1e12, 1e30):
-        factors = [matrix_of([block], dtype=torch.float32) for block in (unit * scale, unit)]
-        found, expected = damped_inverses([(factor, relative(factor, 0.1)) for factor in factors])
-        assert found.flags == (False, False)
-        if scale > 1e-31:  # below, a factor counts as one of zeros
-            torch.testing.assert_close(found.dense * scale, expected.dense, rtol=1e-3, atol=1e-4)
-        else:
-            torch.testing.assert_close(found.dense[0], 10 * torch.eye(64))

@@ -1,4 +1,4 @@
-"""The rows, matrices and loss terms of every kind of layer are those of loops and of autograd.
+"""The rows, matrices and loss terms of every kind of layer agree with loops and with autograd.
 
 Attention, experts, recurrent and registered layers have files of their own.
 """
@@ -26,7 +26,6 @@ from torch_thor import THOR
 from torch_thor.curvature import Blocks, BlockSizes
 from torch_thor.curvature.kinds import kind_of
 from torch_thor.curvature.kinds import matrix as matrix_kinds
-from torch_thor.curvature.kinds.experts import ExpertsKind
 
 TORCHS = ("plain", "transposed")
 STANDARDISED = (StdConv2d, StdConv2dSame, WeightStandardizedConv2d)
@@ -39,12 +38,10 @@ small, sizes = st.integers(1, 3), st.integers(1, 7)
 def of_vectors(draw):
     """(a linear layer or an embedding, its input, a mask of its rows)."""
     torch.manual_seed(0)  # what is assumed depends on the numbers
-    inputs, outputs, leading = (
-        draw(sizes),
-        draw(sizes),
-        draw(st.lists(st.integers(1, 4), max_size=3)),
-    )
+    inputs, outputs = draw(sizes), draw(sizes)
+    leading = draw(st.lists(st.integers(1, 4), max_size=3))
     kind = draw(st.sampled_from([nn.Linear, Conv1D, *EMBEDDINGS]))
+    is_linear = kind in (nn.Linear, Conv1D)
     if kind is Conv1D:
         layer = Conv1D(outputs, inputs)
     elif kind is nn.Linear:
@@ -52,7 +49,6 @@ def of_vectors(draw):
     else:
         options = {} if kind is nn.Embedding else {"embed_scale": 3.5}
         layer = kind(inputs, outputs, draw(st.none() | st.integers(0, inputs - 1)), **options)
-    is_linear = kind in (nn.Linear, Conv1D)
     x = torch.randn(*leading, inputs).double() if is_linear else torch.randint(inputs, leading)
     keep = torch.rand(leading) < 0.7 if leading and draw(st.booleans()) else None
     counts = torch.ones(leading, dtype=torch.bool) if keep is None else keep
@@ -62,14 +58,13 @@ def of_vectors(draw):
     return layer.double(), x, keep
 
 
+def every_other(*shape):
+    return torch.randn([2 * n for n in shape])[(slice(None, None, 2),) * len(shape)]
+
+
 VIEWS = {
     "plain": torch.randn,
-    "cropped": lambda *shape: torch.randn([n + 2 for n in shape])[
-        tuple(slice(1, n + 1) for n in shape)
-    ],
-    "steps": lambda *shape: torch.randn([2 * n for n in shape])[
-        (slice(None, None, 2),) * len(shape)
-    ],
+    "steps": every_other,
     "channels_last": lambda *shape: torch.randn(shape[0], *shape[2:], shape[1]).movedim(-1, 1),
     "expanded": lambda *shape: torch.randn(1, *shape[1:]).expand(shape),
     "constant": lambda *shape: torch.randn(*shape[:2], *[1] * (len(shape) - 2)).expand(shape),
@@ -109,12 +104,10 @@ def of_images(draw, kinds, n):
     x = VIEWS[draw(st.sampled_from([*VIEWS]))](images or 1, channels[0], *size).double()
     x = x if images else x[0]  # a single image without a batch
     try:
-        # not if there is no output, or it is that of the padding alone
-        some = bool((layer(x).abs() > 1e-6).any())
-    # the kernel does not fit, the padding is too large, or nothing is left
-    except (RuntimeError, ValueError):
-        some = False
-    assume(some)
+        is_useful = bool((layer(x).abs() > 1e-6).any())  # not if it sees nothing but padding
+    except (RuntimeError, ValueError):  # the kernel does not fit, or the padding is too large
+        is_useful = False
+    assume(is_useful)
     return layer, x, None
 
 
@@ -122,7 +115,7 @@ CONVOLUTIONS = [of_images(TORCHS, n) for n in (1, 2, 3)]
 
 
 def chosen(count, most):
-    """Indices of `most` rows, which stand for all: one in each of as many spans of one length."""
+    """Indices of `most` rows, which stand for all: a row of each of `most` equal spans."""
     if most is None or count <= most:
         return list(range(count))
     drawn = torch.randint(2**16, (most,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -142,12 +135,7 @@ def close(found, wanted, **tolerances):
     torch.testing.assert_close(found, torch.as_tensor(np.array(wanted)), **tolerances)
 
 
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("examples", [80, pytest.param(400, marks=pytest.mark.slow)])
-def test_rows_and_matrices_of_any_layer(examples):
-    settings(max_examples=examples)(OF_ANY_LAYER(check_rows_and_matrices))()
-
-
+LINEAR = nn.Linear(4, 3).double(), torch.randn(5, 5, 4).double(), None
 OF_ANY_LAYER = given(
     case=st.one_of(of_vectors(), of_images((*STANDARDISED, *SCALED, Conv2dSame), 2), *CONVOLUTIONS),
     split_dim=st.none() | st.integers(1, 12),
@@ -156,17 +144,15 @@ OF_ANY_LAYER = given(
 )
 
 
-LINEAR = nn.Linear(4, 3).double(), torch.randn(5, 5, 4).double(), None
-
-
 @example(case=LINEAR, split_dim=3, most=5, piece=64)
 def check_rows_and_matrices(case, split_dim, most, piece):
     """Rows go through memory in pieces; of many, `most` stand for all in A."""
-    (layer, x, keep), mask = case, None if case[2] is None else case[2].numpy()
-    model, is_image = nn.Sequential(layer), hasattr(layer, "kernel_size")
-    has_batch = (
-        x.dim() == len(layer.kernel_size) + 2 if is_image else x.dim() > x.is_floating_point()
-    )
+    layer, x, keep = case
+    mask, model = None if keep is None else keep.numpy(), nn.Sequential(layer)
+    if hasattr(layer, "kernel_size"):
+        has_batch = x.dim() == len(layer.kernel_size) + 2
+    else:
+        has_batch = x.dim() > x.is_floating_point()
     terms = len(x) if has_batch else 1
     optimizer = having(THOR(model, lr=0.0, damping=DAMPING, split_dim=split_dim), row_mask=keep)
     loss = lambda output: (output**3).sum() / terms  # noqa: E731
@@ -202,31 +188,31 @@ def check_rows_and_matrices(case, split_dim, most, piece):
     assert torch.equal(back, 2 * weight)
 
 
-def test_batches_of_other_shapes_have_places_of_their_own():
-    """One kind, called with one shape after another."""
-    module = nn.Conv2d(2, 3, 3, padding=1).double()
-    kind = kind_of(module)
-    for shape in ((9, 2, 3, 4), (9, 2, 5, 4), (7, 2, 5, 4), (9, 2, 3, 4), (2, 4, 3)):
-        x = torch.randn(shape).double()
-        output = module(x)
-        [(wanted, _)] = rows_of(module, x.numpy(), output.detach().numpy())
-        few = wanted[chosen(len(wanted), 6)]
-        rows, [found] = summed(kind, x, output.shape, most=6)
-        assert rows == len(wanted)
-        close(found, few.T @ few * (len(wanted) / 6))
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("examples", [80, pytest.param(400, marks=pytest.mark.slow)])
+def test_rows_and_matrices_of_any_layer(examples):
+    settings(max_examples=examples)(OF_ANY_LAYER(check_rows_and_matrices))()
 
 
-def test_all_rows_of_experts_count():
-    """How many rows an expert has is what weighs it."""
-    x, kind = torch.randn(5, 4).double(), ExpertsKind(torch.zeros(3, 6, 4), inputs_first=False)
-    for which, of_rows in (
-        (1, [1] * 5),
-        (torch.tensor([2, 0, 2, 2, 0]), [2, 0, 2, 2, 0]),
-        ((2, 0, 3), [0, 0, 2, 2, 2]),
-    ):
-        for most in (1, 4, None):
-            rows, found = summed(kind.of_call(which), x, (5, 6), most=most)
-            assert rows == [of_rows.count(e) for e in range(3)]
-            for expert, dense in enumerate(found):
-                own = x[[row for row in range(5) if of_rows[row] == expert]]
-                torch.testing.assert_close(dense, own.T @ own)
+class WithSize(nn.Module):
+    """A transposed convolution that is called with the size of its output."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.conv = nn.ConvTranspose2d(2, 3, (3, 1), stride=3, padding=(1, 0)).double()
+        self.sizes = list(sizes)
+
+    def forward(self, x):
+        return self.conv(x, self.sizes)
+
+
+@pytest.mark.parametrize("sizes", [(10, 7), (11, 8), (12, 7), (10, 9)])
+def test_output_size_given_to_the_call(sizes):
+    model, x = WithSize(sizes), torch.randn(2, 2, 4, 3).double()
+
+    def forward(model, x):
+        y = model(x)
+        return y, [("conv", x, y)]
+
+    loss = lambda output: (output**3).sum() / 2  # noqa: E731
+    assert_matches_reference(model, x, loss, terms=2, split_dim=4, forward=forward)

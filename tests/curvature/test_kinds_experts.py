@@ -7,6 +7,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  # registers its grouped product
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comparing import compare, having
@@ -18,9 +19,9 @@ HIDDEN, INNER, EXPERTS = 4, 2, 5
 WEIGHTS = ("gate_up_proj", "down_proj")
 
 
-def each(one):
+def each(product):
     """A product for each expert, with the rows that are its own."""
-    return lambda x, w, chosen: torch.cat([one(x[chosen == e], w, e) for e in range(EXPERTS)])
+    return lambda x, w, chosen: torch.cat([product(x[chosen == e], w, e) for e in range(EXPERTS)])
 
 
 def grouped(x, w, chosen):
@@ -32,8 +33,6 @@ PRODUCTS = {
     "linear": each(lambda x, w, e: F.linear(x, w[e])),
     "matmul": each(lambda x, w, e: x @ w[e]),
     "transposed_view": each(lambda x, w, e: torch.mm(x, w.mT[e])),
-    "from_the_left": each(lambda x, w, e: torch.matmul(w[torch.tensor(e)], x.mT).mT),
-    "unbound": each(lambda x, w, e: F.linear(input=x, weight=w.unbind(0)[e])),
     "grouped": grouped,
     "gathered": lambda x, w, chosen: torch.bmm(x[:, None], w[chosen])[:, 0],
     "gathered_columns": lambda x, w, chosen: torch.bmm(w[chosen], x[..., None])[..., 0],
@@ -47,9 +46,8 @@ class MoeExperts(nn.Module):
         super().__init__()
         self.style = style
         self.is_transposed = style in ("matmul", "gathered")
-        for name, outputs, inputs in zip(
-            WEIGHTS, (2 * INNER, HIDDEN), (HIDDEN, INNER), strict=True
-        ):
+        sizes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
+        for name, (outputs, inputs) in zip(WEIGHTS, sizes, strict=True):
             size = (inputs, outputs) if self.is_transposed else (outputs, inputs)
             self.register_parameter(name, nn.Parameter(torch.randn(EXPERTS, *size)))
             offsets = nn.Parameter(torch.randn(EXPERTS, outputs)) if bias else None
@@ -97,7 +95,7 @@ def by_hand(model, x):
     x, chosen = x[0], x[1].flatten()
     h = model.body(x)
     tokens = h.flatten(0, 1)
-    seen, parts, places = [("body", x, h)], [], []
+    seen, z = [("body", x, h)], torch.zeros_like(tokens)
 
     def product(name, e, rows):
         flipped = model.experts.is_transposed
@@ -105,13 +103,10 @@ def by_hand(model, x):
         seen.extend(more)
         return y
 
-    for e in range(EXPERTS):
-        mine = (chosen == e).nonzero()[:, 0]
-        if len(mine):
-            gate, up = product("gate_up_proj", e, tokens[mine]).chunk(2, dim=-1)
-            parts.append(product("down_proj", e, torch.tanh(gate) * up))
-            places.append(mine)
-    z = torch.cat(parts)[torch.cat(places).argsort()].view(*x.shape[:2], HIDDEN)
+    for e in chosen.unique().tolist():
+        gate, up = product("gate_up_proj", e, tokens[chosen == e]).chunk(2, dim=-1)
+        z[chosen == e] = product("down_proj", e, torch.tanh(gate) * up)
+    z = z.view(*x.shape[:2], HIDDEN)
     y = model.head(z)
     return y, [*seen, ("head", z, y)]
 
@@ -141,8 +136,8 @@ COMPARED = {
 def test_steps_are_those_of_separate_layers(style):
     """The reference has a layer an expert, which keeps what it has where it gets no rows."""
     split = {"momentum": 0.0, "split_dim": 3, "damping": 0.3}
-    everything = {"nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3, "split_dim": None}
-    for bias, options in ((False, {}), (True, split), (True, everything)):
+    everything = {"nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3}
+    for bias, options in ((False, split), (True, everything)):
         model = Model(style, bias=bias).double()
         optimizer, reference = compare(model, stream(10), **COMPARED, **options)
         assert set(optimizer.curvature) == {"body", "head", *(f"experts.{n}" for n in WEIGHTS)}
@@ -193,12 +188,11 @@ MODELS = {
     "gpt_oss": {"head_dim": 8},  # inputs first, biases
     # every expert sees every token
     "llama4_text": {"intermediate_size_mlp": 32, "moe_layers": [0, 1], "head_dim": 8},
-    "jetmoe": {"kv_channels": 8},  # one weight a module
 }
 
 
 def trained(name, implementation, method=THOR, **options):
-    """A model and its optimizer after three steps; the same start for every implementation."""
+    """The optimizer of a model after three steps; the same start for every implementation."""
     torch.manual_seed(3)
     chosen = {} if implementation is None else {"experts_implementation": implementation}
     sizes = {**SIZES, **WORDS, **HEADS, **CHOICE, **MODELS[name]}
@@ -209,18 +203,19 @@ def trained(name, implementation, method=THOR, **options):
         optimizer.zero_grad()
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
-    return model, optimizer
+    return optimizer
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models(name):
-    """All experts have factors, the same whatever multiplies; next to everything is covered."""
+def test_models_of_transformers(name):
+    """All experts have factors, the same whatever multiplies; nearly everything is covered."""
     found, with_choice = [], name in ("mixtral", "qwen2_moe")
     for implementation in ("eager", "grouped_mm", "batched_mm") if with_choice else (None,):
-        model, optimizer = trained(name, implementation, kl_clip=1e-3)
-        covered = [entry for entry in optimizer.coverage() if entry.preconditioned]
-        numbers = sum(p.numel() for p in model.parameters())
-        assert sum(math.prod(e.shape) for e in covered) > 0.95 * numbers
+        optimizer = trained(name, implementation, kl_clip=1e-3)
+        entries = optimizer.coverage()
+        covered = [entry for entry in entries if entry.preconditioned]
+        numbers, theirs = (sum(math.prod(e.shape) for e in part) for part in (entries, covered))
+        assert theirs > 0.95 * numbers
         experts = [e.name for e in covered if e.kind == "Experts" and len(e.shape) == 3]
         experts = [optimizer.curvature[name] for name in experts]
         assert {layer.refreshes for layer in experts} == {1}
@@ -229,3 +224,21 @@ def test_models(name):
         torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-7)
     if with_choice:
         trained(name, "grouped_mm", ThorMuon)
+
+
+def test_a_training_goes_on_after_an_interrupt_inside_the_experts():
+    """torch calls no hook after an error that is no Exception, so the next call tidies up."""
+
+    def product(x, w):
+        if len(x) == 1:
+            raise KeyboardInterrupt
+        return x @ w[1].T
+
+    model = Weights(product, 3, 4, 4)
+    optimizer = THOR(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(1, 4).double())
+    model(torch.randn(5, 4).double()).square().sum().backward()
+    optimizer.step()
+    assert _get_current_function_mode() is None
+    assert optimizer.curvature["weight"].refreshes == 1

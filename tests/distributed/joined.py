@@ -28,8 +28,8 @@ OPTIONS = {
     "update_interval": 3,
     "trace_thresholds": (0.08, 0.02),
 }
-# max_update_ratio bounds the rows of a process on their own, so it is off where shards have one
-# process as reference. Blocks of one row are cut alike for any number of shards, which leave out
+# max_update_ratio bounds the rows of each process, so it is off where shards are compared with one
+# process. Blocks of one row are cut alike for any number of shards, which leave out
 # grouped convolutions.
 ROWS = {"max_update_ratio": None, "split_dim": 1, "layers": "-images.3"}
 
@@ -40,19 +40,12 @@ class Both(nn.Module):
     def __init__(self):
         super().__init__()
         self.images = nn.Sequential(
-            nn.Conv2d(2, 4, 3),
-            nn.GroupNorm(2, 4),
-            nn.Tanh(),
-            nn.Conv2d(4, 6, 2, groups=2),
-            nn.Tanh(),
-            nn.Flatten(),
-            nn.Linear(24, 5, bias=False),
-        )
-        self.tokens = nn.Embedding(11, 8)
-        self.norm = nn.LayerNorm(8)
+            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(),
+            nn.Conv2d(4, 6, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 5, bias=False),
+        )  # fmt: skip
+        self.tokens, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.rows = nn.Linear(8, 7)
-        self.head = nn.Linear(7, 5)
+        self.rows, self.head = nn.Linear(8, 7), nn.Linear(7, 5)
 
     def forward(self, batch):
         pixels, words = batch
@@ -62,21 +55,17 @@ class Both(nn.Module):
 
 
 class Routed(nn.Module):
-    """Words through experts; with `inner`, through a recurrent layer and a cell too."""
+    """Words through experts, a recurrent layer and a cell."""
 
-    def __init__(self, inner=False):
+    def __init__(self):
         super().__init__()
-        self.tokens, self.experts, self.inner = nn.Embedding(11, 8), Experts(5, 8, 8), inner
-        if inner:
-            self.rnn = nn.GRU(8, 4, batch_first=True, bidirectional=True)
-            self.cell = nn.LSTMCell(8, 8)
-        self.head = nn.Linear(8, 5)
+        self.tokens, self.experts = nn.Embedding(11, 8), Experts(5, 8, 8)
+        self.rnn = nn.GRU(8, 4, batch_first=True, bidirectional=True)
+        self.cell, self.head = nn.LSTMCell(8, 8), nn.Linear(8, 5)
 
     def forward(self, batch):
         x = self.tokens(batch[1])
         x = torch.tanh(x + self.experts(x, batch[1]))
-        if not self.inner:
-            return self.head(x.mean(1))
         state, x = None, self.rnn(x)[0]
         for t in range(x.shape[1]):
             state = self.cell(x[:, t], state)
@@ -95,9 +84,9 @@ def network():
     return Both().double()
 
 
-def routed(**options):
+def routed():
     torch.manual_seed(3)
-    return Routed(**options).double()
+    return Routed().double()
 
 
 def linear(dtype=torch.float64):
@@ -108,13 +97,12 @@ def linear(dtype=torch.float64):
 
 
 class TwoHeads(nn.Module):
-    """A head for the first word 0, and one for 1; with `skips`, none is called without any."""
+    """A head for the first word 0, and a head for 1; a head without examples is not called."""
 
-    def __init__(self, skips=False):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.rows, self.trunk, self.unused = Rows(), nn.Linear(8, 6), nn.Linear(6, 4)
-        self.skips = skips
+        self.rows, self.trunk = Rows(), nn.Linear(8, 6)
         self.heads = nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 5)])
         self.double()
 
@@ -122,7 +110,7 @@ class TwoHeads(nn.Module):
         x, which = torch.tanh(self.trunk(self.rows(batch))), batch[1][:, 0]
         outputs = x.new_zeros(len(x), 5)
         for i, head in enumerate(self.heads):
-            if not self.skips or (which == i).any():
+            if (which == i).any():
                 outputs[which == i] = head(x[which == i])
         return outputs
 
@@ -132,12 +120,11 @@ class RowParts(nn.Module):
 
     def __init__(self, layer, world):
         super().__init__()
-        weights = layer.weight.detach().chunk(world)
-        biases = [None] * world if layer.bias is None else layer.bias.detach().chunk(world)
-        self.parts = nn.ModuleList()
-        for weight, bias in zip(weights, biases, strict=False):
-            part = nn.Linear(*weight.shape[::-1], bias=bias is not None, dtype=weight.dtype)
-            part.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+        self.parts, row = nn.ModuleList(), 0
+        for weight in layer.weight.detach().chunk(world):
+            part = nn.Linear(*weight.shape[::-1], bias=layer.bias is not None, dtype=weight.dtype)
+            rows, row = slice(row, row + len(weight)), row + len(weight)
+            part.load_state_dict({key: value[rows] for key, value in layer.state_dict().items()})
             self.parts.append(part)
 
     def forward(self, x):
@@ -155,15 +142,15 @@ def in_row_parts(model, world):
 class Checkpointed(nn.Module):
     """The linear layers, each inside an activation checkpoint."""
 
-    def __init__(self, reentrant):
+    def __init__(self):
         super().__init__()
         self.rows, *layers = linear()
-        self.layers, self.reentrant = nn.Sequential(*layers), reentrant
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, batch):
         x = self.rows(batch).requires_grad_()
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = checkpoint(layer, x, use_reentrant=False)
         return x
 
 
@@ -208,7 +195,7 @@ def train(model, optimizer, batches, loss=F.cross_entropy, micro=1, step=methodc
 
 
 def counted(optimizer):
-    """Take a step; returns how often it has started which collective, but for DDP's own."""
+    """Take a step; returns how often it has started which collective, without those of DDP."""
     with CommDebugMode() as counter:
         optimizer.step()
     counts = counter.get_comm_counts().items()
@@ -248,14 +235,13 @@ def made(way, make=network, ddp=None, fsdp=None, inner=("images.0", "attention")
         optimizer = optimizer_of(model, **options)
         return ddp(model) if callable(ddp) else DDP(model, **(ddp or {})), optimizer
     fsdp = {"mesh": mesh_of(way), **(fsdp or {})}
-    # sharded on their own
     for module in [module for name, module in model.named_modules() if name in inner]:
-        fully_shard(module, **fsdp)
+        fully_shard(module, **fsdp)  # separately
     model = fully_shard(model, **fsdp)
     return model, optimizer_of(model, **options)
 
 
-def alone(make=network, **options):
+def single(make=network, **options):
     """The same in one process, whatever the default group is."""
     model = make()
     return model, optimizer_of(model, **{**options, "distributed": {"process_group": False}})
@@ -279,7 +265,7 @@ def assert_same_weights(ours, theirs, rtol=1e-8, atol=1e-11):
     """Two models have the same whole parameters."""
     ours = weights_of(ours)
     for name, wanted in weights_of(theirs).items():
-        where = lambda m, at=name: f"{at}: {m}"  # noqa: E731
+        where = f"{name}: {{}}".format
         torch.testing.assert_close(ours[name], wanted, rtol=rtol, atol=atol, msg=where)
 
 
@@ -291,9 +277,9 @@ def state_of(optimizer):
     return found
 
 
-def assert_same_training(ranks, single, rtol=1e-8, atol=1e-11):
+def assert_same_training(ranks, process, rtol=1e-8, atol=1e-11):
     """Two trainings (model, optimizer, decisions) are the same, with their weights and state."""
-    (model, optimizer, decisions), (twin, other, wanted) = ranks, single
+    (model, optimizer, decisions), (twin, other, wanted) = ranks, process
     assert decisions == wanted
     assert_same_weights(model, twin, rtol, atol)
     state = state_of(optimizer), state_of(other)
@@ -305,9 +291,9 @@ def as_one_process(
 ):
     """`go(model, optimizer, first, step)` gets the same weights on ranks and in one process.
 
-    Under DDP the same state too. The examples of a rank are those from `first` on, every `step`-th.
-    With `parts` the one process has a layer for each shard of a layer; `twin` are other options of
-    it. Returns the decisions and the bits of this rank.
+    Under DDP the state is the same, too. A rank has every `step`-th example from `first` on. With
+    `parts` the one process has a layer for each shard of a layer; `twin` are options that only it
+    has. Returns the decisions and the bits of this rank.
     """
     rounding = {key: both.pop(key) for key in ("rtol", "atol") if key in both}
     of_shards = {key: both.pop(key) for key in ("fsdp", "inner") if key in both}
@@ -315,7 +301,7 @@ def as_one_process(
     decisions = go(model, optimizer, rank, world)
     # made after that, because compiled models run eagerly as long as an optimizer awaits statistics
     make_one = (lambda: in_row_parts(make(), world)) if parts else make
-    theirs = alone(make_one, **{**both, **(twin or {})})
+    theirs = single(make_one, **{**both, **(twin or {})})
     wanted = go(*theirs, 0, 1)
     if way == "ddp":
         assert_same_training((model, optimizer, decisions), (*theirs, wanted), **rounding)

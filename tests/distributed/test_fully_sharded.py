@@ -1,4 +1,4 @@
-"""Under FSDP2 and HSDP the steps are those of one process that cuts its blocks at the same places.
+"""FSDP2 and HSDP take the steps of one process that cuts its blocks at the same places.
 
 Blocks of one row are cut alike however rows are divided. With larger blocks, the reference has a
 layer for each shard. An ordinary step sends nothing, or what its option needs.
@@ -9,16 +9,13 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
 from joined import (
     SIZE,
     Checkpointed,
     Rows,
-    TwoHeads,
-    alone,
     as_one_process,
     assert_same_weights,
     counted,
@@ -28,6 +25,7 @@ from joined import (
     network,
     part,
     shares,
+    single,
     stream,
     train,
     uneven,
@@ -37,11 +35,11 @@ from third_optimizer import NaturalSGD
 from torch_thor import THOR, ThorMuon
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
-TWO, HSDP, METHODS = (2,), (2, 2), [THOR, ThorMuon]
+TWO, HSDP = (2,), (2, 2)
 
 
 class Free(nn.Module):
-    """A matrix without a kind, numbered ones, a convolution; tall, wide and fused weights."""
+    """A matrix without a kind, numbered matrices, a convolution; tall, wide and fused weights."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +63,7 @@ class Free(nn.Module):
 
 
 class Split(nn.Module):
-    """A layer that computes projections of five, one and five rows, which shards cut elsewhere."""
+    """A layer with projections of five, one and five rows, which shards cut elsewhere."""
 
     def __init__(self):
         super().__init__()
@@ -77,32 +75,9 @@ class Split(nn.Module):
         return self.head(torch.tanh(self.fused(self.rows(batch))))
 
 
-class SplitInEveryWay(Split):
-    """Outputs that are columns; heads that take turns in the rows."""
-
-    def __init__(self):
-        from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
-
-        super().__init__()
-        # the blocks of its A end where two or four shards end
-        self.between, self.columns = nn.Linear(11, 16), Conv1D(9, 16)
-        sizes = {"hidden_size": 12, "num_attention_heads": 3, "attention_dropout": 0.0}
-        config = gpt_neox.GPTNeoXConfig(**sizes, attn_implementation="eager")
-        self.attention = gpt_neox.GPTNeoXAttention(config, layer_idx=0)
-        self.words, self.head = nn.Embedding(11, 12), nn.Linear(21, 5)
-        self.double()
-
-    def forward(self, batch):
-        x = torch.tanh(self.between(torch.tanh(self.fused(self.rows(batch)))))
-        words = self.words(batch[1])
-        angles = words.new_ones(1, words.shape[1], 1), words.new_zeros(1, words.shape[1], 1)
-        words = self.attention(words, attention_mask=None, position_embeddings=angles)[0]
-        return self.head(torch.cat([torch.tanh(self.columns(x)), words.mean(1)], 1))
-
-
-def trained_before(make=network):
+def trained_before():
     """A network whose matrices have a large singular value, as training leaves them."""
-    model, generator = make(), torch.Generator().manual_seed(5)
+    model, generator = network(), torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1:
@@ -110,10 +85,6 @@ def trained_before(make=network):
                 left = torch.randn(rows, 1, generator=generator)
                 p += (0.3 * left @ torch.randn(1, columns, generator=generator)).view_as(p)
     return model
-
-
-def free_before():
-    return trained_before(Free)
 
 
 # ---- what ordinary steps send --------------------------------------------------------------------
@@ -134,11 +105,10 @@ def sharded(rank, world, make=network, layers=(), micro=1, **options):
         batches, micros = shares(stream(8), first, step), micro if step > 1 else 1
         decisions = train(model, optimizer, batches, micro=micros, step=count)
         factors = {state.get("lr_factor") for state in optimizer.state.values()}
-        before = make in (trained_before, free_before)
-        assert min(factors) < 0.1 if before else factors == {None}
+        assert min(factors) < 0.1 if make is trained_before else factors == {None}
         return decisions
 
-    # shards leave out the convolution of two groups by themselves
+    # shards leave out the convolution of two groups anyway
     options = {"max_update_ratio": None, "split_dim": 1, "layers": [*layers] or None, **options}
     of_network = make in (network, trained_before)
     twin = {"layers": [*layers, "-images.3"] if of_network else options["layers"]}
@@ -148,19 +118,13 @@ def sharded(rank, world, make=network, layers=(), micro=1, **options):
 
 ROUNDING = {"rtol": 1e-6, "atol": 1e-8}
 MUON = {"method": ThorMuon, "damping": 0.1, "layers": ["-attention.v_proj"], **ROUNDING}
-# with whole matrices, blocks of rows are those of one process, however shards divide them
+# whole matrices have the blocks of rows of one process, however shards divide them
 WHOLE = {
     "make": Free, "inner": (), "method": ThorMuon, "lr": 0.05, "damping": 0.1, "split_dim": 4,
     "distributed": {"whole_matrices": True}, "rtol": 1e-4, "atol": 1e-6,
 }  # fmt: skip
 BOUNDED = {"weight_decay": 0.1, "max_update_ratio": 0.15}
-FUSED = {"fused": (5, 1, 5)}
-SPLIT = {**MUON, "make": Split, "inner": ("fused",), "layers": (), "row_splits": FUSED}
-IN_EVERY_WAY = {
-    **WHOLE, "make": SplitInEveryWay, "inner": ("attention", "columns"),
-    "row_splits": {**FUSED, "columns": 3},
-}  # fmt: skip
-OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+SPLIT = {"make": Split, "inner": ("fused",), "layers": (), "row_splits": {"fused": (5, 1, 5)}}
 AVERAGED = {"weight_decay": 0.1, "micro": 3, "factor_decay": 0.6, "nesterov": True}
 BEFORE = {"make": trained_before, "lr": None, "weight_decay": 0.1}
 SENT = {  # the meshes, options, and how many collectives an ordinary step starts
@@ -169,29 +133,19 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
     "ThorMuon": ([TWO, HSDP], MUON, 0),
     "ThorMuon, anytime": ([TWO, HSDP], {**MUON, "anytime": True}, 0),
     "ThorMuon, trained before": ([TWO, HSDP], {**MUON, **BEFORE}, 0),
-    "kept after forward": ([TWO], {"momentum": 0.0, "fsdp": {"reshard_after_forward": False}}, 0),
-    "cpu offload": ([TWO], {"fsdp": OFFLOADED}, 0),
     "a third optimizer": ([TWO], {"method": NaturalSGD}, 0),
     # the sum of all ranks
     "bounded by kl_clip": ([TWO, HSDP], {"kl_clip": 1e-4}, 1),
     # there and back
     "whole matrices": ([TWO], {**WHOLE, "split_dim": None, "nesterov": False}, 2),
-    "whole matrices, one shard": ([(1,)], WHOLE, 0),
     "whole matrices, shards without rows": ([(4,)], WHOLE, 2),
-    # there and back for each of two learning rates
-    "whole matrices, trained before": ([TWO], {**WHOLE, "make": free_before, "lr": None}, 4),
     # and the norms of the weights
     "whole matrices, bounded": ([HSDP], {**WHOLE, **BOUNDED, "layers": ["-attention.k_proj"]}, 3),
-    "split rows": ([TWO, HSDP, (4,)], SPLIT, 0),
-    "split rows, whole matrices": ([TWO, HSDP, (4,)], IN_EVERY_WAY, 2),
+    "split rows": ([TWO, (4,)], {**MUON, **SPLIT}, 0),
+    "split rows, whole matrices": ([TWO, HSDP, (4,)], {**WHOLE, **SPLIT}, 2),
 }
-
-
-# Combinations of what others tell apart.
-SLOW = (
-    "split rows", "split rows, whole matrices", "whole matrices, bounded",
-    "whole matrices, shards without rows", "bounded by kl_clip", "accumulation",
-)  # fmt: skip
+# combinations of what others tell apart
+SLOW = "whole matrices, bounded", "whole matrices, shards without rows", "accumulation"
 
 
 @pytest.mark.parametrize("name", marked(SENT, SLOW))
@@ -212,28 +166,16 @@ def ordinary(model, optimizer, first, step):
     return train(model, optimizer, shares(stream(6), first, step))
 
 
-def a_head_for_each_rank(model, optimizer, first, step):
-    """A head is used by some ranks alone; it has rows on all."""
-    batches = list(stream(6))
-    for (_, words), _ in batches:
-        words[:, 0] = torch.arange(SIZE) >= SIZE // 2
-    of_rank = slice(first * SIZE // step, (first + 1) * SIZE // step)
-    optimizer.loss_terms = SIZE // step
-    train(model, optimizer, [part(batch, of_rank) for batch in batches])
-    for name, layer in optimizer.curvature.items():
-        assert layer.refreshes == (0 if name.startswith("unused") else 3)
-
-
 class Shared(nn.Module):
-    """A weight that is used twice, and one that two modules share; one parameter is frozen."""
+    """A weight that is used twice, and a weight that two modules share."""
 
-    def __init__(self, frozen):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.rows, self.first, self.second = Rows(), nn.Linear(8, 8), nn.Linear(8, 8)
         self.last = nn.Linear(8, 5)
         self.second.weight = self.first.weight
-        self.double().get_parameter(frozen).requires_grad_(False)
+        self.double()
 
     def forward(self, batch):
         x = torch.tanh(self.first(torch.tanh(self.first(self.rows(batch)))))
@@ -241,7 +183,7 @@ class Shared(nn.Module):
 
 
 def reduced_once(model, optimizer, first, step):
-    """As torch's documentation has it: with the last micro-batch alone."""
+    """Gradients are reduced with the last micro-batch, as torch's documentation has it."""
     for batch in shares(stream(6), first, step):
         for i in range(3):
             if step > 1:
@@ -250,29 +192,24 @@ def reduced_once(model, optimizer, first, step):
             (F.cross_entropy(model(inputs), labels) / 3).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.param_groups[0]["last_loss_terms"] == (12 if optimizer.form.has_g else 0)
+    assert optimizer.param_groups[0]["last_loss_terms"] == SIZE
 
 
 BY_ROW = {
     "split_dim": 1, "trace_thresholds": (0.0, 0.0), "update_interval": 2, "max_update_ratio": None,
 }  # fmt: skip
 IN_PARTS = {**BY_ROW, "split_dim": 3, "parts": True}  # the one process has a layer for each shard
-CHECKPOINTED = {**IN_PARTS, "inner": tuple(f"layers.{i}" for i in range(7))}
+IN_LAYERS = {**IN_PARTS, "inner": tuple(f"layers.{i}" for i in range(7))}
 IN_LOOPS = {**BY_ROW, "inner": ("1", "3"), "rtol": 1e-4, "atol": 1e-6}
-MUON_IN_LOOPS = {**IN_LOOPS, "method": ThorMuon, "distributed": {"whole_matrices": True}}
 BOUNDED_MUON = {"method": ThorMuon, "max_update_ratio": 0.001, "lr": 0.5}
 CASES = {
     "whole shards": {**IN_PARTS, "split_dim": None},
     "running average": {**IN_PARTS, "factor_decay": 0.5, "lr": 0.5, "max_update_ratio": 0.01},
     "ThorMuon, all steps bounded": {**IN_PARTS, **BOUNDED_MUON},
     "uneven batches": {**IN_PARTS, "go": uneven},
-    "no examples on some ranks": {**IN_PARTS, "go": a_head_for_each_rank, "make": TwoHeads},
-    "checkpointed": {**CHECKPOINTED, "make": functools.partial(Checkpointed, False)},
-    "checkpointed, reentrant": {**CHECKPOINTED, "make": functools.partial(Checkpointed, True)},
-    "shared": {**BY_ROW, "make": functools.partial(Shared, "last.weight")},
-    "shared and frozen": {**BY_ROW, "make": functools.partial(Shared, "first.weight")},
+    "checkpointed": {**IN_LAYERS, "make": Checkpointed},
+    "shared": {**BY_ROW, "make": Shared},
     "reduced once": {**IN_LOOPS, "go": reduced_once},
-    "reduced once, ThorMuon": {**MUON_IN_LOOPS, "go": reduced_once},
 }
 
 
@@ -281,11 +218,7 @@ def as_shards(rank, world, go=ordinary, **options):
     as_one_process(rank, world, go, way=(world,), **options)
 
 
-# those that take longest, beside which others of their kind are fast
-SLOW_CASES = "checkpointed, reentrant", "uneven batches", "reduced once", "running average"
-
-
-@pytest.mark.parametrize("name", marked(CASES, SLOW_CASES))
+@pytest.mark.parametrize("name", marked(CASES, slow=("uneven batches", "running average")))
 def test_equals_one_process(run, name):
     for world in (2, 4):
         run(world, functools.partial(as_shards, **CASES[name]))
@@ -296,7 +229,7 @@ def mixed(rank, world, method):
     options = {**BY_ROW, "make": lambda: linear(torch.float32), "method": method, "lr": 0.005}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, optimizer = made((world,), fsdp={"mp_policy": policy}, **options)
-    twin, other = alone(**options)
+    twin, other = single(**options)
     batches = list(stream(5, torch.float32))
     loss = lambda x, labels: F.cross_entropy(x.float(), labels)  # noqa: E731
     train(model, optimizer, shares(batches, rank, world), loss)
@@ -308,6 +241,6 @@ def mixed(rank, world, method):
     assert_same_weights(model, twin, rtol=0.05, atol=0.02)  # bfloat16 has 8 bits
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [THOR, ThorMuon])
 def test_mixed_precision(run, method):
     run(2, mixed, method)

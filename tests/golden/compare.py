@@ -16,8 +16,7 @@ import torch
 
 FOLDER = Path(__file__).parent
 TOLERANCE = 1e-3  # relative, of a loss; kernels for SSE differ from those for AVX-512 by 1e-6
-# where it is another: decoders and resizing round to whole pixel values, which changes these losses
-# by 1e-3
+# decoders and resizing round to whole pixel values, which changes the losses of this run by 1e-3
 TOLERANCES = {"image-folder": 2e-2}
 FIRST_STEPS = 8  # later, rounding has grown, and may have changed what a refresh decides
 MOST_LINES = 8  # of differences that are listed
@@ -37,7 +36,7 @@ def fingerprint():
 
 
 def _processor():
-    # not the name alone, which a virtual machine may not know; caches, because libraries cut their
+    # more than the name, which a virtual machine may not know; caches, because libraries cut their
     # loops by them
     info = Path("/proc/cpuinfo")
     if not info.is_file():
@@ -62,12 +61,12 @@ def read(name):
 
 
 def write(name, content):
-    """Write the file of a run, one value a line."""
+    """Write the file of a run, with a line for each value."""
     (FOLDER / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def other_machine(golden, now):
-    """In what this machine is not the one that recorded; empty where every bit must be the same."""
+    """How this machine differs from the machine that recorded; empty where every bit must agree."""
     recorded, here = golden["fingerprint"], now["fingerprint"]
     return [
         f"{key} {recorded.get(key)} there, {here.get(key)} here"
@@ -94,7 +93,7 @@ def differences(name, golden, now):
 
 
 def computed_differences(name, golden, now):
-    """As `differences`, of what was computed alone: a name of a setting or of state may change."""
+    """As `differences`, but only of what was computed: a name of a setting or state may change."""
     same = {key: golden[key] for key in ("settings", "optimizer")}
     return differences(name, golden, {**now, **same})
 
@@ -102,7 +101,7 @@ def computed_differences(name, golden, now):
 def move_of_losses(golden, now):
     """The relative move of the first loss that differs; infinite where one run has more steps.
 
-    Training amplifies even one rounding, so what later losses differ by says nothing of the change.
+    Training amplifies even one rounding, so later differences say nothing of the change.
     """
     if len(golden["losses"]) != len(now["losses"]):
         return math.inf

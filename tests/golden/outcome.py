@@ -9,7 +9,7 @@ DIGITS_OF_CHECKSUM = 16  # of 64: plenty to tell a change, and the files stay sm
 
 
 def outcome(settings, steps, scores, optimizer, model):
-    """What was asked for, the way of a training, and its end: all that a redesign must leave alone.
+    """What was asked for, the way of a training, and its end: all that a redesign must not change.
 
     Each of `steps` is (its number from 1, its loss, the events of the trace rule in it).
     """
@@ -23,7 +23,8 @@ def outcome(settings, steps, scores, optimizer, model):
             for event in events
         ],
         "evaluations": [
-            f"{one.step} {one.metrics['loss'].hex()} {one.metrics['top1'].hex()}" for one in scores
+            f"{score.step} {score.metrics['loss'].hex()} {score.metrics['top1'].hex()}"
+            for score in scores
         ],
         "optimizer": dict(_flat(optimizer.state_dict(), "")),
         "model": dict(_flat(model.state_dict(), "")),

@@ -116,7 +116,7 @@ def every_layer(steps, method=THOR, before=0, **options):
 
 @contextmanager
 def settled():
-    """One thread, and the random numbers of the program left alone."""
+    """One thread, and the random numbers of the program as they were."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

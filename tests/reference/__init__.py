@@ -1,6 +1,6 @@
 """THOR, slow and obvious, in float64: the oracle of the fast implementation.
 
-Written from the mathematics alone, with explicit loops, dense matrices and `numpy.linalg`. It uses
+It is written from the mathematics, with explicit loops, dense matrices and `numpy.linalg`. It uses
 no hook, no `unfold`, no Cholesky and no batching, and torch only for the gradients of the loss.
 
 Legend:
@@ -16,6 +16,7 @@ Legend:
     d       the direction: W ← W − lr · (momentum of d)
 """
 
+# ruff: noqa: F401  # these are the names that tests import
 from reference.attention import attention_by_hand, attention_layers
 from reference.experts import expert_by_hand, expert_layers
 from reference.factors import Curvature, Factors, damped, factors_of, keep_blocks, second_moment
@@ -23,25 +24,3 @@ from reference.layers import Layer, layers_of
 from reference.optimizer import ReferenceTHOR, by_stages, gradients
 from reference.recurrent import recurrent_layers, sequence_by_hand, step_by_hand
 from reference.rows import rows_of
-
-__all__ = [
-    "Curvature",
-    "Factors",
-    "Layer",
-    "ReferenceTHOR",
-    "attention_by_hand",
-    "attention_layers",
-    "by_stages",
-    "damped",
-    "expert_by_hand",
-    "expert_layers",
-    "factors_of",
-    "gradients",
-    "keep_blocks",
-    "layers_of",
-    "recurrent_layers",
-    "rows_of",
-    "second_moment",
-    "sequence_by_hand",
-    "step_by_hand",
-]

@@ -13,8 +13,9 @@ import torch
 
 
 def output_of_each_number(module, size):
-    """For each number of `module.weight`, in its shape, the output channel that it feeds; `size` is
-    the input's.
+    """For each number of `module.weight`, in its shape, the output channel that it feeds.
+
+    `size` is the size of the input.
     """
     channel_dim = 1 if len(size) > 2 else -1
     found = np.zeros(module.weight.shape, dtype=int)
@@ -25,12 +26,9 @@ def output_of_each_number(module, size):
         for index in np.ndindex(*module.weight.shape):
             module.weight.zero_()
             module.weight[index] = 1
-            output = (
-                module(torch.ones(size, dtype=module.weight.dtype))
-                .movedim(channel_dim, 0)
-                .flatten(1)
-            )
-            (channel,) = [c for c, values in enumerate(output) if values.any()]
+            output = module(torch.ones(size, dtype=module.weight.dtype))
+            channels = output.movedim(channel_dim, 0)
+            (channel,) = [c for c, values in enumerate(channels) if values.any()]
             found[index] = channel
     return found
 

@@ -30,7 +30,7 @@ def attention_layers(model: nn.Module, name: str) -> dict[str, Layer]:
 
 
 def scores_to_add(mask: torch.Tensor | None) -> torch.Tensor | float:
-    """A mask is added to the scores; where a boolean one is True, minus infinity."""
+    """A mask is added to the scores; minus infinity where a boolean mask is True."""
     if mask is None:
         return 0.0
     if mask.dtype == torch.bool:
@@ -44,20 +44,20 @@ def projections(module, inputs):
         weights = module.in_proj_weight.split(module.embed_dim)
     else:
         weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-    found = [x @ weight.T for x, weight in zip(inputs, weights, strict=True)]
-    if module.in_proj_bias is None:
-        return found
-    biases = module.in_proj_bias.split(module.embed_dim)
-    return [y + bias for y, bias in zip(found, biases, strict=True)]
+    biases = [0.0] * 3
+    if module.in_proj_bias is not None:
+        biases = module.in_proj_bias.split(module.embed_dim)
+    return [x @ weight.T + bias for x, weight, bias in zip(inputs, weights, biases, strict=True)]
 
 
 def attention_by_hand(module, name, query, key, value, *, key_padding_mask=None, attn_mask=None):
-    """(output, weights averaged over the heads, [(layer name, x, y)]); inputs are shaped as the
-    module takes them.
+    """(output, weights averaged over the heads, [(layer name, x, y)]).
+
+    Inputs are shaped as the module takes them.
     """
     dot = f"{name}." if name else ""
-    alone = query.dim() == 2
-    swap = not module.batch_first and not alone
+    has_batch = query.dim() == 3
+    swap = has_batch and not module.batch_first
     if swap:
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
     projected = projections(module, (query, key, value))
@@ -65,7 +65,7 @@ def attention_by_hand(module, name, query, key, value, *, key_padding_mask=None,
         (f"{dot}{part}_proj", x, y)
         for part, x, y in zip(PARTS, (query, key, value), projected, strict=True)
     ]
-    q, k, v = (t[None] if alone else t for t in projected)
+    q, k, v = (t if has_batch else t[None] for t in projected)
     padding = None if key_padding_mask is None else key_padding_mask.reshape(len(q), -1)
     size = module.embed_dim // module.num_heads
     sequences, averages = [], []
@@ -74,17 +74,14 @@ def attention_by_hand(module, name, query, key, value, *, key_padding_mask=None,
         for h in range(module.num_heads):
             mine = slice(h * size, (h + 1) * size)
             queries, keys, values = q[n, :, mine], k[n, :, mine], v[n, :, mine]
-            mask = (
-                attn_mask[n * module.num_heads + h]
-                if attn_mask is not None and attn_mask.dim() == 3
-                else attn_mask
-            )
+            mask = attn_mask
+            if mask is not None and mask.dim() == 3:
+                mask = mask[n * module.num_heads + h]
             scores = queries @ keys.T / size**0.5 + scores_to_add(mask)
             scores = scores + scores_to_add(None if padding is None else padding[n])
             if module.bias_k is not None:
-                scores = torch.cat(
-                    [scores, queries @ module.bias_k[0, 0, mine][:, None] / size**0.5], 1
-                )
+                more = queries @ module.bias_k[0, 0, mine][:, None] / size**0.5
+                scores = torch.cat([scores, more], 1)
                 values = torch.cat([values, module.bias_v[0, :, mine]])
             if module.add_zero_attn:
                 scores = torch.cat([scores, torch.zeros_like(scores[:, :1])], 1)
@@ -93,10 +90,10 @@ def attention_by_hand(module, name, query, key, value, *, key_padding_mask=None,
             heads.append(shares[-1] @ values)
         sequences.append(torch.cat(heads, 1))
         averages.append(torch.stack(shares).mean(0))
-    x = sequences[0] if alone else torch.stack(sequences)
+    x = torch.stack(sequences) if has_batch else sequences[0]
     y = x @ module.out_proj.weight.T
     if module.out_proj.bias is not None:
         y = y + module.out_proj.bias
     seen.append((f"{dot}out_proj", x, y))
-    average = averages[0] if alone else torch.stack(averages)
+    average = torch.stack(averages) if has_batch else averages[0]
     return y.transpose(0, 1) if swap else y, average, seen

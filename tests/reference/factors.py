@@ -36,7 +36,7 @@ def damped(matrix: np.ndarray, damping: float, rows_per_term: float) -> np.ndarr
 
 @dataclass
 class Factors:
-    """A and G of one layer, one a group, and its T."""
+    """A and G of one layer, a matrix for each group, and its T."""
 
     A: list[np.ndarray]
     G: list[np.ndarray]
@@ -50,12 +50,22 @@ class Factors:
             for A, G in zip(self.A, self.G, strict=True)
         )
 
+    def averaged(self, before: Factors, decay: float) -> Factors:
+        """The running average with the factors before; T is always new."""
+
+        def average(old, new):
+            pairs = zip(old, new, strict=True)
+            return [decay * then + (1 - decay) * now for then, now in pairs]
+
+        return Factors(average(before.A, self.A), average(before.G, self.G), self.rows_per_term)
+
 
 def factors_of_rows(
     per_use, terms: float, g_scale: float, a_split: int | None, g_split: int | None
 ) -> Factors:
-    """The factors of one step: rows of every use together; g is `g_scale` times the gradient of the
-    loss.
+    """The factors of one step, from the rows of every use together.
+
+    g is `g_scale` times the gradient of the loss.
     """
     A, G = [], []
     for q in range(len(per_use[0])):
@@ -76,8 +86,9 @@ def factors_of(
     split: int | None,
     mask: np.ndarray | None = None,
 ) -> Factors:
-    """The factors of a layer that is one module (None: a linear one), from (x, gradient by y) of
-    every use.
+    """The factors of a layer that is one module, from (x, gradient by y) of every use.
+
+    None stands for a linear layer.
     """
     per_use = [rows_of(module, x, grad_y, mask) for x, grad_y in uses]
     return factors_of_rows(per_use, terms, g_scale, Layer(module, "").input_split or split, split)
@@ -88,8 +99,6 @@ class Curvature:
     """What one layer keeps between refreshes."""
 
     taken: Factors | None = None
-    A_inverse: list[np.ndarray] = field(default_factory=list)
-    G_inverse: list[np.ndarray] = field(default_factory=list)
     damped_blocks: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     refreshes: int = 0
     stopped: bool = False
@@ -111,29 +120,19 @@ class Curvature:
                 return
             if change <= thresholds[0]:
                 return
-            fresh = Factors(
-                [
-                    decay * old + (1 - decay) * new
-                    for old, new in zip(self.taken.A, fresh.A, strict=True)
-                ],
-                [
-                    decay * old + (1 - decay) * new
-                    for old, new in zip(self.taken.G, fresh.G, strict=True)
-                ],
-                fresh.rows_per_term,
-            )
+            fresh = fresh.averaged(self.taken, decay)
         self.taken = fresh
         self.refreshes += 1
+        T = fresh.rows_per_term
         self.damped_blocks = [
-            (damped(A, damping, fresh.rows_per_term), damped(G, damping, fresh.rows_per_term))
+            (damped(A, damping, T), damped(G, damping, T))
             for A, G in zip(fresh.A, fresh.G, strict=True)
         ]
-        self.A_inverse = [np.linalg.inv(A) for A, _ in self.damped_blocks]
-        self.G_inverse = [np.linalg.inv(G) for _, G in self.damped_blocks]
 
     def weight_direction(self, grad: np.ndarray) -> np.ndarray:
-        """Solves T · (G_d ⊗ A_d) vec(ΔW) = vec(∇W), the Kronecker product written out, a group at a
-        time.
+        """Solves T · (G_d ⊗ A_d) vec(ΔW) = vec(∇W) for each group.
+
+        The Kronecker product is written out.
         """
         assert self.taken is not None
         parts = []
@@ -144,7 +143,7 @@ class Curvature:
         return self.layer.tensor(parts, grad.shape)
 
     def bias_direction(self, grad: np.ndarray) -> np.ndarray:
-        """(1/T) G_d⁻¹ ∇b, a group at a time."""
+        """(1/T) G_d⁻¹ ∇b for each group."""
         assert self.taken is not None
         pieces = np.split(grad.ravel(), len(self.damped_blocks))
         parts = [

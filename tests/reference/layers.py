@@ -10,17 +10,6 @@ from torch import nn
 
 from reference.rows import CALLED, TRANSPOSED, is_inputs_first, is_standardised, places
 
-NORMS = (
-    nn.LayerNorm
-    | nn.RMSNorm
-    | nn.GroupNorm
-    | nn.BatchNorm1d
-    | nn.BatchNorm2d
-    | nn.BatchNorm3d
-    | nn.InstanceNorm1d
-    | nn.InstanceNorm2d
-)
-
 
 @dataclass
 class Layer:
@@ -43,7 +32,7 @@ class Layer:
         return 1 if isinstance(self.module, nn.Embedding) else None
 
     def matrices(self, tensor: np.ndarray) -> list[np.ndarray]:
-        """(out, in), one a group; columns in the order of the rows of the input."""
+        """(out, in) for each group; columns in the order of the rows of the input."""
         module = self.module
         if isinstance(module, nn.Embedding) or is_inputs_first(module):
             return [tensor.reshape(len(tensor), -1).T]
@@ -53,37 +42,21 @@ class Layer:
             return np.split(tensor.reshape(len(tensor), -1), getattr(module, "groups", 1))
         found = []
         for group in np.split(tensor, module.groups):  # of input channels, which come first
-            columns = [group[(channel, slice(None), *tap)] for channel, tap in self._columns()]
+            columns = [
+                group[(channel, slice(None), *tap)]
+                for channel in range(len(group))
+                for tap in places(module.kernel_size)
+            ]
             found.append(np.stack(columns, axis=1))
         return found
 
     def tensor(self, matrices: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """The way back."""
-        module = self.module
-        if isinstance(module, nn.Embedding) or is_inputs_first(module):
-            return matrices[0].T.reshape(shape)
-        if module is None and len(shape) == 3:
-            return (matrices[0].T if self.inputs_first else matrices[0])[None]
-        if not isinstance(module, TRANSPOSED):
-            return np.concatenate(matrices).reshape(shape)
-        groups = []
-        for matrix in matrices:
-            group = np.zeros((shape[0] // module.groups, *shape[1:]))
-            for column, (channel, tap) in zip(matrix.T, self._columns(), strict=True):
-                group[(channel, slice(None), *tap)] = column
-            groups.append(group)
-        return np.concatenate(groups)
-
-    def _columns(self) -> list[tuple[int, tuple[int, ...]]]:
-        width = self.module.in_channels // self.module.groups
-        return [
-            (channel, tap) for channel in range(width) for tap in places(self.module.kernel_size)
-        ]
-
-
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """A shared parameter has the first of its names."""
-    return {id(p): name for name, p in model.named_parameters()}
+        """The way back: every number goes to the place from which `matrices` takes it."""
+        found = np.zeros(shape)
+        origins = self.matrices(np.arange(found.size).reshape(shape))
+        for matrix, origin in zip(matrices, origins, strict=True):
+            found.flat[origin] = matrix
+        return found
 
 
 def layers_of(
@@ -91,10 +64,13 @@ def layers_of(
     names: Iterable[str] | None = None,
     pooled: Mapping[str, Iterable[str]] | None = None,
 ) -> dict[str, Layer]:
-    """The modules that are layers; `pooled` says which other modules, of the same weight, share a
-    layer's rows.
+    """The modules that are layers.
+
+    `pooled` says which other modules, of the same weight, share a layer's rows.
     """
-    modules, known = dict(model.named_modules()), parameter_names(model)
+    modules = dict(model.named_modules())
+    # a shared parameter has the first of its names
+    known = {id(p): name for name, p in model.named_parameters()}
     pooled = pooled or {}
     others = {other for more in pooled.values() for other in more}
     if names is None:

@@ -14,16 +14,14 @@ from reference.factors import Curvature, factors_of_rows
 from reference.layers import layers_of
 from reference.rows import CALLED, is_inputs_first, rows_of
 
-# what ran -> (x, gradient of the loss by y), one a use
+# what ran -> (x, gradient of the loss by y) of each use
 Uses = dict[str, list[tuple[np.ndarray, np.ndarray]]]
 
 
 def by_stages(
     model: nn.Module, x: torch.Tensor
 ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor, torch.Tensor]]]:
-    """The forward of an `nn.Sequential`, stage by stage: (output, [(name, x, y) of every
-    stage]).
-    """
+    """The forward of an `nn.Sequential`: (output, [(name, x, y) of every stage])."""
     seen = []
     for name, stage in model.named_children():
         y = stage(x)
@@ -37,15 +35,15 @@ def gradients(
 ) -> tuple[dict[str, np.ndarray], Uses]:
     """Gradients of all parameters; input and output gradient of every use of every layer."""
     output, seen = forward(model, x)
-    modules = dict(model.named_modules())
-    # a name that is no called module's is a projection's inside an attention
-    parents = {
-        name for name, m in modules.items() if not isinstance(m, CALLED) and not is_inputs_first(m)
+    # modules that are no layers; other names belong to layers inside modules
+    others = {
+        name
+        for name, m in model.named_modules()
+        if not isinstance(m, CALLED) and not is_inputs_first(m)
     }
-    seen = [(name, a, y) for name, a, y in seen if name not in parents]
+    # without a gradient where nothing before is trained
+    seen = [(name, a, y) for name, a, y in seen if name not in others and y.requires_grad]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # nothing trainable before: no gradient
-    seen = [(name, a, y) for name, a, y in seen if y.requires_grad]
     wanted = [*parameters.values(), *(y for _, _, y in seen)]
     found = torch.autograd.grad(loss(output), wanted, allow_unused=True)
     grads = {
@@ -61,7 +59,7 @@ def gradients(
 
 
 class ReferenceTHOR:
-    """THOR over a float64 copy of a model, with the names and defaults of the fast one.
+    """THOR over a float64 copy of a model, with the names and defaults of `torch_thor.THOR`.
 
     `groups` maps a parameter name to the options that differ for it. `preconditioned` names the
     modules that get a natural gradient (default: all that are layers and have a trainable weight),
@@ -104,11 +102,9 @@ class ReferenceTHOR:
         self.groups = groups or {}
         self.layers = layers_of(self.model, preconditioned, pooled)
         if layers is not None:
-            # a module that attention never calls
-            inside = {name for name in self.layers if name.endswith("out_proj")}
-            self.layers = {
-                n: layer for n, layer in self.layers.items() if n not in inside
-            } | layers(self.model)
+            for name in [name for name in self.layers if name.endswith("out_proj")]:
+                del self.layers[name]  # a module that attention never calls
+            self.layers |= layers(self.model)
         self.curvature = {name: Curvature(layer=layer) for name, layer in self.layers.items()}
         self.buffers: dict[str, np.ndarray] = {}
         self.clock = 0
@@ -158,9 +154,7 @@ class ReferenceTHOR:
             )
 
     def _natural(self, parameter: str, grad: np.ndarray) -> np.ndarray | None:
-        """The natural gradient of a parameter, piece by piece; None if no layer with factors has
-        one of it.
-        """
+        """The natural gradient of a parameter; None if it is of no layer with factors."""
         found = None
         for name, curvature in self.curvature.items():
             layer = self.layers[name]
@@ -168,12 +162,10 @@ class ReferenceTHOR:
             if mine is None or curvature.taken is None:
                 continue
             found = grad.copy() if found is None else found
-            solve = (
-                curvature.weight_direction
-                if parameter == layer.weight
-                else curvature.bias_direction
-            )
-            found[mine] = solve(grad[mine])
+            if parameter == layer.weight:
+                found[mine] = curvature.weight_direction(grad[mine])
+            else:
+                found[mine] = curvature.bias_direction(grad[mine])
         return found
 
     def _bounded(self, parameter: str, value: np.ndarray, direction: np.ndarray) -> np.ndarray:
@@ -189,25 +181,20 @@ class ReferenceTHOR:
     def _update(self, grads: dict[str, np.ndarray]) -> None:
         # they are views, in which the update is written
         values = {name: p.detach().numpy() for name, p in self.model.named_parameters()}
-        directions = {}
-        clipped_sum = 0.0
-        natural = []
+        directions, natural = {}, []
         for name, grad in grads.items():
             d = self._natural(name, grad)
-            if d is not None:
-                natural.append(name)
-            else:
-                d = grad
+            natural += [name] if d is not None else []
+            d = grad if d is None else d
             directions[name] = d + self.option(name, "weight_decay") * values[name]
         if self.options["kl_clip"] is not None:
-            for name in natural:
-                clipped_sum += self.option(name, "lr") ** 2 * float(
-                    np.sum(directions[name] * grads[name])
-                )
-            if clipped_sum > 0:
-                shrink = min(1.0, float(np.sqrt(self.options["kl_clip"] / clipped_sum)))
-                for name in natural:
-                    directions[name] = shrink * directions[name]
+            change = sum(
+                self.option(name, "lr") ** 2 * float(np.sum(directions[name] * grads[name]))
+                for name in natural
+            )
+            if change > 0:
+                shrink = min(1.0, float(np.sqrt(self.options["kl_clip"] / change)))
+                directions |= {name: shrink * directions[name] for name in natural}
         for name, direction in directions.items():
             d = self._bounded(name, values[name], direction)
             momentum = self.option(name, "momentum")

@@ -1,6 +1,4 @@
-"""Recurrent layers written out: sequence by sequence, step by step, the gates as torch documents
-them.
-"""
+"""Recurrent layers written out: each sequence, each step, the gates as torch documents them."""
 
 import torch
 from torch import nn
@@ -44,8 +42,9 @@ def step_by_hand(module, x, states, product):
 
 
 def sequence_by_hand(module, name, x):
-    """(outputs (L, ·), the last states of the last layer's directions, [(weight, row, product)]) of
-    one (L, in).
+    """What comes of one (L, in).
+
+    (outputs (L, ·), the last states of the last layer's directions, [(weight, row, product)])
     """
     seen, layer_input, last = [], x, []
     for layer in range(module.num_layers):

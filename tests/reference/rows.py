@@ -8,8 +8,6 @@ from torch import nn
 CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d
 TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 CALLED = nn.Linear | CONVOLUTIONS | TRANSPOSED | nn.Embedding
-
-
 STANDARDISED = (
     "StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame",
     "WeightStandardizedConv2d"
@@ -23,10 +21,8 @@ def is_standardised(module: nn.Module | None) -> bool:
 
 
 def is_inputs_first(module: nn.Module | None) -> bool:
-    """A linear layer whose weight is (in, out) or (in, ...): GPT-2's, and what says so of
-    itself.
-    """
-    return type(module).__name__ == "Conv1D" or getattr(module, "inputs_come_first", False)
+    """The linear layer of GPT-2, whose weight is (in, out)."""
+    return type(module).__name__ == "Conv1D"
 
 
 def places(sizes) -> list[tuple[int, ...]]:
@@ -35,28 +31,24 @@ def places(sizes) -> list[tuple[int, ...]]:
 
 
 def batched(x: np.ndarray, conv: nn.Module) -> np.ndarray:
-    """(N, C, *L), of one image too."""
+    """(N, C, *L), also of a single image."""
     return x if x.ndim == len(conv.kernel_size) + 2 else x[None]
 
 
 def padded_input(x: np.ndarray, conv: nn.Module) -> np.ndarray:
     """(N, C, *L) with the margins that the convolution sees."""
+    steps = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True)
     if type(conv).__name__ in SAME_PADDED and not any(conv.padding):
-        margins = []
-        for n, k, stride, d in zip(
-            x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True
-        ):
-            # for ⌈n / stride⌉ pixels
-            total = max((-(-n // stride) - 1) * stride + d * (k - 1) + 1 - n, 0)
-            margins.append((total // 2, total - total // 2))
+        # for ⌈n / stride⌉ pixels
+        totals = [max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0) for n, k, s, d in steps]
     elif conv.padding == "valid":
-        margins = [(0, 0) for _ in conv.kernel_size]
+        totals = [0 for _ in steps]
     elif conv.padding == "same":
-        totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        # the odd one goes right and below
-        margins = [(total // 2, total - total // 2) for total in totals]
+        totals = [d * (k - 1) for _, k, _, d in steps]
     else:
-        margins = [(p, p) for p in conv.padding]
+        totals = [2 * margin for margin in conv.padding]
+    # an odd number has more to the right and below
+    margins = [(total // 2, total - total // 2) for total in totals]
     mode = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}[
         conv.padding_mode
     ]
@@ -64,9 +56,7 @@ def padded_input(x: np.ndarray, conv: nn.Module) -> np.ndarray:
 
 
 def conv_input_rows(x: np.ndarray, conv: nn.Module, group: int) -> np.ndarray:
-    """Every patch that one group of the convolution looks at, each in the order of
-    `weight.flatten(1)`.
-    """
+    """Every patch that a group of the convolution looks at, in the order of `weight.flatten(1)`."""
     x = padded_input(batched(x, conv), conv)
     width = x.shape[1] // conv.groups
     steps = list(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True))
@@ -90,8 +80,7 @@ def conv_input_rows(x: np.ndarray, conv: nn.Module, group: int) -> np.ndarray:
 def transposed_input_rows(
     x: np.ndarray, conv: nn.Module, group: int, sizes: tuple[int, ...]
 ) -> np.ndarray:
-    """What every pixel of the output is a weighted sum of: each pixel of the input is scattered,
-    tap by tap.
+    """What each pixel of the output is a weighted sum of: the input's pixels, scattered by taps.
 
     y[p · stride − padding + t · dilation] += W[channel, :, t] x[channel, p]: so x[channel, p]
     stands in the row of that output pixel, at (channel, t).
@@ -129,8 +118,9 @@ def conv_output_rows(grad_y: np.ndarray, conv: nn.Module, group: int) -> np.ndar
 
 
 def standardised_rows(a: np.ndarray, g: np.ndarray, conv: nn.Module, group: int):
-    """Rows of the weight that is trained, from rows of the one that convolves: W_i / its deviation,
-    times a gain.
+    """Rows of the weight that is trained, from rows of the weight that convolves.
+
+    That is W_i / its deviation, times a gain.
     """
     centred = np.array([row - sum(row) / len(row) for row in a])
     width = conv.out_channels // conv.groups
@@ -144,9 +134,20 @@ def standardised_rows(a: np.ndarray, g: np.ndarray, conv: nn.Module, group: int)
     return centred, np.array([row * scales for row in g])
 
 
+def convolution_rows(x: np.ndarray, grad_y: np.ndarray, conv: nn.Module, group: int):
+    """Rows of one group of any convolution."""
+    if isinstance(conv, TRANSPOSED):
+        a = transposed_input_rows(x, conv, group, batched(grad_y, conv).shape[2:])
+    else:
+        a = conv_input_rows(x, conv, group)
+    g = conv_output_rows(grad_y, conv, group)
+    return standardised_rows(a, g, conv, group) if is_standardised(conv) else (a, g)
+
+
 def embedding_rows(tokens: np.ndarray, grad_y: np.ndarray, embedding: nn.Embedding):
-    """One-hot vectors; a padding token is no row; a scaled embedding's output is its vector times a
-    number.
+    """One-hot vectors; a padding token is no row.
+
+    The output of a scaled embedding is its vector times a number.
     """
     rows, outputs = [], []
     scale = float(getattr(embedding, "embed_scale", 1.0))
@@ -163,29 +164,12 @@ def embedding_rows(tokens: np.ndarray, grad_y: np.ndarray, embedding: nn.Embeddi
 def rows_of(
     module: nn.Module | None, x: np.ndarray, grad_y: np.ndarray, mask: np.ndarray | None = None
 ):
-    """(rows of the input, rows of the output's gradient), one pair a group; None stands for any
-    linear layer.
+    """(rows of the input, rows of the output's gradient) for each group.
 
-    A mask leaves out rows of whatever has its leading dimensions.
+    None stands for any linear layer. A mask leaves out rows of whatever has its leading dimensions.
     """
-    if is_standardised(module):
-        return [
-            standardised_rows(
-                conv_input_rows(x, module, q), conv_output_rows(grad_y, module, q), module, q
-            )
-            for q in range(module.groups)
-        ]
-    if isinstance(module, CONVOLUTIONS):
-        return [
-            (conv_input_rows(x, module, q), conv_output_rows(grad_y, module, q))
-            for q in range(module.groups)
-        ]
-    if isinstance(module, TRANSPOSED):
-        sizes = batched(grad_y, module).shape[2:]
-        return [
-            (transposed_input_rows(x, module, q, sizes), conv_output_rows(grad_y, module, q))
-            for q in range(module.groups)
-        ]
+    if is_standardised(module) or isinstance(module, CONVOLUTIONS | TRANSPOSED):
+        return [convolution_rows(x, grad_y, module, q) for q in range(module.groups)]
     leading = x.shape if isinstance(module, nn.Embedding) else x.shape[:-1]
     if mask is not None and mask.shape == leading:
         x, grad_y = x[mask], grad_y[mask]
