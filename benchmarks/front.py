@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from benchmarks import finetuning, nanogpt, suite, suite_report
-from benchmarks.gpu_nanogpt import best, first_at
+from benchmarks.gpu.nanogpt import best, first_at
 from benchmarks.runner.drawing import save
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.stores import Lines, key_of

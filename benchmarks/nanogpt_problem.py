@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_nanogpt import Example
+from benchmarks.gpu.nanogpt import Example
 from benchmarks.suite_problems import Batch, Problem
 from torch_thor.errors import require
 

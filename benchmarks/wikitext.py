@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.gpu_nanogpt import module_of
+from benchmarks.gpu.nanogpt import module_of
 from benchmarks.runner.drawing import Contestant, save_contests
 from benchmarks.runner.machine import DEVICE, commit, keep_freed_memory
 from benchmarks.runner.markdown import table as markdown

@@ -79,6 +79,7 @@ def training_step(loss: Callable[[], Tensor], optimizer: optim.Optimizer) -> Cal
         loss().backward()
         optimizer.step()
         optimizer.zero_grad()
+        synchronize()
 
     return step
 

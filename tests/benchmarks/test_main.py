@@ -11,8 +11,8 @@ from benchmarks.runner import study
 from command_line import assert_refused
 
 NAMES = [
-    "ablation", "anytime", "finetuning", "front", "gpu", "gpu_airbench", "gpu_nanogpt", "nanogpt",
-    "peers", "step_time", "suite", "wikitext",
+    "ablation", "anytime", "finetuning", "front", "gpu", "nanogpt", "peers", "step_time", "suite",
+    "wikitext",
 ]  # fmt: skip
 
 

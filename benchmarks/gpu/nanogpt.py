@@ -1,8 +1,9 @@
 """nanoGPT's example of a GPU, Shakespeare by characters: AdamW, torch's Muon and ThorMuon.
 
-model.py and train_shakespeare_char.py of karpathy/nanoGPT are read from a folder and used as they
-are: the network, its AdamW, the batches, the schedule, bfloat16 and the clipping of gradients are
-as published, where the best validation loss is 1.4697. The network is compiled.
+model.py and train_shakespeare_char.py of karpathy/nanoGPT are read from build/nanogpt and used as
+they are: the network, its AdamW, the batches, the schedule, bfloat16 and the clipping of gradients
+are as published, where the best validation loss is 1.4697. The network is compiled. The text is
+build/shakespeare/input.txt, tinyshakespeare of karpathy/char-rnn.
 
 - "AdamW" comes from ``configure_optimizers``.
 - "Muon" is torch's for the matrices of the layers, with the same AdamW for the rest.
@@ -10,34 +11,30 @@ as published, where the best validation loss is 1.4697. The network is compiled.
 
 The loss is the mean of 200 batches of validation text (``eval_iters``), drawn once and the same for
 all. Seconds are those of training: evaluations do not count, and a training of a few steps goes
-first for each, in which the network is compiled. One line of JSON is appended for each training.
+first for each, in which the network is compiled.
 """
 
-import argparse
 import importlib.util
 import math
 import runpy
 import sys
 import time
-from collections.abc import Iterator
-from functools import partial
+from functools import cache
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_airbench import append, attempt
+from benchmarks.runner.machine import DEVICE, synchronize
 from benchmarks.runner.markdown import table as markdown
 from torch_thor import ThorMuon
 
+CODE, TEXT = Path("build/nanogpt"), Path("build/shakespeare/input.txt")
 # what the configuration leaves as train.py has it
 USUAL = {"weight_decay": 0.1, "beta1": 0.9, "grad_clip": 1.0, "bias": False}
-TINY = {"n_layer": 1, "n_head": 2, "n_embd": 16, "batch_size": 2, "block_size": 16}
-TINY |= {"max_iters": 20, "lr_decay_iters": 20, "warmup_iters": 2, "eval_interval": 5}
-TINY |= {"eval_iters": 2}
 ADAMW, THOR_MUON = "AdamW", "ThorMuon"
 MUON = {lr: f"Muon {lr:g}" for lr in (0.003, 0.001)}  # with lengths matched to those of AdamW
 WARM_UP = 8  # steps
@@ -138,98 +135,85 @@ class Example:
         return float(torch.stack(losses).mean())
 
 
-class Study(Example):
-    """The trainings.
+# ---- trainings -----------------------------------------------------------------------------------
 
-    Args:
-        code: The folder of model.py and train_shakespeare_char.py.
-        text: The file of Shakespeare's text.
-        device: Where.
-        tiny: Whether the network is small and not compiled.
-    """
 
-    def __init__(self, code: Path, text: Path, device: torch.device, *, tiny: bool) -> None:
-        super().__init__(code, text, device, TINY if tiny else {})
-        self.tiny = tiny
-        self.models: dict[str, tuple[Any, Any]] = {}
+@cache
+def example() -> Example:
+    """Return the example, read once in a process."""
+    return Example(CODE, TEXT, DEVICE, {})
 
-    def train(self, name: str, seed: int, steps: int | None = None) -> dict[str, Any]:
-        """Train once, and return the losses at each evaluation with the seconds so far."""
-        config, device = self.config, self.device
-        torch.manual_seed(seed)
-        # compiled once for each optimizer
-        fresh = self.network()
-        if name not in self.models:
-            model = self.network().to(device)
-            self.models[name] = model, model if self.tiny else torch.compile(model)
-        model, run = self.models[name]
-        model.load_state_dict(fresh.state_dict())
-        made = optimizers(name, model, config, device)
-        groups = [group for optimizer in made for group in optimizer.param_groups]
-        largest = [group["lr"] for group in groups]
-        generator = torch.Generator().manual_seed(seed)
-        curve: list[tuple[int, float, float]] = []
-        seconds, last = 0.0, steps or config["max_iters"]
-        for step in range(last + 1):
-            if step % config["eval_interval"] == 0 or step == last:
-                curve.append((step, self.loss(run), seconds))
-                self.wait()
-                start, before = time.perf_counter(), seconds
-            if step == last:
-                break
+
+@cache
+def networks(name: str) -> tuple[Any, Any]:
+    """Return the network of an optimizer, as it is and compiled."""
+    model = example().network().to(DEVICE)
+    return model, torch.compile(model, disable=DEVICE.type == "cpu")
+
+
+def missing() -> list[Path]:
+    """Return what is not there."""
+    files = CODE / "model.py", CODE / "train_shakespeare_char.py", TEXT
+    return [file for file in files if not file.exists()]
+
+
+def jobs() -> list[dict[str, Any]]:
+    """List the trainings, in the order of importance."""
+    found = [(name, 0) for name in (THOR_MUON, ADAMW, *MUON.values())]
+    found += [(name, seed) for seed in (1, 2) for name in (THOR_MUON, ADAMW)]
+    return [{"optimizer": name, "seed": seed} for name, seed in found]
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Train once: the losses at each evaluation, with the seconds so far."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as train.py has it
+    torch._dynamo.config.recompile_limit = 64  # for all networks together
+    compiled(job["optimizer"])
+    start = time.perf_counter()
+    curve = train(job["optimizer"], job["seed"], example().config["max_iters"])
+    return {"curve": curve, "all_seconds": time.perf_counter() - start}  # with evaluations
+
+
+@cache
+def compiled(name: str) -> None:
+    """Train for a few steps, for the compiler."""
+    train(name, 0, WARM_UP)
+
+
+def train(name: str, seed: int, last: int) -> list[tuple[int, float, float]]:
+    """Train once, and return step, loss and seconds so far of each evaluation."""
+    own = example()
+    config, (model, forward) = own.config, networks(name)
+    torch.manual_seed(seed)
+    model.load_state_dict(own.network().state_dict())
+    made = optimizers(name, model, config, DEVICE)
+    groups = [group for optimizer in made for group in optimizer.param_groups]
+    largest = [group["lr"] for group in groups]
+    generator = torch.Generator().manual_seed(seed)
+    curve, seconds = list[tuple[int, float, float]](), 0.0
+    for first in range(0, last, config["eval_interval"]):
+        curve.append((first, own.loss(forward), seconds))
+        synchronize()
+        start = time.perf_counter()
+        for step in range(first, min(first + config["eval_interval"], last)):
             for group, lr in zip(groups, largest, strict=True):
                 group["lr"] = lr * share(step, config)
-            x, y = self.batch(self.train_text, generator)
-            with self.fast:
-                loss = run(x, y)[1]
+            x, y = own.batch(own.train_text, generator)
+            with own.fast:
+                loss = forward(x, y)[1]
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), config["grad_clip"])
             for optimizer in made:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            if (step + 1) % config["eval_interval"] == 0 or step + 1 == last:
-                self.wait()
-                seconds = before + time.perf_counter() - start
-                if not math.isfinite(value := float(loss.detach())):
-                    raise ArithmeticError(f"the loss of step {step} is {value}")
-        return {"curve": curve}
-
-    def wait(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
+        seconds += time.perf_counter() - start
+        if not math.isfinite(loss.item()):
+            raise ArithmeticError(f"the loss of step {step} is {loss.item()}")
+    return [*curve, (last, own.loss(forward), seconds)]
 
 
-def jobs(seeds: int) -> Iterator[tuple[str, int]]:
-    """Yield optimizer and seed of all trainings, in the order of importance."""
-    for name in (THOR_MUON, ADAMW, *MUON.values()):
-        yield name, 0
-    for seed in range(1, seeds):
-        yield THOR_MUON, seed
-        yield ADAMW, seed
-
-
-def run(options: argparse.Namespace) -> None:
-    """Train all, as far as the time goes."""
-    end, device = time.monotonic() + options.seconds, torch.device(options.device)
-    # as train.py has it
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    torch._dynamo.config.recompile_limit = 64  # for all networks together
-    study = Study(options.code, options.text, device, tiny=options.tiny)
-    taken: dict[str, float] = {}
-    for name, seed in jobs(1 if options.tiny else 3):
-        if time.monotonic() + taken.get(name, 20.0 * (not options.tiny)) > end:
-            print("out of time", flush=True)
-            return
-        start = time.monotonic()
-        if name not in taken:
-            attempt(partial(study.train, name, seed, WARM_UP))
-            print(f"{name}: warm after {time.monotonic() - start:.1f} s", flush=True)
-        start = time.monotonic()
-        row = attempt(partial(study.train, name, seed))
-        taken[name] = time.monotonic() - start
-        row["all_seconds"] = taken[name]  # with evaluations
-        append(options.out, {"job": {"optimizer": name, "seed": seed}, **row})
+# ---- what is shown -------------------------------------------------------------------------------
 
 
 def best(row: dict[str, Any]) -> tuple[int, float, float]:
@@ -248,40 +232,18 @@ def first_at(row: dict[str, Any], limit: float) -> tuple[int, float] | None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a line for each training, beside AdamW's best with the same seed."""
-    done = [row for row in rows if "curve" in row]
-    limits = {r["job"]["seed"]: best(r)[1] for r in done if r["job"]["optimizer"] == ADAMW}
-    lines = []
-    for row in sorted(done, key=lambda row: (row["job"]["optimizer"], row["job"]["seed"])):
+    limits = {r["job"]["seed"]: best(r)[1] for r in rows if r["job"]["optimizer"] == ADAMW}
+    lines, losses = [], dict[str, list[float]]()
+    for row in sorted(rows, key=lambda row: (row["job"]["optimizer"], row["job"]["seed"])):
+        name, seed = row["job"]["optimizer"], row["job"]["seed"]
         step, loss, _ = best(row)
         steps, _, seconds = row["curve"][-1]
-        reached = first_at(row, limits.get(row["job"]["seed"], -math.inf))
+        reached = first_at(row, limits.get(seed, -math.inf))
         there = "–" if reached is None else f"step {reached[0]}, {reached[1]:.1f} s"
-        job = row["job"]
-        own = [job["optimizer"], str(job["seed"]), f"{loss:.4f}", str(step), there]
-        lines.append([*own, f"{seconds:.1f}", f"{1000 * seconds / steps:.2f}"])
+        times = f"{seconds:.1f}", f"{1000 * seconds / steps:.2f}"
+        lines.append([name, str(seed), f"{loss:.4f}", str(step), there, *times])
+        losses.setdefault(name, []).append(loss)
     heads = ("optimizer", "seed", "best validation loss", "at step", "at AdamW's best")
     text = markdown((*heads, "seconds in all", "ms a step"), lines)
-    names = sorted({row["job"]["optimizer"] for row in done})
-    means = {
-        name: [best(row)[1] for row in done if row["job"]["optimizer"] == name] for name in names
-    }
-    said = [f"{name} {mean(own):.4f} ({len(own)})" for name, own in means.items()]
+    said = [f"{name} {fmean(own):.4f} ({len(own)})" for name, own in losses.items()]
     return f"{text}\n\nMean of the best (seeds): {', '.join(said)}."
-
-
-def main() -> None:
-    """Read the options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--code", type=Path, required=True, help="folder of nanoGPT's two files")
-    parser.add_argument("--text", type=Path, required=True, help="input.txt of tinyshakespeare")
-    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no training starts later")
-    parser.add_argument("--device", default="cuda", help="default: %(default)s")
-    parser.add_argument("--tiny", action="store_true", help="a small network, not compiled")
-    run(parser.parse_args())
-
-
-if __name__ == "__main__":
-    main()
