@@ -67,22 +67,19 @@ def of_nanogpt(rows: Rows) -> list[list[str]]:
 def of_suite(rows: Rows) -> list[list[str]]:
     """Return a line for each problem of the suite that README shows."""
     found = suite_report.contests(rows, suite.chosen(rows), suite.one_rates(rows))
-    by_name = {one.problem: one for one in found}
+    by_name = {contest.problem: contest for contest in found}
     lines = []
     for problem, title in suite_report.README.items():
-        if problem in by_name:
-            one = by_name[problem]
-            names = ("adamw", "muon", "thor-muon")
-            shown = [suite_report.shown(one, one.setting(name)) for name in names]
-            lines.append([title, *shown, *shares(one)])
+        contest = by_name[problem]
+        names = ("adamw", "muon", "thor-muon")
+        shown = [contest.shown(contest.setting(name)) for name in names]
+        lines.append([title, *shown, *shares(contest)])
     return lines
 
 
-def shares(one: suite_report.Contest) -> tuple[str, str]:
+def shares(contest: suite_report.Contest) -> tuple[str, str]:
     """Return the shares of AdamW's steps and seconds after which ThorMuon is where it ends."""
-    steps, slower = one.steps("adamw"), one.relative("adamw")
-    seconds = None if steps is None or slower is None else steps * slower
-    return suite_report.ratio(steps), suite_report.ratio(seconds)
+    return suite_report.ratio(contest.steps("adamw")), suite_report.ratio(contest.seconds("adamw"))
 
 
 def of_finetuning(rows: Rows) -> list[str]:

@@ -11,6 +11,7 @@ step, which all take in turns on one thread (the job named `alone`); refreshes c
 happen, evaluations do not.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,7 +109,7 @@ def table(rows: Rows) -> str:
     heads += ["seconds", "step / AdamW's", "bytes a parameter"]
     lines = [[title, shown(rows, tuning(rows, name))] for name, title in TUNED.items()]
     trials = markdown(["tuned", "learning rate: validation loss of the trial"], lines)
-    return "\n\n".join([markdown(heads, ends(rows)), trials])
+    return f"{markdown(heads, ends(rows))}\n\n{trials}"
 
 
 def ends(rows: Rows) -> list[list[str]]:
@@ -139,8 +140,6 @@ def draw(rows: Rows) -> None:
     """Draw the losses against steps and seconds."""
     from matplotlib.figure import Figure
 
-    if key_of(TIMES) not in rows:
-        return
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     against(axes[0], rows, timed=False)
@@ -152,15 +151,13 @@ def draw(rows: Rows) -> None:
 
 def against(panel: "Axes", rows: Rows, *, timed: bool) -> None:
     """Draw the losses against seconds, or against steps."""
-    found = contestants(rows)
-    lowest = min(
-        point[1] for setting in found.values() for point in mean_curve(curves(rows, setting))
-    )
-    for name, setting in found.items():
-        steps = [step for step, _ in mean_curve(curves(rows, setting))]
+    lowest = math.inf
+    for name, setting in contestants(rows).items():
+        steps, means = zip(*mean_curve(curves(rows, setting)), strict=True)
         losses = [[point[1] for point in curve] for curve in curves(rows, setting)]
         label = f"{name} ({setting['lr']:g})" if "lr" in setting else f"{name}, no option"
         xs = seconds(rows, setting) if timed else steps
         draw_band(panel, xs, losses, label=label, colour=COLOURS[name])
+        lowest = min(lowest, *means)
     panel.set(xlabel="seconds, one core" if timed else "steps", ylim=(lowest - 0.03, 2.5))
     panel.grid(alpha=0.3)

@@ -40,8 +40,7 @@ def example() -> Example:
 def network() -> nn.Module:
     """Return the network."""
     with redirect_stdout(None):  # nanoGPT prints its numbers of parameters
-        model: nn.Module = example().network()
-    return model
+        return example().network()
 
 
 def batches(size: int, seed: int) -> Iterator[Batch]:
@@ -54,8 +53,7 @@ def batches(size: int, seed: int) -> Iterator[Batch]:
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean loss of a batch."""
-    found: Tensor = model(*batch)[1]
-    return found
+    return model(*batch)[1]
 
 
 def adamw(model: Any, lr: float) -> torch.optim.Optimizer:
@@ -63,10 +61,7 @@ def adamw(model: Any, lr: float) -> torch.optim.Optimizer:
     config = example().config
     betas = config["beta1"], config["beta2"]
     with redirect_stdout(None):
-        made: torch.optim.Optimizer = model.configure_optimizers(
-            config["weight_decay"], lr, betas, "cpu"
-        )
-    return made
+        return model.configure_optimizers(config["weight_decay"], lr, betas, "cpu")
 
 
 NANOGPT = Problem(

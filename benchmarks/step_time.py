@@ -27,9 +27,7 @@ NEVER, SMALL = 10**9, 1e-6
 _THOR = partial(THOR, lr=SMALL, weight_decay=5e-4)
 _MUON = partial(ThorMuon, lr=SMALL, weight_decay=0.01)
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "SGD": lambda model: torch.optim.SGD(
-        model.parameters(), lr=SMALL, momentum=0.9, weight_decay=5e-4
-    ),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), SMALL, 0.9, weight_decay=5e-4),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=SMALL),
     "Muon": partial(MuonAdamW, lr=SMALL, adamw_embeddings=True),
     "THOR": partial(_THOR, update_interval=NEVER),
@@ -68,9 +66,7 @@ def tolerance(rows: dict[str, Any], job: dict[str, Any]) -> float:
 
 
 def measure(name: str, device: torch.device, batch: int, side: int, rounds: int) -> dict[str, Any]:
-    """Time the steps, and return the seconds of each and the bytes of state per parameter.
-
-    On a GPU the steps are in bfloat16.
+    """Time the steps, which are in bfloat16 on a GPU.
 
     Args:
         name: The network.
@@ -78,6 +74,9 @@ def measure(name: str, device: torch.device, batch: int, side: int, rounds: int)
         batch: Samples in a batch.
         side: Pixels of a side, or tokens.
         rounds: Steps of each optimizer that count.
+
+    Returns:
+        The seconds of each step, and the bytes of state per parameter.
     """
     steps, optimizers, elements = {}, {}, 0
     for optimizer, make in OPTIMIZERS.items():
@@ -126,10 +125,7 @@ def build(name: str) -> nn.Module:
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """Return the bytes of state per parameter, and the time of a step over SGD's.
-
-    The time of a refresh is in brackets.
-    """
+    """Return bytes of state per parameter, and times over SGD's, of a refresh in brackets."""
     names, lines = [name for name in OPTIMIZERS if "refresh" not in name], []
     for row in rows.values():
         cells, base = [row["job"]["model"]], row["seconds"]["SGD"]

@@ -90,6 +90,52 @@ def main(run, model):
     return val_acc
 """
 
+WORD_MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class RNNModel(nn.Module):
+    def __init__(self, rnn_type, ntoken, ninp, nhid, nlayers, dropout=0.5, tie_weights=False):
+        super().__init__()
+        self.drop = nn.Dropout(dropout)
+        self.encoder = nn.Embedding(ntoken, ninp)
+        self.rnn = getattr(nn, rnn_type)(ninp, nhid, nlayers, dropout=dropout)
+        self.decoder = nn.Linear(nhid, ntoken)
+        self.shape = nlayers, nhid
+
+    def forward(self, input, hidden):
+        output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
+        return F.log_softmax(self.decoder(output).flatten(0, 1), dim=1), hidden
+
+    def init_hidden(self, bsz):
+        zeros = torch.zeros(self.shape[0], bsz, self.shape[1])
+        return zeros, zeros
+
+class TransformerModel(nn.Module):
+    def __init__(self, ntoken, ninp, nhead, nhid, nlayers, dropout=0.5):
+        super().__init__()
+        self.input_emb = nn.Embedding(ntoken, ninp)
+        self.inside = nn.Linear(ninp, ninp)
+        self.decoder = nn.Linear(ninp, ntoken)
+
+    def forward(self, src, has_mask=True):
+        return F.log_softmax(self.decoder(torch.relu(self.inside(self.input_emb(src)))), dim=-1)
+"""
+WORD_DATA = """
+import os
+import torch
+
+class Corpus(object):
+    def __init__(self, path):
+        self.dictionary = {}
+        for name in ("train", "valid", "test"):
+            with open(os.path.join(path, name + ".txt")) as file:
+                words = file.read().split()
+            numbers = [self.dictionary.setdefault(w, len(self.dictionary)) for w in words]
+            setattr(self, name, torch.tensor(numbers))
+"""
+
 
 def write(texts):
     """Write files, in the present folder."""
