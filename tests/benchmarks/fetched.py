@@ -2,45 +2,39 @@
 
 from pathlib import Path
 
-NANOGPT = """
+NANOGPT = {
+    "build/nanogpt/model.py": """
 import torch
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from torch import nn
 from torch.nn import functional as F
 
-@dataclass
-class GPTConfig:
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    block_size: int
-    bias: bool
-    dropout: float
+NAMES = ("vocab_size", "n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")
+GPTConfig = make_dataclass("GPTConfig", NAMES)
 
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         print("what is said is not shown")
         self.table = nn.Embedding(config.vocab_size, config.n_embd)
-        block = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.transformer = nn.ModuleDict({"h": nn.ModuleList([block])})
+        self.inside = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, x, y):
-        logits = self.head(torch.relu(self.transformer["h"][0](self.table(x))))
+        logits = self.head(torch.relu(self.inside(self.table(x))))
         return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        return torch.optim.AdamW(
-            self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay
-        )
-"""
-NANOGPT_CONFIG = """
+        options = {"lr": learning_rate, "betas": betas, "weight_decay": weight_decay}
+        return torch.optim.AdamW(self.parameters(), **options)
+""",
+    "build/nanogpt/train_shakespeare_char.py": """
 learning_rate, min_lr, beta2, warmup_iters, lr_decay_iters = 1e-2, 1e-3, 0.99, 2, 12
 n_layer, n_head, n_embd, block_size, batch_size, dropout = 1, 1, 8, 8, 4, 0.0
 max_iters, eval_interval, eval_iters = 12, 5, 2
-"""
+""",
+    "build/shakespeare/input.txt": "to be or not to be. " * 20,
+}
 AIRBENCH = """
 import sys
 import torch
@@ -89,52 +83,49 @@ def main(run, model):
     print_training_details({}, is_final_entry=True)
     return val_acc
 """
-
-WORD_MODEL = """
+WORDS = {
+    "build/word_language_model/model.py": """
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 class RNNModel(nn.Module):
-    def __init__(self, rnn_type, ntoken, ninp, nhid, nlayers, dropout=0.5, tie_weights=False):
+    def __init__(self, rnn_type, ntoken, ninp, nhid, nlayers, dropout):
         super().__init__()
-        self.drop = nn.Dropout(dropout)
-        self.encoder = nn.Embedding(ntoken, ninp)
+        self.encoder, self.drop = nn.Embedding(ntoken, ninp), nn.Dropout(dropout)
         self.rnn = getattr(nn, rnn_type)(ninp, nhid, nlayers, dropout=dropout)
         self.decoder = nn.Linear(nhid, ntoken)
         self.shape = nlayers, nhid
 
     def forward(self, input, hidden):
         output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
-        return F.log_softmax(self.decoder(output).flatten(0, 1), dim=1), hidden
+        return self.decoder(output).flatten(0, 1).log_softmax(dim=1), hidden
 
     def init_hidden(self, bsz):
-        zeros = torch.zeros(self.shape[0], bsz, self.shape[1])
-        return zeros, zeros
+        return (torch.zeros(self.shape[0], bsz, self.shape[1]),) * 2
 
 class TransformerModel(nn.Module):
-    def __init__(self, ntoken, ninp, nhead, nhid, nlayers, dropout=0.5):
+    def __init__(self, ntoken, ninp, nhead, nhid, nlayers, dropout):
         super().__init__()
-        self.input_emb = nn.Embedding(ntoken, ninp)
-        self.inside = nn.Linear(ninp, ninp)
-        self.decoder = nn.Linear(ninp, ntoken)
+        self.input_emb, self.decoder = nn.Embedding(ntoken, ninp), nn.Linear(ninp, ntoken)
 
-    def forward(self, src, has_mask=True):
-        return F.log_softmax(self.decoder(torch.relu(self.inside(self.input_emb(src)))), dim=-1)
-"""
-WORD_DATA = """
-import os
+    def forward(self, src):
+        return self.decoder(torch.relu(self.input_emb(src))).log_softmax(dim=-1)
+""",
+    "build/word_language_model/data.py": """
 import torch
 
 class Corpus(object):
     def __init__(self, path):
         self.dictionary = {}
         for name in ("train", "valid", "test"):
-            with open(os.path.join(path, name + ".txt")) as file:
-                words = file.read().split()
+            words = open(path + f"/{name}.txt").read().split()
             numbers = [self.dictionary.setdefault(w, len(self.dictionary)) for w in words]
             setattr(self, name, torch.tensor(numbers))
-"""
+""",
+    "build/word_language_model/data/wikitext-2/train.txt": "to be or not to be . " * 10,
+    "build/word_language_model/data/wikitext-2/valid.txt": "to be or not to be . " * 4,
+    "build/word_language_model/data/wikitext-2/test.txt": "be . ",
+}
 
 
 def write(texts):

@@ -18,8 +18,7 @@ BEST = {"nanogpt-adamw": 0.004, "muon": 0.02, "soap": 0.004}
 def small(tmp_path, monkeypatch):
     """The example in an empty folder with others' files."""
     monkeypatch.chdir(tmp_path)
-    texts = (fetched.NANOGPT, fetched.NANOGPT_CONFIG, "to be or not to be. " * 20)
-    fetched.write(dict(zip(nanogpt_problem.WHERE, texts, strict=True)))
+    fetched.write(fetched.NANOGPT)
     monkeypatch.setattr(nanogpt_problem, "SIZES", nanogpt_problem.SIZES | SMALL)
     nanogpt_problem.example.cache_clear()
     yield nanogpt_problem.NANOGPT
