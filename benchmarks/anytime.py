@@ -3,12 +3,10 @@
     python -m benchmarks anytime            # runs what is missing, then the table
     python -m benchmarks anytime --table
 
-The half of the held-out data that chose nothing is reported, for three seeds. Learning rates stay
-for ThorMuon with `anytime`, schedule-free AdamW (0.0025 and the betas of its README), Prodigy and
-D-Adaptation (DAdaptAdam). With them stand ThorMuon with its schedule, and AdamW as tuned for each
-problem in the suite, whose rates fall linearly to 0, and Prodigy and D-Adaptation under the cosine
-that Prodigy's README recommends. Beside the suite stand nanoGPT's CPU example and the fine-tuning
-of MiniLM.
+The half of the held-out data that chose nothing is reported, for three seeds. Schedule-free AdamW
+has the rate 0.0025 and the betas of its README, AdamW is tuned for each problem in the suite, and
+Prodigy and D-Adaptation (DAdaptAdam) run at a constant rate and under the cosine that Prodigy's
+README recommends. Beside the suite stand nanoGPT's CPU example and the fine-tuning of MiniLM.
 
 An optimizer that averages is evaluated at its average, with statistics of BatchNorm that are taken
 anew; the figures with those of the training, and of the weights as they are, stand beside it.

@@ -19,10 +19,8 @@ from benchmarks.finetuning_problems import PROBLEMS, UNSEEN
 from benchmarks.runner.drawing import legend_below, save
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
-from benchmarks.runner.numbers import apart
 from benchmarks.runner.stores import key_of
 from benchmarks.training import (
-    SEEDS,
     TUNING_SEEDS,
     Job,
     Rows,
@@ -30,6 +28,7 @@ from benchmarks.training import (
     confirm,
     optimizers,
     run,
+    tolerance,
     values,
 )
 
@@ -103,11 +102,6 @@ def headlines(rows: Rows) -> list[Job]:
     """Return one seed of ThorMuon and of AdamW on each problem whose row README shows."""
     ours = [{"task": problem, "optimizer": "thor-muon"} for problem in README]
     return [{**job, "seed": 0} for job in (*ours, *(adamw(rows, problem) for problem in README))]
-
-
-def tolerance(rows: Rows, job: Job) -> float:
-    """Return how far a value may differ on another machine: as two seeds may."""
-    return apart([rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS])
 
 
 # ---- what is shown -------------------------------------------------------------------------------

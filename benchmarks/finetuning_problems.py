@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.optimizers import as_one_matrix
+from benchmarks.optimizers import make
 from benchmarks.suite_problems import PROBLEMS as SUITE
 from benchmarks.suite_problems import Batch, Problem, classify, halves, images, is_right, shuffled
-from torch_thor import ThorMuon
 
 DATA = Path("corpora/fine-tuning")
 CONTEXT = 64  # bytes
@@ -133,15 +132,9 @@ def gpt() -> nn.Module:
     """Return GPT-2 of transformers: 4 blocks of 256, 3.3 million parameters, on bytes."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    size: dict[str, Any] = {
-        "n_layer": 4,
-        "n_embd": 256,
-        "n_head": 4,
-        "n_positions": CONTEXT,
-        "vocab_size": 256,
-    }
+    size: dict[str, Any] = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 256}
     rest: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**size, **rest))
+    return GPT2LMHeadModel(GPT2Config(**size, n_positions=CONTEXT, **rest))
 
 
 def next_bytes(model: nn.Module, batch: Batch) -> Tensor:
@@ -209,14 +202,11 @@ def trained(network: str, optimizer: str) -> dict[str, Tensor]:
     file = DATA / f"{network}-{optimizer}.pt"
     if not file.exists():
         torch.manual_seed(0)
-        make, data, loss_of = NETWORKS[network]
+        build, data, loss_of = NETWORKS[network]
         steps, batch, lr = PRETRAINING[network]
-        model = make().train()
-        opt = (
-            torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
-            if optimizer == "adamw"
-            else ThorMuon(model, lr=0.08, weight_decay=0.01, row_splits=as_one_matrix(model))
-        )
+        model = build().train()
+        name, rate = ("torch-adamw", lr) if optimizer == "adamw" else ("thor-muon", 0.08)
+        opt = make(name, model, lr=rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             opt, lambda step: min(1.0, (step + 1) / (0.05 * steps), (steps - step) / (0.95 * steps))
         )

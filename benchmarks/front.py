@@ -10,10 +10,10 @@ import json
 from typing import Any
 
 from benchmarks import finetuning, nanogpt, suite, suite_report
-from benchmarks.gpu_nanogpt import best, first_at
+from benchmarks.gpu.nanogpt import best, first_at
 from benchmarks.runner.drawing import save
 from benchmarks.runner.markdown import table as markdown
-from benchmarks.runner.stores import Lines, key_of
+from benchmarks.runner.stores import Lines
 from benchmarks.runner.study import RESULTS
 from benchmarks.training import cell
 
@@ -41,10 +41,7 @@ def rows_of(study: str) -> Rows:
 
 def of_gpu() -> list[Row]:
     """Return the trainings of nanoGPT's example for a GPU."""
-    found: list[Row] = json.loads((RESULTS / "gpu-h200.json").read_text())[
-        "Shakespeare with nanoGPT"
-    ]
-    return found
+    return json.loads((RESULTS / "gpu-h200.json").read_text())["Shakespeare with nanoGPT"]
 
 
 def table(of_gpt: Rows, of_minilm: Rows, of_problems: Rows, trained: list[Row]) -> str:
@@ -55,10 +52,8 @@ def table(of_gpt: Rows, of_minilm: Rows, of_problems: Rows, trained: list[Row]) 
 
 
 def of_nanogpt(rows: Rows) -> list[list[str]]:
-    """Return the line of nanoGPT's example for a CPU, once all have run."""
+    """Return the line of nanoGPT's example for a CPU."""
     ends = {cells[0]: cells for cells in nanogpt.ends(rows)}
-    if not {OURS, ADAMW, MUON} <= ends.keys():
-        return []
     _, _, loss, steps, seconds, *_ = ends[ADAMW]
     title = "nanoGPT's CPU example (0.8 M), characters: loss ↓"
     return [[title, loss, ends[MUON][2], ends[OURS][2], steps, seconds]]
@@ -67,22 +62,19 @@ def of_nanogpt(rows: Rows) -> list[list[str]]:
 def of_suite(rows: Rows) -> list[list[str]]:
     """Return a line for each problem of the suite that README shows."""
     found = suite_report.contests(rows, suite.chosen(rows), suite.one_rates(rows))
-    by_name = {one.problem: one for one in found}
+    by_name = {contest.problem: contest for contest in found}
     lines = []
     for problem, title in suite_report.README.items():
-        if problem in by_name:
-            one = by_name[problem]
-            names = ("adamw", "muon", "thor-muon")
-            shown = [suite_report.shown(one, one.setting(name)) for name in names]
-            lines.append([title, *shown, *shares(one)])
+        contest = by_name[problem]
+        names = ("adamw", "muon", "thor-muon")
+        shown = [contest.shown(contest.setting(name)) for name in names]
+        lines.append([title, *shown, *shares(contest)])
     return lines
 
 
-def shares(one: suite_report.Contest) -> tuple[str, str]:
+def shares(contest: suite_report.Contest) -> tuple[str, str]:
     """Return the shares of AdamW's steps and seconds after which ThorMuon is where it ends."""
-    steps, slower = one.steps("adamw"), one.relative("adamw")
-    seconds = None if steps is None or slower is None else steps * slower
-    return suite_report.ratio(steps), suite_report.ratio(seconds)
+    return suite_report.ratio(contest.steps("adamw")), suite_report.ratio(contest.seconds("adamw"))
 
 
 def of_finetuning(rows: Rows) -> list[str]:
@@ -113,8 +105,6 @@ def draw(of_nanogpt: Rows, of_finetuning: Rows) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    if key_of(nanogpt.TIMES) not in of_nanogpt:
-        return
     with rc_context({"font.size": FONT}):
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         left, right = figure.subplots(1, 2)

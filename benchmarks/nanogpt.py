@@ -3,14 +3,14 @@
     python -m benchmarks nanogpt            # runs what is missing, then tables and picture
     python -m benchmarks nanogpt --table
 
-AdamW (nanoGPT's own), Muon and SOAP (those of the suite) have five trials each: three learning
-rates a factor of two apart, then two beyond the end that the best is nearer to, by a seed that
-serves nothing else and the validation loss itself. ThorMuon has no option but the model, so no
-weight decay. Means and standard errors are of three seeds. Seconds are steps times the time of a
+AdamW (nanoGPT's own), Muon and SOAP (those of the suite) have five trials of the learning rate
+each, by a seed that serves nothing else. ThorMuon has no option but the model, so no weight decay.
+Means and standard errors are of three seeds. Seconds are steps times the time of a
 step, which all take in turns on one thread (the job named `alone`); refreshes count where they
 happen, evaluations do not.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +20,11 @@ from benchmarks.optimizers import CONTENDERS
 from benchmarks.runner.drawing import draw_band, legend_below, save
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
-from benchmarks.runner.numbers import apart, mean_curve, shares_until
+from benchmarks.runner.numbers import mean_curve, shares_until
 from benchmarks.runner.stores import key_of
 from benchmarks.runner.timing import seconds_at
 from benchmarks.runner.trials import best_of, rates_around, shown
-from benchmarks.training import SEEDS, TUNING_SEEDS, Job, Rows, confirm, optimizers, run
+from benchmarks.training import SEEDS, TUNING_SEEDS, Job, Rows, confirm, optimizers, run, tolerance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,11 +70,6 @@ def headlines(rows: Rows) -> list[Job]:
     return [{**setting, "seed": SEEDS[0]} for setting in (OURS, THEIRS, *chosen(rows).values())]
 
 
-def tolerance(rows: Rows, job: Job) -> float:
-    """Return how far a value may differ on another machine: as two seeds may."""
-    return apart([rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS])
-
-
 # ---- what is shown -------------------------------------------------------------------------------
 
 
@@ -108,7 +103,7 @@ def table(rows: Rows) -> str:
     heads += ["seconds", "step / AdamW's", "bytes a parameter"]
     lines = [[title, shown(rows, tuning(rows, name))] for name, title in TUNED.items()]
     trials = markdown(["tuned", "learning rate: validation loss of the trial"], lines)
-    return "\n\n".join([markdown(heads, ends(rows)), trials])
+    return f"{markdown(heads, ends(rows))}\n\n{trials}"
 
 
 def ends(rows: Rows) -> list[list[str]]:
@@ -139,8 +134,6 @@ def draw(rows: Rows) -> None:
     """Draw the losses against steps and seconds."""
     from matplotlib.figure import Figure
 
-    if key_of(TIMES) not in rows:
-        return
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     against(axes[0], rows, timed=False)
@@ -152,15 +145,13 @@ def draw(rows: Rows) -> None:
 
 def against(panel: "Axes", rows: Rows, *, timed: bool) -> None:
     """Draw the losses against seconds, or against steps."""
-    found = contestants(rows)
-    lowest = min(
-        point[1] for setting in found.values() for point in mean_curve(curves(rows, setting))
-    )
-    for name, setting in found.items():
-        steps = [step for step, _ in mean_curve(curves(rows, setting))]
+    lowest = math.inf
+    for name, setting in contestants(rows).items():
+        steps, means = zip(*mean_curve(curves(rows, setting)), strict=True)
         losses = [[point[1] for point in curve] for curve in curves(rows, setting)]
         label = f"{name} ({setting['lr']:g})" if "lr" in setting else f"{name}, no option"
         xs = seconds(rows, setting) if timed else steps
         draw_band(panel, xs, losses, label=label, colour=COLOURS[name])
+        lowest = min(lowest, *means)
     panel.set(xlabel="seconds, one core" if timed else "steps", ylim=(lowest - 0.03, 2.5))
     panel.grid(alpha=0.3)

@@ -8,17 +8,16 @@ README ("I only have a macbook"), with 50 batches of validation text in place of
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_nanogpt import Example
+from benchmarks.gpu import nanogpt
+from benchmarks.gpu.nanogpt import CODE, TEXT, Example
 from benchmarks.suite_problems import Batch, Problem
 from torch_thor.errors import require
 
-CODE, TEXT = Path("build/nanogpt"), Path("build/shakespeare/input.txt")
 WHERE = {  # what is read from others, and where it comes from
     CODE / "model.py": "model.py of karpathy/nanoGPT",
     CODE / "train_shakespeare_char.py": "config/train_shakespeare_char.py of karpathy/nanoGPT",
@@ -40,8 +39,7 @@ def example() -> Example:
 def network() -> nn.Module:
     """Return the network."""
     with redirect_stdout(None):  # nanoGPT prints its numbers of parameters
-        model: nn.Module = example().network()
-    return model
+        return example().network()
 
 
 def batches(size: int, seed: int) -> Iterator[Batch]:
@@ -54,19 +52,13 @@ def batches(size: int, seed: int) -> Iterator[Batch]:
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean loss of a batch."""
-    found: Tensor = model(*batch)[1]
-    return found
+    return model(*batch)[1]
 
 
 def adamw(model: Any, lr: float) -> torch.optim.Optimizer:
     """Return nanoGPT's own AdamW."""
-    config = example().config
-    betas = config["beta1"], config["beta2"]
     with redirect_stdout(None):
-        made: torch.optim.Optimizer = model.configure_optimizers(
-            config["weight_decay"], lr, betas, "cpu"
-        )
-    return made
+        return nanogpt.adamw(model, example().config, lr, "cpu")
 
 
 NANOGPT = Problem(

@@ -64,27 +64,30 @@ def _muon(
     )
 
 
-def _soap(model: nn.Module, lr: float, momentum: float = 0.95) -> torch.optim.Optimizer:
-    from pytorch_optimizer import SOAP  # the extra `bench`
+def _of_others(name: str) -> Make:
+    def made(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        import pytorch_optimizer as others  # the extra `bench`
 
+        optimizer: torch.optim.Optimizer = getattr(others, name)(model.parameters(), **options)
+        return optimizer
+
+    return made
+
+
+def _soap(model: nn.Module, lr: float, momentum: float = 0.95) -> torch.optim.Optimizer:
     # the side of a vocabulary is left out, as by its authors
-    rest: dict[str, Any] = {"weight_decay": 0.01, "precondition_frequency": 10}
-    rest["max_precondition_dim"] = 2000
-    return SOAP(model.parameters(), lr=lr, betas=(momentum, 0.95), **rest)
+    rest = {"weight_decay": 0.01, "precondition_frequency": 10, "max_precondition_dim": 2000}
+    return _of_others("SOAP")(model, lr=lr, betas=(momentum, 0.95), **rest)
 
 
 def _kron(model: nn.Module, lr: float, momentum: float = 0.9) -> torch.optim.Optimizer:
-    from pytorch_optimizer import Kron
-
-    return Kron(
-        model.parameters(), lr=lr, momentum=momentum, weight_decay=0.01, max_size_triangular=2000
-    )
+    rest = {"weight_decay": 0.01, "max_size_triangular": 2000}
+    return _of_others("Kron")(model, lr=lr, momentum=momentum, **rest)
 
 
 def _schedule_free(model: nn.Module, lr: float, momentum: float = 0.9) -> torch.optim.Optimizer:
-    from pytorch_optimizer import ScheduleFreeAdamW
-
-    return ScheduleFreeAdamW(model.parameters(), lr=lr, betas=(momentum, 0.99), weight_decay=0.01)
+    made = _of_others("ScheduleFreeAdamW")
+    return made(model, lr=lr, betas=(momentum, 0.99), weight_decay=0.01)
 
 
 def as_one_matrix(model: nn.Module) -> dict[str, int]:
@@ -186,16 +189,6 @@ TRAINED = ("fine-tuning",)  # problems whose networks are trained already
 def own_setting(task: str) -> dict[str, Any]:
     """Return ThorMuon's setting for all problems: its default, which is 0.08 for new networks."""
     return {"optimizer": "thor-muon"} if task in TRAINED else {"optimizer": "thor-muon", "lr": 0.08}
-
-
-def _of_others(name: str) -> Make:
-    def made(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-        import pytorch_optimizer as others  # the extra `bench`
-
-        optimizer: torch.optim.Optimizer = getattr(others, name)(model.parameters(), **options)
-        return optimizer
-
-    return made
 
 
 def _torch_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ within a round. Ours are there twice: between refreshes, and with a refresh of a
 step. The steps are a user's, not those of the application's loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,14 +24,10 @@ from torch_thor import THOR, ThorMuon
 from torch_thor.training.muon import MuonAdamW
 
 NEVER, SMALL = 10**9, 1e-6
-_THOR, _MUON = (
-    partial(THOR, lr=SMALL, weight_decay=5e-4),
-    partial(ThorMuon, lr=SMALL, weight_decay=0.01),
-)
+_THOR = partial(THOR, lr=SMALL, weight_decay=5e-4)
+_MUON = partial(ThorMuon, lr=SMALL, weight_decay=0.01)
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "SGD": lambda model: torch.optim.SGD(
-        model.parameters(), lr=SMALL, momentum=0.9, weight_decay=5e-4
-    ),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), SMALL, 0.9, weight_decay=5e-4),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=SMALL),
     "Muon": partial(MuonAdamW, lr=SMALL, adamw_embeddings=True),
     "THOR": partial(_THOR, update_interval=NEVER),
@@ -49,9 +45,8 @@ def jobs(rows: dict[str, Any]) -> list[dict[str, Any]]:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Time the steps of a network."""
-    found = measure(
-        job["model"], torch.device("cpu"), 8, 128 if job["model"] == "bert-base" else 224, ROUNDS
-    )
+    side = 128 if job["model"] == "bert-base" else 224
+    found = measure(job["model"], torch.device("cpu"), 8, side, ROUNDS)
     return {"value": median_ratio(found["seconds"]["ThorMuon"], found["seconds"]["SGD"]), **found}
 
 
@@ -71,90 +66,62 @@ def tolerance(rows: dict[str, Any], job: dict[str, Any]) -> float:
 
 
 def measure(name: str, device: torch.device, batch: int, side: int, rounds: int) -> dict[str, Any]:
-    """Time the steps, and return the seconds of each and the bytes of state per parameter.
-
-    On a GPU the steps are in bfloat16.
-
-    Args:
-        name: The network.
-        device: Where.
-        batch: Samples in a batch.
-        side: Pixels of a side, or tokens.
-        rounds: Steps of each optimizer that count.
-    """
+    """Time the steps, in bfloat16 on a GPU; `side` is of pixels, or tokens."""
     steps, optimizers, elements = {}, {}, 0
     for optimizer, make in OPTIMIZERS.items():
-        model = build(name).to(device).to(memory_format=torch.channels_last)
+        model, loss = network(name, device, batch, side)
         optimizers[optimizer] = make(model)
-        step = training_step(loss_of(name, model, device, batch, side), optimizers[optimizer])
+        steps[optimizer] = training_step(loss, optimizers[optimizer])
         elements = sum(parameter.numel() for parameter in model.parameters())
-
-        def whole(step: Callable[[], None] = step) -> None:
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-
-        steps[optimizer] = whole
     times = take_turns(steps, rounds)  # the warm-up is a refresh for all of ours
-    state = {optimizer: state_bytes(own) / elements for optimizer, own in optimizers.items()}
     return {
         "parameters": elements,
-        "seconds": {
-            optimizer: [round(value, 5) for value in own] for optimizer, own in times.items()
+        "seconds": {name: [round(value, 5) for value in own] for name, own in times.items()},
+        "state_bytes": {
+            name: round(state_bytes(own) / elements, 2) for name, own in optimizers.items()
         },
-        "state_bytes": {optimizer: round(value, 2) for optimizer, value in state.items()},
     }
 
 
+def network(
+    name: str, device: torch.device, batch: int, side: int
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Return a network with random weights on the device, and the loss of a random batch."""
+    model = build(name).to(device).to(memory_format=torch.channels_last)
+    fast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    if name.startswith(("bert", "gpt2")):
+        tokens = torch.randint(1000, 30_000, (batch, side), device=device)
+        return model, fast(lambda: model(input_ids=tokens, labels=tokens).loss)
+    images = torch.randn(batch, 3, side, side, device=device).to(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (batch,), device=device)
+    return model, fast(lambda: functional.cross_entropy(model(images), labels))
+
+
 def build(name: str) -> nn.Module:
-    """Build a network with random weights."""
+    """Build BERT-base, GPT-2, one of them with a layer of 32, or a network of torchvision."""
     torch.manual_seed(0)
     if name.startswith("bert"):
         from transformers import BertConfig, BertForMaskedLM
 
-        tiny: dict[str, Any] = {
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-        }
-        return BertForMaskedLM(BertConfig(**({} if name == "bert-base" else tiny)))
+        tiny: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return BertForMaskedLM(BertConfig(**(tiny if name == "bert-tiny" else {})))
+    if name.startswith("gpt2"):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        small: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 2}
+        return GPT2LMHeadModel(GPT2Config(**(small if name == "gpt2-tiny" else {})))
     return torchvision.models.get_model(name)
 
 
-def loss_of(
-    name: str, model: nn.Module, device: torch.device, batch: int, side: int
-) -> Callable[[], Tensor]:
-    """Return the loss of a random batch."""
-    fast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    if name.startswith("bert"):
-        tokens = torch.randint(1000, 30_000, (batch, side), device=device)
-        return fast(lambda: model(input_ids=tokens, labels=tokens).loss)
-    images = torch.randn(batch, 3, side, side, device=device).to(memory_format=torch.channels_last)
-    labels = torch.randint(1000, (batch,), device=device)
-    return fast(lambda: functional.cross_entropy(model(images), labels))
-
-
-def table(rows: dict[str, Any]) -> str:
-    """Return the bytes of state per parameter, and the time of a step over SGD's.
-
-    The time of a refresh is in brackets.
-    """
+def table(rows: Mapping[str, Any]) -> str:
+    """Return bytes of state per parameter, and times over SGD's, of a refresh in brackets."""
     names, lines = [name for name in OPTIMIZERS if "refresh" not in name], []
     for row in rows.values():
-        ratios = {
-            name: f"{median_ratio(own, row['seconds']['SGD']):.2f}"
-            for name, own in row["seconds"].items()
-        }
-        refresh = {
-            name: f" ({ratios[f'{name}, refresh']})" if f"{name}, refresh" in ratios else ""
-            for name in names
-        }
-        state = row["state_bytes"]
-        lines.append(
-            [
-                row["job"]["model"],
-                *(f"{state[name]:.1f}; {ratios[name]}{refresh[name]}" for name in names),
-            ]
-        )
+        cells, base = [row["job"]["model"]], row["seconds"]["SGD"]
+        for name in names:
+            cell = f"{row['state_bytes'][name]:.1f}; {median_ratio(row['seconds'][name], base):.2f}"
+            if f"{name}, refresh" in OPTIMIZERS:
+                cell += f" ({median_ratio(row['seconds'][f'{name}, refresh'], base):.2f})"
+            cells.append(cell)
+        lines.append(cells)
     return markdown(["network", *names], lines)

@@ -2,24 +2,14 @@
 
 The others are SGD, AdamW, Muon, SOAP, PSGD-Kron and schedule-free AdamW.
 
-    python -m benchmarks suite           # runs what is missing, then tables and pictures
-    python -m benchmarks suite --table   # only tables and pictures, from the raw data
+    python -m benchmarks suite           # runs what is missing, then tables and a picture
+    python -m benchmarks suite --table
 
-The problems are those of suite_problems.py, the optimizers and what they are tuned over those of
-suite_optimizers.py. The learning rate grows over the first 5 % of the steps, then falls linearly to
-0 (schedule-free AdamW's stays, as it is meant). Tuning uses a seed that serves nothing else, and
-one half of the held-out data: six learning rates a factor of two apart, chosen around the best so
-far, more while the best is at an end; then another momentum with the best learning rate and with
-twice that, and for Muon two learning rates of its AdamW. The best setting runs with three other
-seeds, and the other half of the held-out data gives its figures. ThorMuon has its default
-with a weight decay of 0.01 on all problems; it is also tuned, to see what that is worth. A job
-with the entry ``half`` is judged by that half: where defaults are chosen with several seeds, by
-half 0. Optimizers' names with `one:` have the learning rate that serves all problems best on the
-whole, chosen with the tuning seed. Everything is trained on one thread. Raw data say `task` for a
-problem.
-
-The time of a step is measured apart, by the optimizers with their chosen settings in turns (jobs
-named `alone`).
+Problems, tuning, schedule and what is reported are described in docs/measurements/suite.md. Tuning
+uses a seed that serves nothing else and half 0 of the held-out data, the report three other seeds
+and half 1. A setting with the learning rate that serves all problems best on the whole, chosen with
+the tuning seed, runs too. The time of a step is measured apart, by the optimizers with their chosen
+settings in turns (jobs named `alone`). Raw data say `task` for a problem.
 """
 
 import math
@@ -27,11 +17,10 @@ import statistics
 from collections.abc import Iterator
 
 from benchmarks.optimizers import CONTENDERS, FEWEST_RATES, PEERS, own_setting
-from benchmarks.runner.numbers import apart
 from benchmarks.runner.stores import key_of
 from benchmarks.suite_problems import PROBLEMS
 from benchmarks.suite_report import README, Contest, contests, picture, tables
-from benchmarks.training import SEEDS, TUNING_SEEDS, Job, Rows, confirm, optimizers, run
+from benchmarks.training import SEEDS, TUNING_SEEDS, Job, Rows, confirm, optimizers, run, tolerance
 
 __all__ = ["draw", "headlines", "jobs", "optimizers", "run", "table", "tolerance"]
 
@@ -47,45 +36,31 @@ def jobs(rows: Rows) -> list[Job]:
     """List the jobs that are known: which come next depends on what was best so far."""
     found, best_ones = [], chosen(rows)
     for problem in PROBLEMS:
+        ours = {"task": problem, **own_setting(problem)}
+        best = {name: setting for (its, name), setting in best_ones.items() if its == problem}
         own = [job for name in contenders(problem) for job in tuning(rows, problem, name)]
-        own += [
-            job
-            for (its, _), setting in best_ones.items()
-            if its == problem
-            for job in confirm(setting)
-        ]
-        own += confirm({"task": problem, **own_setting(problem)})
+        own += [job for setting in (*best.values(), ours) for job in confirm(setting)]
         found += own
         if all(key_of(job) in rows for job in own):
-            settings = {name: best_ones[problem, name] for name in PEERS} | {
-                "thor-muon": {"task": problem, **own_setting(problem)}
-            }
-            settings |= {
-                name: best_ones[problem, name] for name in ("thor",) if problem in THOR_PROBLEMS
-            }
+            settings = {name: best[name] for name in PEERS} | {"thor-muon": ours}
+            if problem in THOR_PROBLEMS:
+                settings["thor"] = best["thor"]
             found.append({"task": problem, "settings": settings, "alone": True})
-            own_best = {key: value for key, value in best_ones.items() if key[0] == problem}
-            for contest in contests(rows, own_best, {}):
-                rival = contest.chosen[contest.rival]
-                if is_close(contest, rival):
-                    ours = {"task": problem, **own_setting(problem)}
-                    found += confirm(rival, MORE_SEEDS) + confirm(ours, MORE_SEEDS)
+            contest = Contest(problem, rows, best, {})
+            rival = best[contest.rival]
+            if contest.values(ours) and is_close(contest, rival):
+                found += confirm(rival, MORE_SEEDS) + confirm(ours, MORE_SEEDS)
     if all(key_of(job) in rows for job in found):
         rates = one_rates(rows)
         for name in PEERS:
             found += [job for problem in PROBLEMS for job in at_rates(problem, name)]
-            same = {"optimizer": name, "lr": rates.get(name)}
-            found += [
-                job for problem in PROBLEMS if rates for job in confirm({"task": problem, **same})
-            ]
+            for problem in PROBLEMS if rates else ():
+                found += confirm({"task": problem, "optimizer": name, "lr": rates[name]})
     return found
 
 
 def is_close(contest: Contest, rival: Job) -> bool:
-    """Return whether three seeds' figures differ by less than two standard errors.
-
-    The standard error belongs to the difference.
-    """
+    """Return whether three seeds' figures differ by less than two standard errors of that."""
     ours = own_setting(contest.problem)
     own, other = (contest.values(setting)[: len(SEEDS)] for setting in (ours, rival))
     error = math.sqrt(sum(statistics.variance(values) / len(values) for values in (own, other)))
@@ -119,10 +94,7 @@ def contenders(problem: str) -> list[str]:
 
 
 def tuning(rows: Rows, problem: str, name: str) -> Iterator[Job]:
-    """Yield the tuning runs of an optimizer, as far as they are known.
-
-    The last ones are the first without which the next are not known.
-    """
+    """Yield the tuning runs of an optimizer, up to those without which the next are not known."""
     own: list[Job] = []
     lr = CONTENDERS[name].lr
     rates = [lr / 2, lr, 2 * lr]
@@ -180,30 +152,27 @@ def at_rates(problem: str, name: str) -> list[Job]:
 
 def one_rates(rows: Rows) -> dict[str, float]:
     """Return each peer's one learning rate for all problems; nothing while runs are missing."""
-    found = {name: one_rate(rows, name) for name in PEERS}
-    return (
-        {} if None in found.values() else {name: lr for name, lr in found.items() if lr is not None}
-    )
+    rates = ((name, one_rate(rows, name)) for name in PEERS)
+    found = {name: lr for name, lr in rates if lr is not None}
+    return found if len(found) == len(PEERS) else {}
 
 
 def one_rate(rows: Rows, name: str) -> float | None:
     """Return the learning rate with the smallest mean logarithm of errors over problems.
 
-    The result is None where runs are missing.
-
     The error is the loss, or 1 - accuracy, and at most ten times the smallest of the optimizer on
-    the problem.
+    the problem. The result is None where runs are missing.
     """
     total = dict.fromkeys(candidates(name), 0.0)
-    for problem in PROBLEMS:
+    for problem, about in PROBLEMS.items():
         errors = {}
         for job in at_rates(problem, name):
             if key_of(job) not in rows:
                 return None
             value = rows[key_of(job)]["value"]
-            errors[job["lr"]] = (
-                math.inf if value is None else 1 - value if PROBLEMS[problem].higher else value
-            )
+            if value is not None and about.higher:
+                value = 1 - value
+            errors[job["lr"]] = math.inf if value is None else value
         for lr, error in errors.items():
             total[lr] += math.log(min(10.0, error / min(errors.values())))
     return min(total, key=lambda lr: total[lr])
@@ -211,13 +180,4 @@ def one_rate(rows: Rows, name: str) -> float | None:
 
 def headlines(rows: Rows) -> list[Job]:
     """Return one seed of ThorMuon on each problem whose row README shows."""
-    return [
-        {"task": problem, **own_setting(problem), "seed": 0}
-        for problem in PROBLEMS
-        if problem in README
-    ]
-
-
-def tolerance(rows: Rows, job: Job) -> float:
-    """Return how far a value may differ on another machine: as two seeds may."""
-    return apart([rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS])
+    return [{"task": problem, **own_setting(problem), "seed": 0} for problem in README]

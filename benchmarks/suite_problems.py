@@ -1,6 +1,4 @@
-"""The problems of the suite, each of which trains in seconds on one core.
-
-Their data need no download beyond Debian's.
+"""The problems of the suite, which train in seconds on one core, with data of Debian's packages.
 
 What is held out is cut in two: learning rates are chosen by the figure on the first half, and the
 tables report the figure on the second. A seed determines the initial weights and the order of the
@@ -104,35 +102,23 @@ def pixels(train: bool) -> tuple[Tensor]:
 
 @cache
 def noisy(train: bool) -> tuple[Tensor, Tensor]:
-    """Return Fashion-MNIST with normal noise, and without it.
-
-    The standard deviation of the noise is 0.5 of the images'.
-    """
+    """Return Fashion-MNIST with normal noise of half its standard deviation, and without it."""
     clean = images(train, 28)[0][: None if train else 2000]
-    return clean + 0.5 * torch.randn(
-        clean.shape, generator=torch.Generator().manual_seed(int(train))
-    ), clean
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(int(train)))
+    return clean + 0.5 * noise, clean
 
 
 @cache
 def some_classes(train: bool, old: bool) -> tuple[Tensor, Tensor]:
-    """Return the images of classes 0 to 4 (`old`), or images of classes 5 to 9.
-
-    Of the latter there are 2,000 training images and all test images.
-    """
+    """Return the images of classes 0 to 4 (`old`), or of 5 to 9: there 2,000 are to train."""
     x, y = images(train, 28)
-    rows = (y < 5) == old
-    return x[rows][: None if old or not train else 2000], y[rows][
-        : None if old or not train else 2000
-    ]
+    rows, count = (y < 5) == old, None if old or not train else 2000
+    return x[rows][:count], y[rows][:count]
 
 
 @cache
 def windows(train: bool) -> tuple[Tensor]:
-    """Return windows of CONTEXT + 1 characters of Python's language reference.
-
-    They overlap only in the training set.
-    """
+    """Return windows of CONTEXT + 1 characters, which overlap only in the training set."""
     codes = load_characters()[not train]
     return (codes.unfold(0, CONTEXT + 1, 7 if train else CONTEXT),)
 
@@ -140,21 +126,15 @@ def windows(train: bool) -> tuple[Tensor]:
 @cache
 def places(train: bool) -> tuple[Tensor]:
     """Return points of the unit square."""
-    return (
-        torch.rand(
-            20_000 if train else 4_000, 2, generator=torch.Generator().manual_seed(int(train))
-        ),
-    )
+    generator = torch.Generator().manual_seed(int(train))
+    return (torch.rand(20_000 if train else 4_000, 2, generator=generator),)
 
 
 # ---- networks ------------------------------------------------------------------------------------
 
 
 class UNet(nn.Module):
-    """A U-Net of three scales with group normalisation, which predicts the noise.
-
-    The architecture is from Ronneberger et al. 2015.
-    """
+    """A U-Net (Ronneberger et al. 2015) of three scales, which predicts the noise."""
 
     def __init__(self, widths: tuple[int, int, int] = (8, 16, 32)) -> None:
         super().__init__()
@@ -167,13 +147,11 @@ class UNet(nn.Module):
     @staticmethod
     def block(inputs: int, outputs: int) -> nn.Module:
         """Return two convolutions with normalisation and SiLU."""
-        convs = (
-            nn.Conv2d(inputs, outputs, 3, padding=1),
-            nn.Conv2d(outputs, outputs, 3, padding=1),
-        )
-        return nn.Sequential(
-            *(part for conv in convs for part in (conv, nn.GroupNorm(4, outputs), nn.SiLU()))
-        )
+        layers = list[nn.Module]()
+        for width in (inputs, outputs):
+            layers.append(nn.Conv2d(width, outputs, 3, padding=1))
+            layers += [nn.GroupNorm(4, outputs), nn.SiLU()]
+        return nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the image without noise, (N, 1, H, W)."""
@@ -212,20 +190,13 @@ def normalizer_free() -> nn.Module:
     from timm.models.nfnet import NfCfg
     from timm.models.nfnet import NormFreeNet as Net
 
-    shape: dict[str, Any] = {
-        "depths": (1, 1, 1, 1),
-        "channels": (32, 64, 96, 128),
-        "stem_type": "3x3",
-        "stem_chs": 16,
-    }
-    return Net(NfCfg(**shape, num_features=128), num_classes=10, in_chans=1)
+    shape: dict[str, Any] = {"depths": (1, 1, 1, 1), "channels": (32, 64, 96, 128)}
+    stem: dict[str, Any] = {"stem_type": "3x3", "stem_chs": 16}
+    return Net(NfCfg(**shape, **stem, num_features=128), num_classes=10, in_chans=1)
 
 
 def pretrained() -> nn.Module:
-    """Return the vision transformer trained on classes 0 to 4, with a new head for 5 to 9.
-
-    It was trained for 200 steps with AdamW.
-    """
+    """Return the vision transformer after 200 steps of AdamW on classes 0 to 4, with a new head."""
     initial = torch.get_rng_state()
     model = vision_transformer(10)
     state = _pretrain()
@@ -263,9 +234,10 @@ def is_right(model: nn.Module, batch: Batch) -> Tensor:
 
 def reconstruct(model: nn.Module, batch: Batch) -> Tensor:
     """Return the binary cross-entropy of the autoencoder, summed over the pixels."""
-    return functional.binary_cross_entropy_with_logits(
-        model(batch[0]), batch[0], reduction="sum"
-    ) / len(batch[0])
+    (images,) = batch
+    logits = model(images)
+    loss = functional.binary_cross_entropy_with_logits(logits, images, reduction="sum")
+    return loss / len(images)
 
 
 def reconstruction_error(model: nn.Module, batch: Batch) -> Tensor:
@@ -285,18 +257,15 @@ def noise_left(model: nn.Module, batch: Batch) -> Tensor:
 
 def next_characters(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean cross-entropy of the next characters."""
-    return functional.cross_entropy(
-        model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten()
-    )
+    logits = model(batch[0][:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())
 
 
 def per_window(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean cross-entropy of each window."""
-    return (
-        functional.cross_entropy(model(batch[0][:, :-1]).mT, batch[0][:, 1:], reduction="none")
-        .mean(1)
-        .double()
-    )
+    logits = model(batch[0][:, :-1])
+    losses = functional.cross_entropy(logits.mT, batch[0][:, 1:], reduction="none")
+    return losses.mean(1).double()
 
 
 def exact(points: Tensor) -> Tensor:
@@ -305,10 +274,7 @@ def exact(points: Tensor) -> Tensor:
 
 
 def residual(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss of the physics-informed network.
-
-    It consists of the residual of the equation, and of the boundary values (0).
-    """
+    """Return the loss of the physics-informed network: of the equation, and on the boundary (0)."""
     points = batch[0].clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
     curvature = sum(
@@ -316,13 +282,8 @@ def residual(model: nn.Module, batch: Batch) -> Tensor:
     )
     inner = (curvature + 8 * torch.pi**2 * exact(batch[0])).square().mean() / (8 * torch.pi**2) ** 2
     side, t = torch.arange(len(batch[0])) % 4, batch[0][:, 0]
-    edge = torch.stack(
-        [
-            torch.where(side < 2, t, (side % 2).float()),
-            torch.where(side < 2, (side % 2).float(), t),
-        ],
-        1,
-    )
+    end = (side % 2).float()
+    edge = torch.stack([torch.where(side < 2, t, end), torch.where(side < 2, end, t)], 1)
     return inner + model(edge).square().mean()
 
 
@@ -344,11 +305,9 @@ def bert(size: int, seed: int) -> MaskedLM:
 
 def bert_held_out(half: int) -> Iterator[Batch]:
     """Yield every fourth batch of the held-out documents from `half` on."""
-    yield from (
-        batch
-        for number, (batch, _) in enumerate(bert(32, 0).held_out(Ranks()))
-        if number % 4 == half
-    )
+    for number, (batch, _) in enumerate(bert(32, 0).held_out(Ranks())):
+        if number % 4 == half:
+            yield batch
 
 
 def masked_tokens(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,23 +1,24 @@
 """Tables and pictures of suite.py, from its raw data."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib import pyplot
-from matplotlib.axes import Axes
+import numpy
 
 from benchmarks.optimizers import CLASSES, PEERS, own_setting
-from benchmarks.runner.drawing import label_in_full, legend_below, marker
+from benchmarks.runner.drawing import legend_below, marker, save
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
-from benchmarks.runner.numbers import steps_to
+from benchmarks.runner.numbers import mean_curve, steps_to
 from benchmarks.runner.stores import key_of
 from benchmarks.suite_problems import PROBLEMS
-from torch_thor.files import whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PICTURES = Path("docs/images")
 NAMES = {
@@ -56,7 +57,7 @@ class Contest:
     chosen: Mapping[str, Row]
     rates: Mapping[str, float]
 
-    def runs(self, setting: Mapping[str, Any]) -> list[Row]:
+    def runs(self, setting: Row) -> list[Row]:
         """Return a setting's runs with the seeds that count, without those that diverged."""
         own = {"task": self.problem, **setting}
         found = [self.rows.get(key_of({**own, "seed": seed})) for seed in range(10)]
@@ -64,96 +65,78 @@ class Contest:
 
     def all_ran(self) -> bool:
         """Return whether each peer ran with its one learning rate for all problems."""
-        settings = [
-            {"task": self.problem, "optimizer": name, "lr": lr} for name, lr in self.rates.items()
+        jobs = [
+            {"task": self.problem, "optimizer": name, "lr": lr, "seed": seed}
+            for name, lr in self.rates.items()
+            for seed in range(3)
         ]
-        return all(
-            key_of({**own, "seed": seed}) in self.rows for own in settings for seed in range(3)
-        )
+        return bool(jobs) and all(key_of(job) in self.rows for job in jobs)
 
-    def values(self, setting: Mapping[str, Any]) -> list[float]:
-        """Return the final figures of a setting.
-
-        There are none if the setting diverged with a seed, or was not run.
-        """
+    def values(self, setting: Row) -> list[float]:
+        """Return the final figures of a setting; none if a seed diverged, or was not run."""
         found = [row["value"] for row in self.runs(setting)]
         return found if len(found) >= 3 else []
 
-    def error(self, setting: Mapping[str, Any]) -> float:
+    def error(self, setting: Row) -> float:
         """Return the mean figure in a form in which lower is better: a loss, or 1 - accuracy."""
         found = self.values(setting)
         if not found:
             return float("inf")
-        return (
-            1 - statistics.fmean(found)
-            if PROBLEMS[self.problem].higher
-            else statistics.fmean(found)
-        )
+        mean = statistics.fmean(found)
+        return 1 - mean if PROBLEMS[self.problem].higher else mean
 
     @cached_property
     def rival(self) -> str:
         """The peer with the best figure, tuned."""
-        return min(
-            (name for name in PEERS if name in self.chosen),
-            key=lambda name: self.error(self.chosen[name]),
-        )
+        tuned = [name for name in PEERS if name in self.chosen]
+        return min(tuned, key=lambda name: self.error(self.chosen[name]))
 
     @cached_property
     def times(self) -> Row:
         """Milliseconds of the steps, and bytes of state per parameter; empty if not measured."""
-        mine = [
-            row
-            for row in self.rows.values()
-            if row["job"].get("alone") and row["job"]["task"] == self.problem
-        ]
-        return mine[-1] if mine else {}
+        alone = [row for row in self.rows.values() if row["job"].get("alone")]
+        return next((row for row in alone[::-1] if row["job"]["task"] == self.problem), {})
 
     def milliseconds(self, name: str) -> float | None:
         """Return the mean time of a step in a run, with its share of refreshes."""
         measured = self.times.get("milliseconds", {})
         if name not in measured:
             return None
-        known = {
-            key: statistics.median(value) if isinstance(value, list) else float(value)
-            for key, value in measured.items()
-        }
-        refresh = known.get(f"{name} refresh", known[name])
+        own = float(numpy.median(measured[name]))  # of a number or of several
+        refresh = float(numpy.median(measured.get(f"{name} refresh", own)))
         runs = self.runs(self.setting(name))
         taken = [run.get("refreshes") or run["curve"][-1][-1] for run in runs if name in CLASSES]
         share = statistics.fmean(taken or [0]) / PROBLEMS[self.problem].steps
-        return known[name] + share * (refresh - known[name])
+        return own + share * (refresh - own)
 
-    def setting(self, name: str) -> Mapping[str, Any]:
+    def setting(self, name: str) -> Row:
         """Return the setting that is shown: ThorMuon's only one, the tuned one of others."""
         return own_setting(self.problem) if name == "thor-muon" else self.chosen[name]
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Return steps and mean held-out figures."""
-        runs = [row["curve"] for row in self.runs(self.setting(name))]
-        return [
-            (points[0][0], statistics.fmean(point[1] for point in points))
-            for points in zip(*runs, strict=True)
-        ]
+        return mean_curve([row["curve"] for row in self.runs(self.setting(name))])
 
     def steps(self, name: str | None = None, own: str = "thor-muon") -> float | None:
         """Return the share of the steps after which one of ours is where another ends.
 
         The other is the rival unless it is named; the result is None if ours never gets there.
         """
-        higher = PROBLEMS[self.problem].higher
+        problem = PROBLEMS[self.problem]
         goal = statistics.fmean(self.values(self.chosen[name or self.rival]))
-        needed = steps_to(self.curve(own), goal, higher=higher)
-        return None if needed is None else needed / PROBLEMS[self.problem].steps
+        needed = steps_to(self.curve(own), goal, higher=problem.higher)
+        return None if needed is None else needed / problem.steps
 
-    def relative(self, name: str) -> float | None:
-        """Return the time of ThorMuon's step over another's."""
-        own, other = self.milliseconds("thor-muon"), self.milliseconds(name)
-        return None if own is None or other is None else own / other
+    def seconds(self, name: str | None = None) -> float | None:
+        """Return the share of another's time after which ThorMuon is where it ends."""
+        share, own = self.steps(name), self.milliseconds("thor-muon")
+        other = self.milliseconds(name or self.rival)
+        return None if share is None or own is None or other is None else share * own / other
 
-    def seconds(self) -> float | None:
-        """Return the share of the rival's time after which ThorMuon is where the rival ends."""
-        share, ratio = self.steps(), self.relative(self.rival)
-        return None if share is None or ratio is None else share * ratio
+    def shown(self, setting: Row | None) -> str:
+        """Format the mean and the standard error of a setting."""
+        values = self.values(setting) if setting is not None else []
+        return with_error(values) if values else ""
 
 
 def contests(
@@ -166,153 +149,103 @@ def contests(
         contest = Contest(problem, rows, own, rates)
         if (
             set(PEERS) <= set(own)
-            and contest.values(own_setting(contest.problem))
+            and contest.values(own_setting(problem))
             and all(contest.runs(own[name]) for name in PEERS)
         ):
             found.append(contest)
     return found
 
 
+# ---- tables --------------------------------------------------------------------------------------
+
+
 def tables(found: list[Contest]) -> str:
     """Return the tables: tuned peers, one setting for all, the profile, batch sizes, costs."""
-    parts = [
-        "### Each other optimizer tuned for each problem, ThorMuon with one setting",
-        tuned(found),
-    ]
-    if found and all(contest.rates and contest.all_ran() for contest in found):
-        parts += [
-            "### One setting for all problems",
-            one_setting(found),
-            "### Performance profile",
-            profile(found),
-        ]
-    parts += [
-        "### Steps of ThorMuon, and of THOR where it was tuned, to where each tuned one ends",
-        shares(found),
-    ]
-    parts += [
-        "### All tuned optimizers",
-        every(found),
-        "### Learning rates that are best",
-        rates(found),
-    ]
-    parts += ["### What a step costs", costs(found)]
-    return "\n\n".join(parts)
+    parts = {"Each other optimizer tuned for each problem, ThorMuon with one setting": tuned}
+    if found and all(contest.all_ran() for contest in found):
+        parts |= {"One setting for all problems": one_setting, "Performance profile": profile}
+    parts |= {
+        "Steps of ThorMuon, and of THOR where it was tuned, to where each tuned one ends": shares,
+        "All tuned optimizers": every,
+        "Learning rates that are best": rates,
+        "What a step costs": costs,
+    }
+    return "\n\n".join(f"### {title}\n\n{made(found)}" for title, made in parts.items())
+
+
+def by_problem(names: Iterable[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table with a column for each of these optimizers."""
+    return markdown(["problem", *(NAMES[name] for name in names)], lines)
 
 
 def tuned(found: list[Contest]) -> str:
     """Return the contests with the best tuned peer."""
-    heads = [
-        "problem",
-        "figure",
-        "best tuned",
-        "its",
-        "ThorMuon",
-        "steps",
-        "seconds",
-        "tuned ThorMuon",
-    ]
-    rows = []
+    heads = ["problem", "figure", "best tuned", "its"]
+    heads += ["ThorMuon", "steps", "seconds", "tuned ThorMuon"]
+    lines = []
     for contest in found:
-        best = contest.chosen.get("thor-muon")
-        cells = [
-            PROBLEMS[contest.problem].title,
-            PROBLEMS[contest.problem].metric,
-            NAMES[contest.rival],
-            shown(contest, contest.chosen[contest.rival]),
-        ]
-        cells += [
-            shown(contest, own_setting(contest.problem)),
-            ratio(contest.steps()),
-            ratio(contest.seconds()),
-            shown(contest, best) if best else "",
-        ]
-        rows.append(cells)
-    return markdown(heads, rows)
+        problem, rival = PROBLEMS[contest.problem], contest.rival
+        cells = [problem.title, problem.metric, NAMES[rival], contest.shown(contest.chosen[rival])]
+        cells += [contest.shown(contest.setting("thor-muon")), ratio(contest.steps())]
+        cells += [ratio(contest.seconds()), contest.shown(contest.chosen.get("thor-muon"))]
+        lines.append(cells)
+    return markdown(heads, lines)
 
 
 def every(found: list[Contest]) -> str:
     """Return the figures of all tuned optimizers."""
-    names = [*PEERS, "thor-muon", "thor", "thor-paper"]
-    return markdown(
-        ["problem", *(NAMES[name] for name in names)],
-        [
-            [
-                contest.problem,
-                *(
-                    shown(contest, contest.chosen[name]) if name in contest.chosen else ""
-                    for name in names
-                ),
-            ]
-            for contest in found
-        ],
-    )
+    lines = [
+        [contest.problem, *(contest.shown(contest.chosen.get(name)) for name in NAMES)]
+        for contest in found
+    ]
+    return by_problem(NAMES, lines)
 
 
 def rates(found: list[Contest]) -> str:
     """Return the learning rates that were chosen."""
     names = [*PEERS, "thor-muon"]
     lines = [
-        [
-            contest.problem,
-            *(f"{contest.chosen[name]['lr']:g}" for name in names if name in contest.chosen),
-        ]
+        [contest.problem, *(f"{contest.chosen[name]['lr']:g}" for name in names)]
         for contest in found
+        if contest.chosen.keys() >= set(names)
     ]
-    return markdown(
-        ["problem", *(NAMES[name] for name in names)],
-        [line for line in lines if len(line) > len(names)],
-    )
+    return by_problem(names, lines)
 
 
 def shares(found: list[Contest]) -> str:
-    """Return the share of the steps that ours need to where each other ends.
-
-    From batch to batch it falls.
-    """
-    return markdown(
-        ["problem", *(NAMES[name] for name in PEERS)],
-        [
-            [
-                contest.problem if own == "thor-muon" else f"{contest.problem}: {NAMES[own]}",
-                *(
+    """Return the share of the steps that ours need to where each other ends."""
+    lines = []
+    for contest in found:
+        for own in CLASSES:
+            if own in contest.chosen:
+                title = "" if own == "thor-muon" else f": {NAMES[own]}"
+                reached = [
                     ratio(contest.steps(name, own)) if contest.values(contest.chosen[name]) else ""
                     for name in PEERS
-                ),
-            ]
-            for contest in found
-            for own in ("thor-muon", "thor", "thor-paper")
-            if own in contest.chosen
-        ],
-    )
+                ]
+                lines.append([contest.problem + title, *reached])
+    return by_problem(PEERS, lines)
 
 
 def one_setting(found: list[Contest]) -> str:
     """Return the figures with the learning rate of each optimizer that serves all problems best."""
     peers = {name: {"optimizer": name, "lr": lr} for name, lr in found[0].rates.items()}
     heads = [f"{NAMES[name]} ({setting['lr']:g})" for name, setting in peers.items()]
-    rows = []
+    lines = []
     for contest in found:
-        settings = {**peers, "thor-muon": own_setting(contest.problem)}
-        best = min(settings, key=lambda name: contest.error(settings[name]))
-        cells = {name: shown(contest, own) or "diverged" for name, own in settings.items()}
-        shown_cells = (f"**{cell}**" if name == best else cell for name, cell in cells.items())
-        rows.append([contest.problem, *shown_cells])
-    return markdown(["problem", *heads, "ThorMuon"], rows)
+        settings = [*peers.values(), contest.setting("thor-muon")]
+        best = min(settings, key=contest.error)
+        cells = [contest.shown(setting) or "diverged" for setting in settings]
+        cells[settings.index(best)] = f"**{contest.shown(best)}**"
+        lines.append([contest.problem, *cells])
+    return markdown(["problem", *heads, "ThorMuon"], lines)
 
 
 def profile(found: list[Contest]) -> str:
-    """Return the share of problems on which an optimizer's error is within a ratio of the best."""
-    shares = profiles(found)
-    heads = ["optimizer", *(f"≤ {ratio:g}" for ratio in RATIOS)]
-    return markdown(
-        heads, [[label, *(f"{share:.0%}" for share in own)] for label, own in shares.items()]
-    )
+    """Return the share of problems on which an optimizer's error is within a ratio of the best.
 
-
-def profiles(found: list[Contest]) -> dict[str, list[float]]:
-    """Return the lines of the performance profile (Dolan and Moré 2002)."""
-    lines: dict[str, list[float]] = {}
+    This is the performance profile of Dolan and Moré (2002).
+    """
     errors: dict[str, list[float]] = {}
     for contest in found:
         settings = {
@@ -320,33 +253,32 @@ def profiles(found: list[Contest]) -> dict[str, list[float]]:
             for name, lr in contest.rates.items()
         }
         settings |= {f"{NAMES[name]}, tuned": contest.chosen[name] for name in PEERS}
-        settings["ThorMuon, one setting"] = own_setting(contest.problem)
+        settings["ThorMuon, one setting"] = contest.setting("thor-muon")
         own = {label: contest.error(setting) for label, setting in settings.items()}
-        least = min(own.values())
         for label, error in own.items():
-            errors.setdefault(label, []).append(error / least)
-    for label, values in errors.items():
-        lines[label] = [sum(value <= most for value in values) / len(values) for most in RATIOS]
-    return dict(sorted(lines.items(), key=lambda item: -sum(item[1])))
+            errors.setdefault(label, []).append(error / min(own.values()))
+    within = {
+        label: [sum(value <= most for value in values) / len(values) for most in RATIOS]
+        for label, values in errors.items()
+    }
+    lines = [
+        [label, *(f"{share:.0%}" for share in own)]
+        for label, own in sorted(within.items(), key=lambda item: -sum(item[1]))
+    ]
+    return markdown(["optimizer", *(f"≤ {most:g}" for most in RATIOS)], lines)
 
 
 def costs(found: list[Contest]) -> str:
     """Return milliseconds of a step over SGD's, and bytes of state a parameter."""
-    names = [name for name in [*PEERS, "thor-muon"] if name != "sgd"]
-    rows = []
-    for contest in (each for each in found if each.times):
-        sgd, state = contest.milliseconds("sgd") or 1.0, contest.times["state_bytes"]
-        cells = [
-            f"{(contest.milliseconds(name) or 0) / sgd:.2f} ({state[name]:.0f})" for name in names
-        ]
-        rows.append([contest.problem, f"{sgd:.1f} ms", *cells])
-    return markdown(["problem", "SGD", *(NAMES[name] for name in names)], rows)
-
-
-def shown(contest: Contest, setting: Mapping[str, Any]) -> str:
-    """Format the mean and the standard error of a setting."""
-    values = contest.values(setting)
-    return with_error(values) if values else ""
+    names, lines = [name for name in [*PEERS, "thor-muon"] if name != "sgd"], []
+    for contest in found:
+        sgd = contest.milliseconds("sgd")
+        if sgd:
+            state = contest.times["state_bytes"]
+            own = {name: (contest.milliseconds(name) or 0.0) / sgd for name in names}
+            cells = [f"{own[name]:.2f} ({state[name]:.0f})" for name in names]
+            lines.append([contest.problem, f"{sgd:.1f} ms", *cells])
+    return by_problem(["sgd", *names], lines)
 
 
 def ratio(value: float | None) -> str:
@@ -354,51 +286,50 @@ def ratio(value: float | None) -> str:
     return "not reached" if value is None else f"{value:.2f}"
 
 
+# ---- picture -------------------------------------------------------------------------------------
+
+
 def picture(found: list[Contest]) -> None:
     """Draw held-out figures against seconds."""
-    by_name = {contest.problem: contest for contest in found}
-    problems = [by_name[name] for name in PANELS if name in by_name and by_name[name].times]
-    if not problems:
+    from matplotlib.figure import Figure
+
+    by_name = {contest.problem: contest for contest in found if contest.times}
+    if not by_name.keys() >= set(PANELS):
         return
-    figure, axes = pyplot.subplots(
-        1, len(problems), figsize=(4 * len(problems), 3.8), squeeze=False, layout="constrained"
-    )
-    for contest, panel in zip(problems, axes[0], strict=True):
-        curves(panel, contest)
-    legend_below(figure, axes[0])
-    with whole_file(PICTURES / "suite.png") as temporary:
-        figure.savefig(temporary, dpi=110)
-    pyplot.close(figure)
+    figure = Figure(figsize=(4 * len(PANELS), 3.8), layout="constrained")
+    axes = figure.subplots(1, len(PANELS))
+    for name, panel in zip(PANELS, axes, strict=True):
+        curves(panel, by_name[name])
+    legend_below(figure, axes)
+    save(figure, PICTURES / "suite.png")
 
 
-def curves(panel: Axes, contest: Contest) -> None:
+def curves(panel: "Axes", contest: Contest) -> None:
     """Draw one problem: mean over seeds, against the time of the steps."""
-    problem = PROBLEMS[contest.problem]
-    for name in [*PEERS, *(["thor"] if contest.problem.startswith("resnet") else []), "thor-muon"]:
+    problem, ends, last = PROBLEMS[contest.problem], list[float](), 0.0
+    thor = ["thor"] if contest.problem.startswith("resnet") else []
+    for name in [*PEERS, *thor, "thor-muon"]:
         cost = contest.milliseconds(name)
-        if name in COLOURS and cost is not None:
-            steps, values = zip(*contest.curve(name), strict=True)
-            label = f"{NAMES[name]}, {'one setting' if name == 'thor-muon' else 'tuned'}"
-            wide = 2.4 if name == "thor-muon" else 1.2
-            panel.plot(
-                [step * cost / 1000 for step in steps],
-                values,
-                color=COLOURS[name],
-                marker=marker(steps),
-                label=label,
-                linewidth=wide,
-            )
-    panel.set_title(
-        problem.title.split(" on ")[0].split(" that ")[0] + f", batch {problem.batch}", fontsize=10
-    )
-    label_in_full(panel)
-    panel.set_xlabel("seconds")
-    panel.set_xlim(0, 1.3 * problem.steps * (contest.milliseconds("thor-muon") or 0.0) / 1000)
-    panel.set_ylabel(problem.metric)
-    ends = sorted(value for name in [*PEERS, "thor-muon"] for _, value in contest.curve(name)[4:])
-    low, high = ends[0], ends[-1]
-    panel.set_ylim(
-        low - 0.05 * (high - low), ends[int(0.9 * len(ends))]
-    ) if not problem.higher else panel.set_ylim(
-        ends[int(0.1 * len(ends))], high + 0.05 * (high - low)
-    )
+        assert cost is not None
+        steps, values = zip(*contest.curve(name), strict=True)
+        ours = name == "thor-muon"
+        panel.plot(
+            [step * cost / 1000 for step in steps],
+            values,
+            color=COLOURS[name],
+            marker=marker(steps),
+            label=f"{NAMES[name]}, {'one setting' if ours else 'tuned'}",
+            linewidth=2.4 if ours else 1.2,
+        )
+        last = 1.3 * problem.steps * cost / 1000
+        ends += values[4:] if name != "thor" else ()
+    title = problem.title.split(" on ")[0].split(" that ")[0]
+    panel.set_title(f"{title}, batch {problem.batch}", fontsize=10)
+    panel.ticklabel_format(style="plain", useOffset=False)
+    panel.set(xlabel="seconds", xlim=(0, last), ylabel=problem.metric)
+    ends.sort()
+    margin = 0.05 * (ends[-1] - ends[0])
+    if problem.higher:
+        panel.set_ylim(ends[int(0.1 * len(ends))], ends[-1] + margin)
+    else:
+        panel.set_ylim(ends[0] - margin, ends[int(0.9 * len(ends))])

@@ -22,6 +22,7 @@ from benchmarks.optimizers import is_ours, make
 from benchmarks.problems import PROBLEMS, Batch, Problem
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
+from benchmarks.runner.numbers import apart
 from benchmarks.runner.stores import key_of
 from benchmarks.runner.timing import RATE, time_optimizers
 
@@ -185,6 +186,11 @@ def optimizers(job: Job) -> list[str]:
 
 
 # ---- lists and tables ----------------------------------------------------------------------------
+
+
+def tolerance(rows: Rows, job: Job) -> float:
+    """Return how far a value may differ on another machine: as two seeds may."""
+    return apart([rows[key_of({**job, "seed": seed})]["value"] for seed in SEEDS])
 
 
 def confirm(setting: Job, seeds: Sequence[int] = SEEDS) -> list[Job]:

@@ -1,6 +1,5 @@
 """The description of the machine and the versions that a result was measured with."""
 
-import ctypes
 import os
 import platform
 import re
@@ -14,16 +13,6 @@ from torch_thor import __version__
 from torch_thor.split import processor_name
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where studies train
-MMAP_MAX, TRIM_THRESHOLD, TOP_PAD = -4, -1, -2  # options of glibc's mallopt
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, where its C library is glibc."""
-    # Large tensors are otherwise mapped anew for each step; the page faults are a third of it.
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for option, value in ((MMAP_MAX, 0), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, 2**30)):
-            mallopt(option, value)
 
 
 def synchronize() -> None:
@@ -33,8 +22,7 @@ def synchronize() -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """Describe what a result comes from."""
-    # This is the commit, whether its sources were changed, the machine and the versions.
+    """Return the commit, whether its sources were changed, the machine and the versions."""
     import torchvision  # imported here because it takes a second, and only measurements need it
 
     root = Path(__file__).parent

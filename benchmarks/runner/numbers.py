@@ -12,10 +12,7 @@ Curve = Sequence[Sequence[float]]  # of (step, value) and perhaps more
 def steps_to(
     evaluations: Iterable[tuple[float, float]], target: float, *, higher: bool = True
 ) -> float | None:
-    """Return the step at which a run reaches a target.
-
-    Between two evaluations the figure is taken to be linear.
-    """
+    """Return the step at which a run reaches a target, linear between two evaluations."""
     sign = 1 if higher else -1
     before: tuple[float, float] | None = None
     for step, value in evaluations:
@@ -49,11 +46,8 @@ def shares_until(
         curve: Steps and values of the run, which has as many steps as the other.
         target: The value.
         seconds: The seconds of the run up to each evaluation; empty if not known.
-        others: Those of the other.
+        others: The seconds of the other.
         higher: Whether a higher value is better.
-
-    Returns:
-        Two cells.
     """
     there = steps_to(curve, target, higher=higher)
     if there is None:

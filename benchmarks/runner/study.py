@@ -1,6 +1,4 @@
-"""The runner of a study, whose results are stored in benchmarks/results/STUDY.jsonl.
-
-A study is a module of jobs, and each result is one line.
+"""The runner of a study, whose results are the lines of benchmarks/results/STUDY.jsonl.
 
 A study defines ``jobs(rows)``, which lists the jobs that are known from the results so far,
 ``run(job)``, ``optimizers(job)``, which names the classes of ours that make the result, and
@@ -16,25 +14,32 @@ import importlib
 import multiprocessing
 import os
 import threading
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks.runner.golden import is_stale, numbers_of
 from benchmarks.runner.machine import provenance
-from benchmarks.runner.options import Parser
 from benchmarks.runner.stores import Lines, key_of
-from torch_thor.errors import first_line, require
+from torch_thor.errors import UserError, first_line, require
 from torch_thor.files import write_text
 from torch_thor.training.data.batches import allowed_cores
 
 RESULTS = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]
 Job = Mapping[str, Any]
+
+
+class Parser(ArgumentParser):
+    """A parser of options that raises a `UserError` for bad ones."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse an option."""
+        raise UserError(f"{message}: `{self.prog} --help` says what is there")
 
 
 def main(study: ModuleType) -> None:
@@ -63,21 +68,14 @@ def page(name: str, tables: str) -> str:
 
 def _options(study: ModuleType) -> Namespace:
     made = Parser(description=study.__doc__, formatter_class=RawDescriptionHelpFormatter)
-    made.add_argument(
-        "--table", action="store_true", help="tables and pictures alone, from the raw data"
-    )
-    made.add_argument(
-        "--verify", action="store_true", help="run one seed of each headline again, and compare"
-    )
-    made.add_argument(
-        "--only", default="", help="jobs whose key contains this alone, such as 'task unet'"
-    )
-    made.add_argument(
-        "--workers",
-        type=int,
-        default=allowed_cores(),
-        help="processes at a time (default: %(default)s)",
-    )
+    told = "only tables and pictures, from the raw data"
+    made.add_argument("--table", action="store_true", help=told)
+    told = "run one seed of each headline again, and compare"
+    made.add_argument("--verify", action="store_true", help=told)
+    told = "only jobs whose key contains this, such as 'task unet'"
+    made.add_argument("--only", default="", help=told)
+    told, cores = "processes at a time (default: %(default)s)", allowed_cores()
+    made.add_argument("--workers", type=int, default=cores, help=told)
     options = made.parse_args()
     require(options.workers > 0, f"--workers {options.workers}: give a whole number of 1 or more")
     return options
@@ -93,9 +91,8 @@ def complete(
     jobs: Callable[[Mapping[str, Row]], Sequence[Job]],
     store: Lines,
     *,
-    workers: int = 1,
-    only: str = "",
-    say: Callable[[str], None] = print,
+    workers: int,
+    only: str,
 ) -> None:
     """Run the jobs of a study whose results are missing, until no result leads to another job."""
     while True:
@@ -105,29 +102,27 @@ def complete(
         together = [job for job in todo if not job.get("alone")]
         if not todo:
             return
-        measure(name, store, together or todo, workers if together else 1, say)
+        measure(name, store, together or todo, workers if together else 1)
 
 
 def verify(name: str, store: Lines, workers: int, only: str = "") -> int:
     """Run the headlines again, and print each value beside the recorded one."""
-    # The new results are kept in a store of their own.
     study = importlib.import_module(name)
     require(hasattr(study, "headlines"), f"{_short(name)}: README shows none of its numbers")
     every = study.headlines(store.rows)
     jobs = [job for job in every if only in key_of(job)]
     known = "\n".join(map(key_of, every))
     require(bool(jobs), f"--only {only}: no row that README shows has this; they are\n{known}")
-    again = Lines(store.path.with_suffix(".verify"))
     missing = [key_of(job) for job in jobs if key_of(job) not in store.rows]
     require(
         not missing,
         f"{len(missing)} rows to compare with are missing, which `python -m benchmarks "
         f"{_short(name)}` runs:\n" + "\n".join(missing),
     )
+    again, far = Lines(store.path.with_suffix(".verify")), 0
     again.rows.clear()
     measure(name, again, jobs, workers)
     again.path.unlink()
-    far = 0
     for job in jobs:
         key = key_of(job)
         old, new = store.rows[key]["value"], again.rows[key]["value"]
@@ -138,13 +133,8 @@ def verify(name: str, store: Lines, workers: int, only: str = "") -> int:
     return int(far > 0)
 
 
-def measure(
-    name: str, store: Lines, jobs: Sequence[Job], workers: int, say: Callable[[str], None] = print
-) -> None:
-    """Run jobs in processes, and store each result when it is there.
-
-    After a failure the others go on.
-    """
+def measure(name: str, store: Lines, jobs: Sequence[Job], workers: int) -> None:
+    """Run jobs in processes, and store each result; after a failure the others go on."""
     context, failed = multiprocessing.get_context("spawn"), []
     first = {key_of(job): job for job in jobs}
     with ProcessPoolExecutor(workers, context, initializer=_end_with_parent) as pool:
@@ -154,12 +144,10 @@ def measure(
                 key, error = running[future], future.exception()
                 if error is None:
                     store.keep(key, future.result())
+                    print(f"{number} of {len(first)} done: {key}")
                 else:
                     failed.append(f"{key}: {type(error).__name__}: {first_line(error)}")
-                say(
-                    f"{number} of {len(first)} "
-                    f"{'done: ' + key if error is None else 'failed: ' + failed[-1]}"
-                )
+                    print(f"{number} of {len(first)} failed: {failed[-1]}")
         except BaseException:  # Ctrl-C, or a full disk: what has not begun is not run for nothing
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -182,8 +170,7 @@ def result_of(name: str, job: Job) -> Row:
 
 
 def _end_with_parent() -> None:
-    """Let this process end when its parent has been killed."""
-    # Nothing can store the result any more then.
+    """Let this process end when its parent, which stores the result, has been killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -1,7 +1,4 @@
-"""The step times of several optimizers, measured in turns.
-
-So changes of the machine's speed affect all alike.
-"""
+"""The step times of optimizers, measured in turns: the machine's changes affect all alike."""
 
 import random
 import statistics
@@ -64,21 +61,13 @@ def take_turns(
 
 
 def training_step(loss: Callable[[], Tensor], optimizer: optim.Optimizer) -> Callable[[], None]:
-    """Return a function that takes a whole training step.
-
-    Args:
-        loss: Runs the forward pass and returns the loss.
-        optimizer: The optimizer of the model.
-
-    Returns:
-        A function that runs forward and backward pass, steps the optimizer, and resets the
-        gradients.
-    """
+    """Return a function that takes a whole training step: all passes, and the optimizer's step."""
 
     def step() -> None:
         loss().backward()
         optimizer.step()
         optimizer.zero_grad()
+        synchronize()
 
     return step
 
@@ -91,26 +80,13 @@ def state_bytes(optimizer: optim.Optimizer) -> int:
 def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
-    parts = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    return sum(map(_bytes, parts))
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
-    """Return the ratio of two step times.
-
-    Args:
-        seconds: The time in each round.
-        base: The time of the baseline in the same rounds.
-
-    Returns:
-        The median over rounds of the ratio within a round.
-    """
+    """Return the median over rounds of the ratio of two step times within a round."""
     return statistics.median(own / other for own, other in zip(seconds, base, strict=True))
 
 

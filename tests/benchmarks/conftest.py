@@ -17,7 +17,7 @@ def warm_studies(monkeypatch):
 
 
 @pytest.fixture
-def bench(monkeypatch, capsys, tmp_path, warm_studies):
+def bench(monkeypatch, capsys, tmp_path):
     """Call it in an empty folder: `bench(*words)` gives (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
 

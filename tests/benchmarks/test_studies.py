@@ -1,19 +1,19 @@
-"""The studies: their raw data are whole, and their tables stand beside them."""
+"""The studies: their raw data are whole, and their tables stand beside them and in README."""
 
 import importlib
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
-from benchmarks import finetuning, suite_problems
+from benchmarks import finetuning, front, suite_problems
 from benchmarks.problems import PROBLEMS
 from benchmarks.runner import study as runner
 from benchmarks.runner.golden import present_numbers
 from benchmarks.runner.stores import Lines, key_of
 from golden.runs import RUNS_OF
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 STUDIES = ("anytime", "finetuning", "nanogpt", "step_time", "suite", "wikitext")
 
 
@@ -44,22 +44,28 @@ def test_no_job_is_left_and_the_tables_are_those_of_the_raw_data(name):
     assert (RESULTS / f"{name}.md").read_text() == runner.page(name, tables)
 
 
-def test_the_order_of_options_is_no_part_of_a_job():
-    job = {"seed": 0, "recipe": {"lr": 0.1, "schedule": {"kind": "cosine", "final": 0.0}}}
-    other = {"recipe": {"schedule": {"final": 0.0, "kind": "cosine"}, "lr": 0.1}, "seed": 0}
-    assert key_of(job) == key_of(other)
-    other["recipe"]["schedule"]["final"] = 0.5
-    assert key_of(job) != key_of(other)
-
-
 @pytest.mark.parametrize("name", ["finetuning", "nanogpt", "step_time", "suite"])
 def test_each_row_that_readme_shows_can_be_run_again(name):
-    one, rows = study(name), rows_of(name)
-    headlines = one.headlines(rows)
-    assert headlines
-    for job in headlines:
+    shown, rows = study(name), rows_of(name)
+    assert shown.headlines(rows)
+    for job in shown.headlines(rows):
         assert rows[key_of(job)]["value"] is not None
-        assert one.tolerance(rows, job) > 0
+        assert shown.tolerance(rows, job) > 0
+
+
+def test_readme_shows_the_raw_data():
+    text = (ROOT / "README.md").read_text()
+    table = front.table(*map(front.rows_of, front.STUDIES), front.of_gpu())
+    assert table in text
+    assert table.count("\n") == 7
+    assert len(text.split()) <= 700
+
+
+@pytest.mark.pictures
+def test_readmes_picture_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(front, "PICTURE", tmp_path / "front.png")
+    front.draw(rows_of("nanogpt"), rows_of("finetuning"))
+    assert front.PICTURE.stat().st_size > 10_000
 
 
 def test_the_learning_rate_of_adamw_is_chosen_by_the_other_half_and_other_seeds():
@@ -77,29 +83,17 @@ def test_the_learning_rate_of_adamw_is_chosen_by_the_other_half_and_other_seeds(
     assert tuned.chosen_rate(rows, "gpt-adamw", None) == 5e-4
 
 
-def test_every_problem_is_drawn_with_its_means_and_standard_errors():
-    tuned, axes = study("finetuning"), Figure().subplots()
-    problems = {"gpt-adamw": "a", "minilm-trec": "b"}
-    tuned.compare(axes, rows_of("finetuning"), problems, tuple(tuned.COLOURS))
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
-    assert len(axes.containers) == 6
-    adamw = axes.containers[2]  # the last of the first problem: 1.38817 ± 0.00062 in the table
-    assert adamw.lines[0].get_xdata() == pytest.approx([1.38817], abs=5e-6)
-    ends = adamw.lines[2][0].get_segments()[0][:, 0]
-    assert (ends[1] - ends[0]) / 2 == pytest.approx(0.00062, abs=5e-6)
-
-
 def test_forms_and_peers_have_jobs_that_lead_on():
     """Of the ablation and of Muon and SOAP in fine-tuning: three trials, then two, then seeds."""
     for name in ("ablation", "peers"):
-        one, rows, rounds = study(name), {}, 0
-        while todo := [job for job in one.jobs(rows) if key_of(job) not in rows]:
+        tuned, rows, rounds = study(name), {}, 0
+        while todo := [job for job in tuned.jobs(rows) if key_of(job) not in rows]:
             rounds += 1
             for job in todo:
                 rows[key_of(job)] = {"job": job, "value": 0.5 + job.get("lr", 0.0)}
         assert rounds == 4
         # what is not tried: Muon with momentum 0.8 in the suite, Newton-Muon with an LSTM
-        assert one.table(rows).count("–") == (4 if name == "ablation" else 0)
+        assert tuned.table(rows).count("–") == (4 if name == "ablation" else 0)
 
 
 def test_a_name_means_the_same_problem_in_all_studies():

@@ -1,5 +1,7 @@
 """The one function that trains, on a problem of 12 steps: seeds, rates, averages, times."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -85,15 +87,9 @@ def test_an_average_is_evaluated_with_statistics_of_its_own(problem):
     optimizer.step()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     found = training.evaluate(problem, model, optimizer, batches(8, 3), 1)
-    assert model[1].momentum == 0.1
-    for key, value in model.state_dict().items():
-        torch.testing.assert_close(value, before[key])
+    torch.testing.assert_close(dict(model.state_dict()), before)
     optimizer.eval()
     training.take_statistics(problem, model, [model[1]], batches(8, 3))
-    inputs = torch.cat([x for _, (x, _) in zip(range(20), batches(8, 3), strict=False)])
-    torch.testing.assert_close(
-        model[1].running_mean, model[0](inputs).mean(0), rtol=1e-4, atol=1e-5
-    )
     assert found == training.figure(problem, model, 1)
 
 
@@ -125,25 +121,17 @@ def test_newton_muon_by_hand():
 
 
 def test_without_a_schedule_what_is_counted(monkeypatch, problem):
-    from dataclasses import replace
-
     both = {"up": replace(problem, higher=True), "down": problem}
     monkeypatch.setattr(anytime, "PROBLEMS", both)
+    monkeypatch.setattr(anytime, "OTHERS", {})
     adamw = {(task, "adamw"): {"task": task, "optimizer": "adamw", "lr": 1} for task in both}
     monkeypatch.setattr(anytime, "tuned", lambda: adamw)
     # 10 % of errors; a loss of 2
-    known = {
-        anytime.SCHEDULED: (0.9, 2.0),
-        anytime.ANYTIME: (0.899, 2.1),
-        anytime.ADAMW: (0.88, 2.08),
-    }
+    known = {anytime.SCHEDULED: (0.9, 2.0), anytime.ANYTIME: (0.899, 2.1)}
+    known[anytime.ADAMW] = (0.88, 2.08)
     rows = {}
-    for title in anytime.TITLES:
-        for task in (*both, "nanogpt"):
-            if title != anytime.AS_IT_IS and (task in both or title in anytime.OTHERS[task]):
-                value = known.get(title, (0.5, 9.0))[task != "up"]
-                for job in training.confirm(anytime.setting(title, task)):
-                    rows[training.key_of(job)] = {"value": value, "as it is": value}
-    lines = anytime.table(rows).splitlines()
-    (line,) = [line for line in lines if line.startswith("| ThorMuon(anytime=True) | 3.0 %")]
-    assert line == "| ThorMuon(anytime=True) | 3.0 % | 1 of 2 | 1 |"
+    for title in anytime.TITLES.keys() - {anytime.AS_IT_IS}:
+        for task, value in zip(both, known.get(title, (0.5, 9.0)), strict=True):
+            for job in training.confirm(anytime.setting(title, task)):
+                rows[training.key_of(job)] = {"value": value, "as it is": value}
+    assert "| ThorMuon(anytime=True) | 3.0 % | 1 of 2 | 1 |" in anytime.table(rows).splitlines()
