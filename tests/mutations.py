@@ -29,7 +29,7 @@ NATURAL = ("tests/optim/test_natural.py",)
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault: a file below src/torch_thor, the tests that must fail, a text and its replacement."""
+    """A fault: a file of the package, the tests that must fail, a text and what it becomes."""
 
     file: str
     tests: tuple[str, ...]
