@@ -42,16 +42,16 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def start(folder, *words, ranks=None, script=None, module="torch_thor", cold=False):
+def start(folder, *words, ranks=None, script=None, module="torch_thor"):
     """`python -m MODULE WORDS` (or `script`) in a folder, or as many as `ranks` under `torchrun`.
 
-    The processes are forked (warm.py); `cold` ones are fresh, and their `torchrun` is the real one.
+    The processes are forked (warm.py) where the system can.
     """
     command = ["-m", module] if script is None else [script]
     command = [str(word) for word in (*command, *words)]
     # threads as in this process: sums depend on their number
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "COLUMNS": "500"}
-    if warm.AVAILABLE and not cold:
+    if warm.AVAILABLE:
         if ranks is not None:
             return warm.WarmRanks(command, folder, environment, ranks)
         return warm.WarmProcess(command, folder, environment)

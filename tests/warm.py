@@ -1,7 +1,6 @@
 """Processes that start at once: forked from one that has imported what the application needs.
 
-A fresh interpreter imports for seven seconds. Where a system cannot fork one is started, and where
-its imports are tested (`cold=True` in command_line.py).
+A fresh interpreter imports for seven seconds. It is started where a system cannot fork.
 """
 
 import atexit
@@ -107,13 +106,13 @@ class WarmProcess:
     def __init__(self, words, folder, environment):
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
         self._ours = [ours for ours, _ in pipes]
-        theirs = [one for _, one in pipes]
+        theirs = [end for _, end in pipes]
         arguments = (str(folder), environment, [str(word) for word in words], *theirs)
         # a daemon: if a test ends without it, so does the process
         self._process = context().Process(target=_become, args=arguments, daemon=True)
         self._process.start()
-        for one in theirs:
-            one.close()
+        for end in theirs:
+            end.close()
         self.pid = self._process.pid
 
     @property
@@ -127,7 +126,7 @@ class WarmProcess:
         os.kill(self.pid, number)
 
     def communicate(self, timeout=None):
-        """(stdout, stderr), once it and all that holds these has ended."""
+        """(stdout, stderr), once every process that holds them has ended."""
         found = read_all(self._ours, timeout)
         self._process.join(timeout)
         return tuple(content.decode(errors="replace") for content in found)
@@ -155,7 +154,7 @@ def read_all(connections, timeout=None, watch=lambda: None):
 
 
 class WarmRanks:
-    """`torchrun` for warm processes: the environment of its ranks, and one that fails ends all."""
+    """`torchrun` for warm processes: the environment of its ranks; a rank that fails ends all."""
 
     def __init__(self, words, folder, environment, count):
         # at a port of its own
@@ -169,7 +168,7 @@ class WarmRanks:
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
         }
         own = [dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(count)]
-        self.ranks = [WarmProcess(words, folder, {**environment, **one}) for one in own]
+        self.ranks = [WarmProcess(words, folder, {**environment, **rank}) for rank in own]
         self.pid = self.ranks[0].pid
         self._failed_at = None
 
@@ -178,7 +177,7 @@ class WarmRanks:
         return self.poll()
 
     def poll(self):
-        """None while a rank runs; then the exit code of one that has failed, or 0."""
+        """None while a rank runs; then the exit code of a rank that has failed, or 0."""
         codes = [rank.poll() for rank in self.ranks]
         failed = [code for code in codes if code]
         if failed and None in codes:
