@@ -90,7 +90,7 @@ def vocabulary():
 
 
 def texts():
-    return [" ".join(f"w{i}" for i in one) for one in tokens(SAMPLES).tolist()]
+    return [" ".join(f"w{i}" for i in words) for words in tokens(SAMPLES).tolist()]
 
 
 def trl(place, steps, resume, **options):
