@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -87,16 +86,6 @@ def finish(process, timeout=PATIENCE):
 def command(folder, *words, timeout=PATIENCE, **options):
     """Run to the end: (exit code, stdout, stderr)."""
     return finish(start(folder, *words, **options), timeout)
-
-
-def wait_for(process, happened, what, timeout=PATIENCE, pause=0.005):
-    """Wait for something that a running process does."""
-    deadline = time.monotonic() + timeout
-    while not happened():
-        if process.poll() is not None or time.monotonic() > deadline:
-            end(process.pid)
-            raise AssertionError(f"no {what}: {process.communicate()}")
-        time.sleep(pause)
 
 
 def end(pid):
