@@ -26,8 +26,8 @@ INTERVAL = 5
 
 
 def _docstring_of(parent):
-    has_one = isinstance(parent, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    first = parent.body[0] if has_one and parent.body else None
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    first = parent.body[0] if isinstance(parent, kinds) and parent.body else None
     is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     return first if is_text and isinstance(first.value.value, str) else None
 

@@ -38,4 +38,4 @@ def test_what_a_step_passes(optimizer):
     assert ordinary[1] <= ORDINARY[1]
     assert refresh[0] <= REFRESH[0]
     assert refresh[1] <= REFRESH[1]
-    assert len(classes) <= CLASSES, sorted(one.__qualname__ for one in classes)
+    assert len(classes) <= CLASSES, sorted(found.__qualname__ for found in classes)

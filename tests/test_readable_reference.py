@@ -27,7 +27,6 @@ OF_THOR = {
 }
 THOR_CASES = {
     "plain": {},
-    "no momentum": {"momentum": 0.0},
     "nesterov": {"nesterov": True},
     "weight decay": {"weight_decay": 0.1},
     "split with a tail": {"split_dim": 4},

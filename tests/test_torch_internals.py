@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from torch_thor import torch_internals
 from torch_thor.torch_internals import (
     backward_id,
     backward_reaches,
-    compile_stance,
-    function_mode,
     functorch,
     is_tracing,
 )
@@ -47,7 +44,7 @@ def test_backward_passes_are_told_apart_and_whether_they_reach_a_weight():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace. is deprecated")
-def test_transforms_traces_and_modes():
+def test_transforms_and_traces():
     found = []
 
     def forward(x):
@@ -58,24 +55,6 @@ def test_transforms_traces_and_modes():
     torch.func.vmap(forward)(torch.ones(2))
     torch.jit.trace(forward, torch.ones(2), check_trace=False)
     assert found == [(False, False), (True, False), (False, True)]
-    with TorchFunctionMode() as outer:
-        with TorchFunctionMode() as inner:
-            assert function_mode() is inner
-        assert function_mode() is outer
-
-
-def test_the_stance_of_the_compiler():
-    # whatever the optimizers of other tests still wait for
-    with torch.compiler.set_stance("default"):
-        before = compile_stance(torch)
-        with torch.compiler.set_stance("eager_on_recompile"):
-            inside = compile_stance(torch)
-            assert inside.stance == "eager_on_recompile"
-            inside.stance = "force_eager"  # which is read whenever compiled code is called
-            run = torch.compile(lambda: torch.compiler.is_compiling(), backend="eager")
-            assert not run()
-        assert compile_stance(torch) is before
-        assert run()
 
 
 def private_names(path):

@@ -49,12 +49,7 @@ def test_what_is_kept_and_sent(mine, console, tmp_path):
     single, two, *_ = rows
     weights = 4 * (301 * 130 + 131 * 10)
     factors = 4 * 2 * (300 * 128 + 130 * 128 + 130 * 128 + 10 * 10)
-    assert (single["sent"], single["sent_more"], single["rounds"], single["most_work"]) == (
-        0,
-        0,
-        0,
-        1,
-    )
+    assert (single["sent"], single["rounds"], single["most_work"]) == (0, 0, 1)
     assert (single["curvature"], single["memory"]) == (factors, 3 * weights + factors)
     assert (two["sent"], two["rounds"], two["rounds_more"]) == (weights, 2, 6)
     assert json.loads((tmp_path / "plan.json").read_text())["rows"] == rows
@@ -81,12 +76,8 @@ def test_times_are_printed_and_stored(monkeypatch, mine, console, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*preconditions")
-@pytest.mark.parametrize(("name", "outputs"), [("digits", 10), ("bert-tiny", 30522)])
-def test_recipes(console, name, outputs):
-    """Without their data; settings are those of the recipe."""
-    with torch.device("meta"):
-        model = subject_of(name, recipe_of(name, ()), 2).model
-    assert outputs in {getattr(part, "out_features", None) for part in model.modules()}
+@pytest.mark.parametrize("name", ["digits", "bert-tiny"])
+def test_recipes_need_no_data_and_words_set_their_keys(console, name):
     (row,), (same,), (other,) = (
         plan(name, console, devices=(1,), **options)
         for options in ({"words": ["split_dim=16"]}, {"split_dim": 16}, {"split_dim": 8})
