@@ -115,16 +115,13 @@ def reachable(start):
 def main():
     """Print everything."""
     found = statements()
+    found["core"], found["all"] = sum(found[name] for name in CORE), found.total()
     for name, count in sorted(found.items()):
         print(f"{name:16}{count:8,}")
-    print(f"{'core':16}{sum(found[name] for name in CORE):8,}")
-    print(f"{'all':16}{found.total():8,}")
     for optimizer in (THOR, ThorMuon):
         ordinary, refresh, classes = steps(optimizer)
-        print(
-            f"{optimizer.__name__}: {ordinary[0]} files and {ordinary[1]} functions in an ordinary "
-            f"step, {refresh[0]} and {refresh[1]} in a refresh, {len(classes)} classes"
-        )
+        found = f"{ordinary} in an ordinary step, {refresh} in a refresh, {len(classes)} classes"
+        print(f"{optimizer.__name__}: (files, functions) {found}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 
-from golden import compare, record
 from golden.compare import (
     FIRST_STEPS,
     FOLDER,
@@ -90,26 +89,3 @@ def test_another_machine_is_allowed_its_rounding_and_no_more(golden):
     assert differences("digits", golden, moved) == []
     (line,) = differences("digits", golden, nudged(elsewhere, FIRST_STEPS, 2e-3))
     assert f"step {FIRST_STEPS} of 44" in line
-
-
-def test_other_bits_raise_the_number_of_the_optimizer_unless_they_are_harmless(
-    golden, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(compare, "FOLDER", tmp_path)
-    compare.write("numbers", {"numbers": {"THOR": 4, "ThorMuon": 7}, "harmless": []})
-    compare.write("digits", golden)
-
-    def recorded(now, *words):
-        monkeypatch.setitem(record.RUNS, "digits", lambda: now)
-        record.main([*words, "digits"])
-        return compare.read("numbers")
-
-    moved = nudged(golden, 44, 1e-9)
-    assert recorded(moved) == {"numbers": {"THOR": 5, "ThorMuon": 7}, "harmless": []}
-    harmless = nudged(moved, 40, 9e-8)
-    found = recorded(harmless, "--harmless", "sums in another order")
-    assert found["numbers"] == {"THOR": 5, "ThorMuon": 7}
-    assert found["harmless"][0]["reason"] == "sums in another order"
-    with pytest.raises(SystemExit, match=r"may move by 1\.2e-07 at most, .* that of digits"):
-        recorded(nudged(harmless, 3, 1.4e-7), "--harmless", "too far")
-    assert compare.read("digits") == harmless

@@ -8,11 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR
@@ -129,24 +124,6 @@ def test_an_invalid_interval_is_refused_wherever_it_comes_from(interval):
     with pytest.raises(ValueError, match=said):
         optimizer.load_state_dict(saved)
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
-
-
-@pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process"
-)
-def test_a_distributed_checkpoint_keeps_the_schedule(tmp_path):
-    schedule, _, steps = SCHEDULES["geometric"]
-    model, optimizer = build(schedule)
-    train(model, optimizer, STREAM[:5])
-    saved = get_optimizer_state_dict(model, optimizer)
-    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path)
-    # of the kind that was saved, because keys of checkpoints must be those of the program
-    other, resumed = build(Geometric(100, 200, factor=2.0))
-    target = {"optimizer": get_optimizer_state_dict(other, resumed)}
-    dcp.load(target, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(other, resumed, target["optimizer"])
-    assert resumed.param_groups[0]["update_interval"] == schedule
-    assert refreshes(other, resumed, STREAM[5:]) == [step for step in steps if step >= 5]
 
 
 def test_each_group_has_its_own():

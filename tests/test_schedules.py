@@ -68,16 +68,3 @@ def test_what_is_refused():
         LambdaDamping(optimizer, [halved])
     with pytest.raises(ValueError, match=r"not the state dict of a LambdaDamping.*'base_lrs'"):
         LambdaDamping(optimizer, halved).load_state_dict(LambdaLR(optimizer, halved).state_dict())
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_a_group_that_is_added_later_starts_at_the_present_step(several):
-    """Where each group has a function of its own, there is none for a later group."""
-    model, _ = build()
-    optimizer = THOR(model[0].parameters(), model=model, damping=0.5)
-    damping = LambdaDamping(optimizer, [halved] if several else halved)
-    damping.step()
-    optimizer.add_param_group({"params": model[1].parameters(), "damping": 0.25})
-    assert damping.get_last_damping() == [0.25, 0.25]
-    damping.step()
-    assert damping.get_last_damping() == [0.125, 0.25 if several else 0.0625]

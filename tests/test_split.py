@@ -11,12 +11,9 @@ import every_kind
 from comparing import refreshed
 from tiny import as_list, assert_same, cross_entropy
 from torch_thor import THOR, SplitChoice, choose_split_dim, split
-from torch_thor.curvature import Blocks, BlockSizes
 from torch_thor.split import (
     find_crossing,
-    inverse_seconds,
     largest_eigenvalues,
-    spectral_losses,
 )
 
 CPU = torch.device("cpu")
@@ -245,37 +242,3 @@ def test_the_largest_eigenvalue_is_that_of_the_dense_matrix(name, dtype):
     matrix = MATRICES[name]()
     found = largest_eigenvalues(matrix[None].to(dtype)).double()
     torch.testing.assert_close(found, torch.linalg.eigvalsh(matrix)[-1:], rtol=1e-3, atol=0)
-
-
-def test_losses_by_hand():
-    samples = torch.zeros(1, 10, 4)
-    samples[:, 8:] = 1.0  # all of it in rows 8 and 9: blocks of 4 end with a block of those two
-    for rows, split_dims, expected in (
-        (samples, (4, 3), (0.0, 0.5)),
-        (torch.zeros(1, 8, 3), (1, 4, 8), (0.0, 0.0, 0.0)),
-    ):
-        groups, size, count = rows.shape
-        factor = Blocks(BlockSizes.of(size, None, groups), rows.new_zeros(groups * size, size))
-        factor.add_second_moment_(rows / count**0.5)
-        assert spectral_losses(factor, split_dims) == pytest.approx(expected, abs=1e-6)
-
-
-def test_all_blocks_of_one_size_are_inverted_at_once_and_the_median_counts(monkeypatch):
-    """Each call takes what the script says for its block size; the first round is left out."""
-    calls, clock = [], [0.0]
-
-    def measured(script, sizes, split_dims):
-        def invert(blocks):
-            left = script[blocks.shape[-1]]
-            clock[0] += left.pop(0) if len(left) > 1 else left[0]
-            calls.append(tuple(blocks.shape))
-
-        monkeypatch.setattr(split, "invert", invert)
-        return inverse_seconds(sizes, split_dims, dtype=torch.float32, device=CPU)
-
-    monkeypatch.setattr(split.time, "perf_counter", lambda: clock[0])
-    script, sizes = {1: [5.0], 2: [7.0], 4: [11.0], 10: [17.0]}, [(1, 10), (3, 4)]
-    assert measured(script, sizes, (1, 4, 10)) == (5.0, 7.0 + 11.0, 11.0 + 17.0)
-    assert calls[0] == (10 + 12, 1, 1)
-    assert sorted(calls[1:3]) == [(1, 2, 2), (5, 4, 4)]
-    assert measured({4: [100.0, 3.0, 1.0, 50.0, 4.0, 2.0]}, [(1, 8)], (4,)) == (3.0,)
