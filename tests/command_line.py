@@ -41,12 +41,12 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def start(folder, *words, ranks=None, script=None, module="torch_thor"):
-    """`python -m MODULE WORDS` (or `script`) in a folder, or as many as `ranks` under `torchrun`.
+def start(folder, *words, ranks=None, script=None):
+    """`torch-thor WORDS` (or a `script`) in a folder, or as many as `ranks` under `torchrun`.
 
     The processes are forked (warm.py) where the system can.
     """
-    command = ["-m", module] if script is None else [script]
+    command = ["-m", "torch_thor"] if script is None else [script]
     command = [str(word) for word in (*command, *words)]
     # threads as in this process: sums depend on their number
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "COLUMNS": "500"}

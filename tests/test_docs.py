@@ -5,7 +5,6 @@ A fragment that needs other processes, files or a long time has the comment
 """
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -46,23 +45,15 @@ def fragments():
 def test_a_fragment_runs_by_itself(where, code, reason, monkeypatch, tmp_path):
     program = compile(code, where, "exec")
     if reason:
-        look_up_imports(code)
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                exec(ast.unparse(node), {})
         return
     monkeypatch.chdir(tmp_path)
-    registered = torch_thor.curvature.kinds.registry.KINDS  # without those of fragments afterwards
+    registered = torch_thor.curvature.kinds.registry.KINDS  # kinds of fragments go afterwards
     monkeypatch.setattr(registered, "classes", dict(registered.classes))
     torch.manual_seed(0)
     exec(program, {"__name__": "__main__"})
-
-
-def look_up_imports(code):
-    """Import what the statements of `code` import."""
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                importlib.import_module(name.name)
-        elif isinstance(node, ast.ImportFrom):
-            exec(ast.unparse(node), {})
 
 
 def test_the_coverage_table_is_what_the_program_prints(capsys):
@@ -94,14 +85,11 @@ def without_code(text):
 
 
 def headings(text):
-    """The anchors of the headings of a text that GitHub and the site make alike."""
+    """The anchors of the headings of a text, as GitHub makes them."""
     blocks = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", blocks, re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)|`", r"\1", title).lower() for title in titles]
-    github = {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
-    ascii_titles = [title.encode("ascii", "ignore").decode() for title in plain]
-    site = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title)) for title in ascii_titles}
-    return github & site
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
 
 
 def test_each_link_leads_to_a_file_and_heading_on_github():

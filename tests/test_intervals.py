@@ -2,12 +2,9 @@
 
 import copy
 import io
-from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR
@@ -51,12 +48,6 @@ def test_piecewise_changes_at_its_boundaries():
     assert [schedule(step) for step in (0, 2, 3, 9, 10, 10**6)] == [1, 1, 20, 20, 5, 5]
     epochs = Piecewise([1, 2.5], [7, 8, 9], steps_per_epoch=100)
     assert [epochs(step) for step in (99, 100, 249, 250)] == [7, 8, 8, 9]
-
-
-@given(first=st.integers(1, 1000), tenths=st.integers(11, 60), step=st.integers(0, 10**7))
-def test_geometric_is_the_closed_form(first, tenths, step):
-    exact = min(Fraction(10**6), first + (Fraction(tenths, 10) - 1) * step)
-    assert Geometric(first, 10**6, tenths / 10)(step) == exact.__floor__()
 
 
 @pytest.mark.parametrize(

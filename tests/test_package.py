@@ -1,7 +1,5 @@
 """What is shipped, and that its documentation and its messages name what there is."""
 
-import pkgutil
-import re
 import subprocess
 import sys
 import sysconfig
@@ -16,43 +14,6 @@ import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "torch_thor"
-
-
-def test_public_names_are_there_and_import_only_torch():
-    """`from torch_thor import *` must not pull in what only the training application needs."""
-    code = """
-import sys, torch_thor
-assert set(torch_thor.__all__) <= set(dir(torch_thor))
-from torch_thor import *
-extras = {"torchvision", "sklearn", "pydantic", "typer", "rich", "matplotlib", "tensorboard"}
-extras |= {"safetensors"}
-assert not extras & {*sys.modules}, extras & {*sys.modules}
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
-
-
-def resolves(name):
-    try:
-        return pkgutil.resolve_name(name) is not None
-    except (ImportError, AttributeError):
-        return False
-
-
-def test_names_in_docstrings_resolve():
-    """The target of a role is an absolute name, or one of the module or of a class in it."""
-    missing, checked = [], 0
-    for path in SOURCE.rglob("*.py"):
-        text = path.read_text()
-        module = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
-        places = [module, *(f"{module}.{name}" for name in re.findall(r"(?m)^class (\w+)", text))]
-        for role, target in re.findall(r":(mod|class|func|meth|attr|data|exc):`([^`]+)`", text):
-            checked += 1
-            is_whole = role == "mod" or "." in target
-            names = [f"{place}.{target}" for place in places] + [target] * is_whole
-            missing += [] if any(map(resolves, names)) else [f"{module}: {target}"]
-    assert not missing
-    assert checked >= 20
 
 
 TRAINS = """
@@ -97,9 +58,9 @@ def test_what_is_released_trains_from_an_empty_folder_and_needs_only_torch(tmp_p
         names = set(archive.namelist())
         (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
         requirements = Parser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist")
-    shipped = {f"torch_thor/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
-    assert len(shipped) >= 2
-    assert shipped <= names
+    assert {
+        f"torch_thor/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")
+    } <= names
     assert {"torch_thor/py.typed", "torch_thor/optim/thor.py"} <= names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"torch_thor"}
     assert not [name for name in names if "bench" in name or "figure" in name or "example" in name]

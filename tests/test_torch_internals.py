@@ -3,7 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
@@ -11,8 +10,6 @@ from torch_thor import torch_internals
 from torch_thor.torch_internals import (
     backward_id,
     backward_reaches,
-    functorch,
-    is_tracing,
 )
 
 SOURCE = Path(torch_internals.__file__).parent
@@ -41,20 +38,6 @@ def test_backward_passes_are_told_apart_and_whether_they_reach_a_weight():
         lambda x: [backward_reaches(get_gradient_edge(weight).node) for weight in (x, other)]
     )
     assert reached == [[True, False]]
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace. is deprecated")
-def test_transforms_and_traces():
-    found = []
-
-    def forward(x):
-        found.append((functorch() is not None, is_tracing()))
-        return x * 2
-
-    forward(torch.ones(2))
-    torch.func.vmap(forward)(torch.ones(2))
-    torch.jit.trace(forward, torch.ones(2), check_trace=False)
-    assert found == [(False, False), (True, False), (False, True)]
 
 
 def private_names(path):

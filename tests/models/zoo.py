@@ -1,13 +1,14 @@
-"""Fifteen models that nobody here wrote, small ones with random weights, and real data for each.
+"""Fourteen models that nobody here wrote, small and with random weights, and real data for each.
 
-Two are the MNIST and VAE examples of pytorch/examples, the rest come from torchvision, timm and
-transformers. Images are scikit-learn's digits, text is what every Python carries.
+One is the VAE of pytorch/examples, the rest come from torchvision, timm and transformers. Images
+are scikit-learn's digits, text is what every Python carries.
 """
 
 import pydoc_data.topics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import timm
 import torch
@@ -15,6 +16,7 @@ import transformers
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from torchvision.models import resnet18
 
 VOCABULARY = 128  # text is ASCII, a character is a token
@@ -23,53 +25,35 @@ MASK = 127  # no character of a text
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, the function (model, batch) → loss, and the batches that there are."""
+    """A model, the function (model, batch) → loss, and a batch."""
 
     model: nn.Module
     criterion: Callable
-    batches: Sequence
+    batch: Any
 
-    def loss(self, number=0):
-        """The loss of a batch; after the last batch comes the first."""
-        return self.criterion(self.model, self.batches[number % len(self.batches)])
+    def loss(self):
+        return self.criterion(self.model, self.batch)
+
+    @property
+    def samples(self):
+        return len(tree_leaves(self.batch)[0])
 
 
 @cache
 def digits(count, pixels, channels, mean, deviation):
-    """scikit-learn's digits, normalised, and their labels, in full batches of `count` images."""
+    """The first of scikit-learn's digits, normalised, and their labels."""
     found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
+    images = torch.tensor(found.images[:count], dtype=torch.float32)[:, None] / 16
     images = (F.interpolate(images, size=(pixels, pixels), mode="bilinear") - mean) / deviation
-    images = images.expand(-1, channels, -1, -1).contiguous()
-    batches = zip(images.split(count), torch.tensor(found.target).split(count), strict=True)
-    return [batch for batch in batches if len(batch[0]) == count]
+    return images.expand(-1, channels, -1, -1).contiguous(), torch.tensor(found.target[:count])
 
 
 @cache
 def text(count=16, length=32):
-    """The first characters of Python's own help texts: 64 batches of (count, length)."""
+    """The first characters of Python's own help texts."""
     topics = pydoc_data.topics.topics
     characters = "".join(topics[key] for key in sorted(topics)).encode("ascii", "ignore")
-    tokens = torch.tensor(list(characters[: 64 * count * length])).view(64, count, length)
-    return [(batch,) for batch in tokens]
-
-
-class MNISTNet(nn.Module):
-    """The network of pytorch/examples' `mnist`."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3, 1)
-        self.conv2 = nn.Conv2d(32, 64, 3, 1)
-        self.dropout1 = nn.Dropout(0.25)
-        self.dropout2 = nn.Dropout(0.5)
-        self.fc1 = nn.Linear(9216, 128)
-        self.fc2 = nn.Linear(128, 10)
-
-    def forward(self, x):
-        x = F.relu(self.conv2(F.relu(self.conv1(x))))
-        x = torch.flatten(self.dropout1(F.max_pool2d(x, 2)), 1)
-        return F.log_softmax(self.fc2(self.dropout2(F.relu(self.fc1(x)))), dim=1)
+    return torch.tensor(list(characters[: count * length])).view(count, length)
 
 
 class VAE(nn.Module):
@@ -89,11 +73,6 @@ class VAE(nn.Module):
         mean, log_variance = self.fc21(h), self.fc22(h)
         z = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
         return torch.sigmoid(self.fc4(F.relu(self.fc3(z)))), mean, log_variance
-
-
-def mnist():
-    batches = digits(64, 28, 1, 0.1307, 0.3081)
-    return Subject(MNISTNet(), lambda model, batch: F.nll_loss(model(batch[0]), batch[1]), batches)
 
 
 def vae():
@@ -118,25 +97,20 @@ def images(model):
 def language(name, kind=transformers.AutoModelForCausalLM, **options):
     config = transformers.AutoConfig.for_model(name, vocab_size=VOCABULARY, **options)
     model = kind.from_config(config)
-    return Subject(
-        model, lambda model, batch: model(input_ids=batch[0], labels=batch[0]).loss, text()
-    )
+    return Subject(model, lambda model, x: model(input_ids=x, labels=x).loss, text())
 
 
 def masked(name, **options):
     config = transformers.AutoConfig.for_model(name, vocab_size=VOCABULARY, **options)
     model = transformers.AutoModelForMaskedLM.from_config(config)
-    draws = torch.Generator().manual_seed(7)
-    batches = []
-    for (tokens,) in text():
-        hidden = torch.rand(tokens.shape, generator=draws) < 0.15
-        batches.append((tokens.masked_fill(hidden, MASK), tokens.masked_fill(~hidden, -100)))
-    mask = torch.ones_like(batches[0][0])  # left out, transformers warns that tokens may be padding
-    return Subject(
-        model,
-        lambda model, batch: model(input_ids=batch[0], labels=batch[1], attention_mask=mask).loss,
-        batches,
-    )
+    tokens = text()
+    hidden = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(7)) < 0.15
+    batch = {
+        "input_ids": tokens.masked_fill(hidden, MASK),
+        "labels": tokens.masked_fill(~hidden, -100),
+        "attention_mask": torch.ones_like(tokens),  # else transformers warns of padding
+    }
+    return Subject(model, lambda model, batch: model(**batch).loss, batch)
 
 
 SMALL = {
@@ -171,7 +145,6 @@ def from_timm(name, **options):
 
 
 SUBJECTS = {
-    "mnist": mnist,
     "vae": vae,
     "resnet18": lambda: images(resnet18(num_classes=10)),
     "vit": lambda: from_timm("vit_tiny_patch16_224", **OPTIONS["vit"]),
@@ -197,19 +170,16 @@ def build(name, seed=0):
     return subject
 
 
-def train(subject, optimizer, steps=12, seed=0, *, fresh=False):
-    """Train on the first batch, or on a `fresh` batch in each step.
-
-    Returns the loss of each step, before the step, and of a further batch after the last step.
-    """
-    torch.manual_seed(seed)
+def train(subject, optimizer, steps):
+    """The loss of each step on the first batch, before the step, and the loss after the last."""
+    torch.manual_seed(0)
     losses = []
-    for step in range(steps):
-        loss = subject.loss(step if fresh else 0)
+    for _ in range(steps):
+        loss = subject.loss()
         loss.backward()
         losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        losses.append(float(subject.loss(steps if fresh else 0)))
+        losses.append(float(subject.loss()))
     return losses

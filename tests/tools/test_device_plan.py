@@ -104,7 +104,6 @@ def test_a_step_is_measured(mine, word, batch):
     [
         ("characters", {}, "model=char-transformer is not a network"),
         ("build", {"batch": 2}, "returned only a model, and its times are to be measured: return"),
-        ("resnet5", {}, "did you mean resnet"),
     ],
 )
 def test_bad_input(mine, console, subject, options, said):
