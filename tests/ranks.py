@@ -17,7 +17,7 @@ import warm
 
 # Limits for what will never come: what waits for something goes on at once when it is there.
 START_SECONDS = 600  # importing torch, beside other tests; and ending
-SECONDS = 600  # for one function; a collective that waits in vain gives up before that
+SECONDS = 600  # for one function; a collective that waits in vain gives up earlier
 COLLECTIVE_SECONDS = 300
 
 

@@ -34,7 +34,7 @@ def fragments():
         for match in FRAGMENT.finditer(text):
             line = text.count("\n", 0, match.start("code")) + 1
             where = f"{page.relative_to(ROOT)}:{line}"
-            # the blank lines make line numbers in errors those of the page
+            # with the blank lines, an error has the line number of the page
             found.append(
                 pytest.param(where, "\n" * (line - 1) + match["code"], match["reason"], id=where)
             )

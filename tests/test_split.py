@@ -34,7 +34,7 @@ def test_crossings_by_hand(split_dims, performance, information, expected):
 
 
 class Net(nn.Module):
-    """A convolution with groups, one without, BatchNorm, dropout, and a layer called twice."""
+    """Convolutions with and without groups, BatchNorm, dropout, and a layer called twice."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ def test_for_thor_muon_only_a_counts_and_the_orthogonalisation_is_timed(monkeypa
 
     monkeypatch.setattr(split, "orthogonal_seconds", orthogonal)
     found = choose_split_dim(model, sample(), optimizer="thor-muon")
-    # the losses of A are those of THOR, whose A has the same rows
+    # A has the same losses as for THOR, because it has the same rows
     assert found.losses == {name: {"A": own["A"]} for name, own in both.losses.items()}
     sizes, split_dims, options = asked[-1]
     assert sizes == sorted([(1, 36), (2, 40), (1, 8), (1, 8)])

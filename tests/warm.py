@@ -1,4 +1,4 @@
-"""Processes that start at once: forked from one that has imported what the application needs.
+"""Processes that start at once: forked from a process that has imported what the application needs.
 
 A fresh interpreter imports for seven seconds. It is started where a system cannot fork.
 """
@@ -41,7 +41,7 @@ AVAILABLE = sys.platform == "linux"  # elsewhere libraries do not bear a fork
 BLANK = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP6DwABBQECz6AuzQAAAABJRU5ErkJggg=="
 )  # a PNG of one pixel
-GRACE = 300  # seconds that the other ranks have to end when one has failed
+GRACE = 300  # seconds that the other ranks have to end when a rank has failed
 
 
 def context():

@@ -24,7 +24,7 @@ SLOW = {"resnet18", "efficientnet", "nf_resnet26", "convnext"}
 FEW_STEPS = {"resnet18", "nf_resnet26"}
 
 UNCALLED = r"layers? {}: it has a gradient and no statistics"  # weights without calls
-# one message for all of them
+# a single message for all layers
 MAMBA = {UNCALLED.format(r"'backbone\.layers\.0\.mixer\.conv1d'.*mixer\.dt_proj'.*")}
 # All warnings of THOR about these models, each once
 WARNINGS = {

@@ -1,4 +1,4 @@
-"""`torch-thor plan`: its numbers are those of the optimizer, of a measured step and of the ring."""
+"""`torch-thor plan`: its numbers against the optimizer, a measured step and the ring."""
 
 import json
 

@@ -42,7 +42,7 @@ def constant(optimizer):
 
 
 def batches(steps, resume, accumulate=1):
-    """The batches that are left of a training, a list of one or more for each step."""
+    """The batches that are left of a training, a list of micro-batches for each step."""
     for _ in range(steps - HALF if resume else steps):
         yield list(DataLoader(samples(), batch_size=SAMPLES // accumulate))
 
