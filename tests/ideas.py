@@ -2,8 +2,8 @@
 
     python tests/ideas.py   # what test_budgets.py holds
 
-Statements are counted by ``ast``, without docstrings; an assignment to a tuple counts its targets. A
-step is a forward pass, a backward pass and ``step()`` on Linear-ReLU-Linear; comprehensions count
+Statements are counted by ``ast``, without docstrings; an assignment to a tuple counts its targets.
+A step is a forward pass, a backward pass and ``step()`` on Linear-ReLU-Linear; comprehensions count
 as part of their function.
 """
 

@@ -2,8 +2,8 @@
 ten minutes.
 
 `train digits` is killed 40 times and `train bert-tiny` 10 times, with the signal that nothing can
-handle. A run that reaches its end must equal a run that was never killed, bit for bit except for its
-times; then the next run begins.
+handle. A run that reaches its end must equal a run that was never killed, bit for bit except for
+its times; then the next run begins.
 """
 
 import random
@@ -80,8 +80,8 @@ def main(seed):
         with tempfile.TemporaryDirectory() as folder:
             ends, steps = kill(Path(folder), recipe, times, words)
         print(
-            f"{recipe}: killed {times} times, {ends} runs reached their end and equal a run that was "
-            f"never killed; continued from steps {steps}",
+            f"{recipe}: killed {times} times, {ends} runs reached their end and equal a run "
+            f"that was never killed; continued from steps {steps}",
             flush=True,
         )
 
