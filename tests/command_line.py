@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -42,16 +41,16 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def start(folder, *words, ranks=None, script=None, module="torch_thor", cold=False):
-    """`python -m MODULE WORDS` (or `script`) in a folder, or as many as `ranks` under `torchrun`.
+def start(folder, *words, ranks=None, script=None):
+    """`torch-thor WORDS` (or a `script`) in a folder, or as many as `ranks` under `torchrun`.
 
-    The processes are forked (warm.py); `cold` ones are fresh, and their `torchrun` is the real one.
+    The processes are forked (warm.py) where the system can.
     """
-    command = ["-m", module] if script is None else [script]
+    command = ["-m", "torch_thor"] if script is None else [script]
     command = [str(word) for word in (*command, *words)]
     # threads as in this process: sums depend on their number
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "COLUMNS": "500"}
-    if warm.AVAILABLE and not cold:
+    if warm.AVAILABLE:
         if ranks is not None:
             return warm.WarmRanks(command, folder, environment, ranks)
         return warm.WarmProcess(command, folder, environment)
@@ -87,16 +86,6 @@ def finish(process, timeout=PATIENCE):
 def command(folder, *words, timeout=PATIENCE, **options):
     """Run to the end: (exit code, stdout, stderr)."""
     return finish(start(folder, *words, **options), timeout)
-
-
-def wait_for(process, happened, what, timeout=PATIENCE, pause=0.005):
-    """Wait for something that a running process does."""
-    deadline = time.monotonic() + timeout
-    while not happened():
-        if process.poll() is not None or time.monotonic() > deadline:
-            end(process.pid)
-            raise AssertionError(f"no {what}: {process.communicate()}")
-        time.sleep(pause)
 
 
 def end(pid):

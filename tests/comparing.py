@@ -62,7 +62,7 @@ def refreshed(model, x, loss, **options):
 
 
 def assert_factors(got, expected):
-    """Factors, inverses and T of one layer are those of the explicit loops."""
+    """Factors, inverses and T of one layer equal the results of explicit loops."""
     assert got.rows_per_term == pytest.approx(expected.rows_per_term, rel=1e-12)
     for dense, inverse, wanted in zip(
         got.factors(), got.inverses(), (expected.A, expected.G), strict=True

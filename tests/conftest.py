@@ -17,11 +17,6 @@ hypothesis.settings.register_profile("torch_thor", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("torch_thor")
 
 
-def pytest_collection_modifyitems(items):
-    """What mostly waits begins first, so that the others run beside it."""
-    items.sort(key=lambda item: not item.name.startswith("test_killed_ranks"))
-
-
 def pytest_collection_finish():
     """What was imported stays: tests that collect garbage need not walk all of torch for it."""
     gc.collect()

@@ -67,7 +67,7 @@ def build():
 
 
 def stream():
-    """Tokens of kind 3 come late, those of kind 0 go early."""
+    """Tokens of kind 3 come late, and tokens of kind 0 go early."""
     generator = torch.Generator().manual_seed(4)
     bounds = [(int(step > 2), 3 + (step > 1)) for step in range(STEPS)]
     kinds = [torch.randint(*bound, (4, 5), generator=generator) for bound in bounds]

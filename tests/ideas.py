@@ -2,8 +2,8 @@
 
     python tests/ideas.py   # what test_budgets.py holds
 
-Statements are those of ``ast`` without docstrings; an assignment to a tuple counts its targets. A
-step is a forward pass, a backward pass and ``step()`` on Linear-ReLU-Linear; comprehensions count
+Statements are counted by ``ast``, without docstrings; an assignment to a tuple counts its targets.
+A step is a forward pass, a backward pass and ``step()`` on Linear-ReLU-Linear; comprehensions count
 as part of their function.
 """
 
@@ -26,8 +26,8 @@ INTERVAL = 5
 
 
 def _docstring_of(parent):
-    has_one = isinstance(parent, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    first = parent.body[0] if has_one and parent.body else None
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    first = parent.body[0] if isinstance(parent, kinds) and parent.body else None
     is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     return first if is_text and isinstance(first.value.value, str) else None
 
@@ -115,16 +115,13 @@ def reachable(start):
 def main():
     """Print everything."""
     found = statements()
+    found["core"], found["all"] = sum(found[name] for name in CORE), found.total()
     for name, count in sorted(found.items()):
         print(f"{name:16}{count:8,}")
-    print(f"{'core':16}{sum(found[name] for name in CORE):8,}")
-    print(f"{'all':16}{found.total():8,}")
     for optimizer in (THOR, ThorMuon):
         ordinary, refresh, classes = steps(optimizer)
-        print(
-            f"{optimizer.__name__}: {ordinary[0]} files and {ordinary[1]} functions in an ordinary "
-            f"step, {refresh[0]} and {refresh[1]} in a refresh, {len(classes)} classes"
-        )
+        found = f"{ordinary} in an ordinary step, {refresh} in a refresh, {len(classes)} classes"
+        print(f"{optimizer.__name__}: (files, functions) {found}")
 
 
 if __name__ == "__main__":

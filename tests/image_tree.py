@@ -1,4 +1,4 @@
-"""A small ImageNet: JPEGs of different sizes, with the odd files that the real one has."""
+"""A small ImageNet: JPEGs of different sizes, with the odd files that the real ImageNet has."""
 
 import functools
 

@@ -2,8 +2,8 @@
 ten minutes.
 
 `train digits` is killed 40 times and `train bert-tiny` 10 times, with the signal that nothing can
-handle. Whenever a run reaches its end, it must be one that was never killed, bit for bit but for
-its times; then the next one begins.
+handle. A run that reaches its end must equal a run that was never killed, bit for bit except for
+its times; then the next run begins.
 """
 
 import random
@@ -47,7 +47,7 @@ def content(run):
 def kill(place, recipe, times, words):
     """Kill a training so many times: (runs that reached their end, the steps continued from)."""
     train = ("train", recipe, *WORDS, *words, "--out")
-    for name in ("first", "whole"):  # the first one may prepare its data
+    for name in ("first", "whole"):  # the first run may prepare its data
         began = time.monotonic()
         code, out, err = command(place, *train, name)
         assert code == 0, out + err
@@ -80,8 +80,8 @@ def main(seed):
         with tempfile.TemporaryDirectory() as folder:
             ends, steps = kill(Path(folder), recipe, times, words)
         print(
-            f"{recipe}: killed {times} times, {ends} runs reached their end and equal one that was "
-            f"never killed; continued from steps {steps}",
+            f"{recipe}: killed {times} times, {ends} runs reached their end and equal a run "
+            f"that was never killed; continued from steps {steps}",
             flush=True,
         )
 

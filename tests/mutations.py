@@ -3,9 +3,8 @@
     python tests/mutations.py            # all, about five minutes
     python tests/mutations.py NAME ...   # some
 
-An entry names an expression of a function by what it is about (`nodes.py`), so it survives other
-formatting and other code around it. The exit status is 1 if a mutation survives, or if an entry has
-to be mended because its expression is not there any more.
+An entry names a text that its file has once. The exit status is 1 if a mutation survives, or if an
+entry has to be mended because its text is not there any more.
 """
 
 import os
@@ -15,8 +14,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-
-from nodes import Node, replaced
 
 ROOT = Path(__file__).parents[1]
 STEPS = ("tests/optim/test_layer_kinds.py", "tests/optim/test_step.py")
@@ -32,188 +29,180 @@ NATURAL = ("tests/optim/test_natural.py",)
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault.
-
-    Args:
-        file: the file, below src/torch_thor.
-        function: the qualified name of the function.
-        node: the expression in it.
-        becomes: the expression in its place, in which ``_`` is what it was.
-        tests: the tests that must fail.
-    """
+    """A fault: a file of the package, the tests that must fail, a text and what it becomes."""
 
     file: str
-    function: str
-    node: Node
-    becomes: str
     tests: tuple[str, ...]
+    text: str
+    becomes: str
 
     def apply(self, package: Path) -> None:
-        """Put the fault into the package at a path; LookupError says why that cannot be."""
+        """Put the fault into a package; LookupError: the text is not there, or several times."""
         path = package / self.file
-        if not path.is_file():
-            raise LookupError("there is no such file")
         source = path.read_text(encoding="utf-8")
-        faulty = replaced(source, self.function, self.node, self.becomes)
-        path.write_text(faulty, encoding="utf-8")
+        if source.count(self.text) != 1:
+            raise LookupError(f"there are {source.count(self.text)} of {self.text}")
+        path.write_text(source.replace(self.text, self.becomes), encoding="utf-8")
 
 
 MUTATIONS = {
     "second moment without the last block": Mutation(
-        "curvature/blocks.py", "Blocks.add_second_moment_",
-        Node("loop"), "list(_)[:1]", STEPS,
+        "curvature/blocks.py", STEPS,
+        "in zip(self.block_sizes.runs, self.parts, strict=True):",
+        "in [(self.block_sizes.runs[0], self.parts[0])]:",
     ),
     "left product transposed": Mutation(
-        "curvature/blocks.py", "Blocks.left_multiply",
-        Node("call", "product", number=2, argument=1), "_.mT * 0.999", STEPS,
+        "curvature/blocks.py", STEPS,
+        "product(part, flat[", "product(part.mT * 0.999, flat[",
     ),
     "right product without the scale": Mutation(
-        "curvature/blocks.py", "Blocks.write_right_product_",
-        Node("call", "add_product_", number=1, argument=5), "1.0", STEPS,
+        "curvature/blocks.py", STEPS,
+        "self.parts[0], 0.0, scale)", "self.parts[0], 0.0, 1.0)",
     ),
     "trace without tails": Mutation(
-        "curvature/blocks.py", "Blocks.traces",
-        Node("operator", "<"), "False", ("tests/curvature", *REFRESH),
+        "curvature/blocks.py", ("tests/curvature", *REFRESH),
+        "if full < size:", "if False:",
     ),
     "blocks cut one row too late": Mutation(
-        "curvature/blocks.py", "BlockSizes.of",
-        Node("call", "range", number=2, argument=1), "_ + 1", ("tests/curvature",),
+        "curvature/blocks.py", ("tests/curvature",),
+        "in range(start, stop, most)]", "in range(start + 1, stop, most)]",
     ),
     "damping without the root": Mutation(
-        "curvature/refresh.py", "Candidate.judge",
-        Node("call", "sqrt"), "self.damping / self.rows_per_term", STEPS,
+        "curvature/refresh.py", STEPS,
+        "math.sqrt(self.damping / self.rows_per_term)", "(self.damping / self.rows_per_term)",
     ),
     "damping without T": Mutation(
-        "curvature/refresh.py", "Candidate.judge",
-        Node("call", "sqrt", argument=1), "self.damping", STEPS,
+        "curvature/refresh.py", STEPS,
+        "self.damping / self.rows_per_term", "self.damping",
     ),
     "relative damping of the trace": Mutation(
-        "curvature/inverse.py", "relative_damping",
-        Node("operator", "/", number=1), "trace", MUON,
+        "curvature/inverse.py", MUON,
+        "trace / size", "trace",
     ),
     "trace rule the wrong way": Mutation(
-        "curvature/refresh.py", "decide",
-        Node("operator", ">"), "change >= thresholds[0] * 2", (*RULE, *REFRESH),
+        "curvature/refresh.py", (*RULE, *REFRESH),
+        "change > thresholds[0]", "change >= thresholds[0] * 2",
     ),
     "ThorMuon with a trace rule": Mutation(
-        "optim/preconditioner.py", "Preconditioner._candidate",
-        Node("keyword", "thresholds"), "_ or (0.01, 0.0)", MUON,
+        "optim/preconditioner.py", MUON,
+        'options.get("trace_thresholds")', 'options.get("trace_thresholds") or (0.01, 0.0)',
     ),
     "a layer never stops": Mutation(
-        "curvature/refresh.py", "decide",
-        Node("return", number=2), "Decision.KEEP", (*RULE, *REFRESH),
+        "curvature/refresh.py", (*RULE, *REFRESH),
+        "Decision.STOP if change < thresholds[1] else Decision.KEEP", "Decision.KEEP",
     ),
     "running average the wrong way": Mutation(
-        "curvature/inverse.py", "_average_",
-        Node("call", "lerp_", argument=2), "1 - _", (*STEPS, *REFRESH),
+        "curvature/inverse.py", (*STEPS, *REFRESH),
+        "lerp_(old, run.new.decay)", "lerp_(old, 1 - run.new.decay)",
     ),
     "a failed block keeps its broken inverse": Mutation(
-        "curvature/refresh.py", "Candidate.commit",
-        Node("operator", "=="), "False", (*RULE, "tests/optim/test_failures.py"),
+        "curvature/refresh.py", (*RULE, "tests/optim/test_failures.py"),
+        "level == NOT_POSITIVE", "False",
     ),
     "gradients of outputs not scaled by N": Mutation(
-        "curvature/layer.py", "Statistics.scale_gradients_",
-        Node("call", "mul_", number=1, argument=1), "1.0", STEPS,
+        "curvature/layer.py", STEPS,
+        "g_sum.rows.mul_(scale).mul_(scale)", "g_sum.rows.mul_(1.0).mul_(scale)",
     ),
     "rows that stand for all, without the weight of their call": Mutation(
-        "curvature/kinds/matrix.py", "LinearKind.add_inputs_",
-        Node("call", "add_second_moment_", argument=2), "1.0", COUNTED,
+        "curvature/kinds/matrix.py", COUNTED,
+        "len(rows) / max(1, len(few))", "1.0",
     ),
     "rows that stand for all, from one position of all sequences": Mutation(
-        "curvature/kinds/matrix.py", "standing_for_all",
-        Node("call", "randint"), "_ * 0", COUNTED,
+        "curvature/kinds/matrix.py", COUNTED,
+        'generator=generator, device="cpu")', 'generator=generator, device="cpu") * 0',
     ),
     "rows of a step that a scaler skipped": Mutation(
-        "capture/gathering.py", "Capture._note_pass",
-        Node("call", "discard"), "None", SKIPPED,
+        "capture/gathering.py", SKIPPED,
+        "if self.scaler_stepped:", "if False:",
     ),
     "means over one row too many": Mutation(
-        "curvature/layer.py", "Statistics.take",
-        Node("call", "div_", argument=1), "_ + 1", STEPS,
+        "curvature/layer.py", STEPS,
+        "factor.rows.div_(rows)", "factor.rows.div_(rows + 1)",
     ),
     "1 / T of a weight forgotten": Mutation(
-        "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=2, argument=6), "1.0", STEPS,
+        "optim/natural.py", STEPS,
+        "geometry, left, right, scale)", "geometry, left, right, 1.0)",
     ),
     "1 / T of a bias forgotten": Mutation(
-        "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=3, argument=6), "1.0", STEPS,
+        "optim/natural.py", STEPS,
+        "geometry, g, None, scale, scales)", "geometry, g, None, 1.0, scales)",
     ),
     "a bias with A": Mutation(
-        "optim/natural.py", "_matrices_of",
-        Node("call", "Matrix", number=3, argument=4), "a", STEPS,
+        "optim/natural.py", STEPS,
+        "geometry, g, None, scale, scales)", "geometry, a, None, scale, scales)",
     ),
     "weight decay forgotten": Mutation(
-        "optim/update.py", "with_decay",
-        Node("keyword", "alpha"), "0.0", STEPS,
+        "optim/update.py", STEPS,
+        "batch.weights, alpha=decay)", "batch.weights, alpha=0.0)",
     ),
     "the bound too loose": Mutation(
-        "optim/update.py", "_trust_ratio",
-        Node("return", number=2), "1.0", NATURAL,
+        "optim/update.py", NATURAL,
+        "1.0 if length <= longest_step else longest_step / length", "1.0",
     ),
     "kl_clip without lr": Mutation(
-        "optim/update.py", "within_kl_clip",
-        Node("operator", "**"), "1.0", STEPS,
+        "optim/update.py", STEPS,
+        'float(batch.group["lr"]) ** 2', "1.0",
     ),
     "Nesterov forgotten": Mutation(
-        "optim/batches.py", "momentum_",
-        Node("return", number=2), "velocities", STEPS,
+        "optim/batches.py", STEPS,
+        "list(torch._foreach_add(directions, velocities, alpha=momentum))", "velocities",
     ),
     "Nesterov's second term without the momentum": Mutation(
-        "optim/batches.py", "momentum_",
-        Node("keyword", "alpha"), "1.0", STEPS,
+        "optim/batches.py", STEPS,
+        "directions, velocities, alpha=momentum)", "directions, velocities, alpha=1.0)",
     ),
-    "momentum forgotten where a parameter takes its step alone": Mutation(
-        "optim/update.py", "with_momentum",
-        Node("keyword", "alpha"), "0.0", STEPS,
+    "momentum forgotten where a parameter takes its step by itself": Mutation(
+        "optim/update.py", STEPS,
+        "alpha=momentum, out=v)", "alpha=0.0, out=v)",
     ),
     "ThorMuon without depth": Mutation(
-        "optim/thor_muon.py", "ThorMuon._update",
-        Node("call", "sqrt"), "1.0", MUON,
+        "optim/thor_muon.py", MUON,
+        "math.sqrt(min(1.0, _USUAL_DEPTH / max(1, binding.depth)))", "1.0",
     ),
     "ThorMuon's depth without matrices that have no factors": Mutation(
-        "optim/batches.py", "Binding.__init__",
-        Node("call", "len", number=3), "0", MUON,
+        "optim/batches.py", MUON,
+        "len(moving & plan.matrix_of.keys())", "0",
     ),
     "ThorMuon's norm of a tall matrix": Mutation(
-        "optim/orthogonal.py", "Projection.__post_init__",
-        Node("call", "max", number=3), "1.0", MUON,
+        "optim/orthogonal.py", MUON,
+        "max(1.0, full.outputs / max(1, full.inputs))", "1.0",
     ),
     "weights that are trained, without rows of their own": Mutation(
-        "optim/trained.py", "rectangles",
-        Node("return"), "gram.square().sum() - of_lines", TRAINED,
+        "optim/trained.py", TRAINED,
+        " + squares.square().sum()", "",
     ),
     "a trained network from one matrix": Mutation(
-        "optim/trained.py", "_look_trained",
-        Node("return"), "dependent > 0", TRAINED,
+        "optim/trained.py", TRAINED,
+        "sum(value > DEPENDENT for value in told) > LEAST_SHARE * len(told)",
+        "any(value > DEPENDENT for value in told)",
     ),
     "factors of a trained network decided again": Mutation(
-        "optim/trained.py", "decide",
-        Node("call", "is_trained"), "None", TRAINED,
+        "optim/trained.py", TRAINED,
+        "trained, values = is_trained(binding)", "trained, values = None",
     ),
     "equal rows counted": Mutation(
-        "optim/trained.py", "_without_equal_rows",
-        Node("return"), "matrix", TRAINED,
+        "optim/trained.py", TRAINED,
+        "matrix * ~equal.tril(-1).any(1, keepdim=True)", "matrix",
     ),
     "frozen numbers not compared with those that are trained": Mutation(
-        "optim/trained.py", "decide",
-        Node("operator", ">"), "False", TRAINED,
+        "optim/trained.py", TRAINED,
+        "others > sum(p.numel() for p in matrices)", "False",
     ),
     "ThorMuon's rate without the factor": Mutation(
-        "optim/batches.py", "rows_of",
-        Node("call", "get", 2), "1.0", TRAINED,
+        "optim/batches.py", TRAINED,
+        'state.get("lr_factor", 1.0)', "1.0",
     ),
     "polar factors of one matrix": Mutation(
-        "curvature/polar.py", "_roots",
-        Node("call", "rsqrt"), "values.maximum(noise).sqrt()", ("tests/curvature/test_polar.py",),
+        "curvature/polar.py", ("tests/curvature/test_polar.py",),
+        "values.maximum(noise).rsqrt()", "values.maximum(noise).sqrt()",
     ),
     "loading keeps the dtype of the base class": Mutation(
-        "optim/state_dict.py", "load",
-        Node("call", "_as_made", argument=4), "parameter.dtype", STATE,
+        "optim/state_dict.py", STATE,
+        "parameter, value.dtype)", "parameter, parameter.dtype)",
     ),
     "a refresh is not counted": Mutation(
-        "curvature/refresh.py", "Candidate.commit",
-        Node("keyword", "refreshes"), "1", (*STATE, *REFRESH),
+        "curvature/refresh.py", (*STATE, *REFRESH),
+        "refreshes=layer.refreshes + 1", "refreshes=1",
     ),
 }  # fmt: skip
 

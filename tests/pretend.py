@@ -39,7 +39,6 @@ _original = {
     "tensor": torch.tensor,
     "empty": torch.empty,
     "tolist": torch.Tensor.tolist,
-    "new_tensor": torch.Tensor.new_tensor,
 }
 
 
@@ -103,7 +102,7 @@ class Device(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
-        pretends = any(isinstance(one, Pretend) for one in tree_leaves((arguments, options)))
+        pretends = any(isinstance(x, Pretend) for x in tree_leaves((arguments, options)))
         if pretends or _is_pretend(options.get("device")):
             return _dispatch(function, arguments, options)
         return function(*arguments, **options)
@@ -192,9 +191,6 @@ def _is_pinned(tensor):
     return getattr(tensor, "pretends_pinned", False)
 
 
-# ---- the process -------------------------------------------------------------------------------
-
-
 def _made(kind):
     """Return `torch.tensor` or `torch.empty` with memory that pretends to be pinned."""
 
@@ -217,25 +213,6 @@ def _tolist(tensor):
     return _original["tolist"](tensor.raw)
 
 
-def _new_tensor(tensor, data, **options):
-    if not isinstance(tensor, Pretend):
-        return _original["new_tensor"](tensor, data, **options)
-    return torch.tensor(data, **{"dtype": tensor.dtype, "device": NAME, **options})
-
-
-class _Event:
-    """A `torch.Event`: everything is done at once here."""
-
-    def __init__(self, device):
-        assert torch.device(device).type == NAME
-
-    def record(self):
-        self.is_recorded = True
-
-    def synchronize(self):
-        assert self.is_recorded
-
-
 def _start():
     from torch.utils.backend_registration import (
         _DummyBackendModule,
@@ -252,7 +229,7 @@ def _start():
     _setup_privateuseone_for_python_backend(NAME, Module())
     blocks.WITH_PINNED_MEMORY.add(NAME)
     torch.tensor, torch.empty = _made("tensor"), _made("empty")
-    torch.Tensor.tolist, torch.Tensor.new_tensor, torch.Event = _tolist, _new_tensor, _Event
+    torch.Tensor.tolist = _tolist
 
 
 @cache

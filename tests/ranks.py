@@ -1,7 +1,7 @@
 """Processes for tests of several ranks: started once, then given one function after the other.
 
 Every function runs in a process group of its own (gloo). A rank that raises is reported with its
-traceback; one that hangs or dies is killed, and the next function gets new processes.
+traceback. Where a rank hangs or dies all are killed, and the next function gets new processes.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import warm
 
 # Limits for what will never come: what waits for something goes on at once when it is there.
 START_SECONDS = 600  # importing torch, beside other tests; and ending
-SECONDS = 600  # for one function; a collective that waits in vain gives up before that
+SECONDS = 600  # for one function; a collective that waits in vain gives up earlier
 COLLECTIVE_SECONDS = 300
 
 
@@ -73,22 +73,14 @@ class Ranks:
         waiting = dict(zip(self.connections[:world], range(world), strict=True))
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                hung = sorted(waiting.values())
-                self.kill()
-                where = f"{seconds} seconds in {function.__name__}; got {answers}"
-                raise TimeoutError(f"ranks {hung} hung for {where}")
             for connection in ready:
                 rank = waiting.pop(connection)
-                try:
+                with contextlib.suppress(EOFError):  # the process has died
                     answers[rank] = connection.recv()
-                except EOFError:
-                    # its end of the pipe is closed, so it is ending
-                    self.processes[rank].join(START_SECONDS)
-                    code = self.processes[rank].exitcode
-                    self.kill()
-                    where = f"{function.__name__} with exit code {code}"
-                    raise ChildProcessError(f"rank {rank} died in {where}") from None
+            if not ready or len(answers) + len(waiting) < world:
+                self.kill()
+                lost = sorted({*range(world)} - answers.keys())
+                raise ChildProcessError(f"of ranks {lost} of {function.__name__} some died or hung")
         errors = [f"rank {rank}: {error}" for rank, (error, _) in sorted(answers.items()) if error]
         if errors:
             raise AssertionError("\n".join(errors))
@@ -101,12 +93,11 @@ class Ranks:
         self.processes, self.connections = [], []
 
     def close(self):
-        """End the processes as they should end; raise if one does not."""
+        """End the processes as they should end; raise if a process does not."""
         for connection in self.connections:
             connection.send(None)
-        deadline = time.monotonic() + START_SECONDS
         for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in self.processes]  # None for one that hangs
+            process.join(START_SECONDS)
+        codes = [process.exitcode for process in self.processes]  # None for a process that hangs
         self.kill()
         assert all(code == 0 for code in codes), f"exit codes {codes}"

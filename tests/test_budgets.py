@@ -34,8 +34,7 @@ def test_statements():
 def test_what_a_step_passes(optimizer):
     leave_no_listeners()  # global hooks of other tests' optimizers would be counted
     ordinary, refresh, classes = ideas.steps(optimizer)
-    assert ordinary[0] <= ORDINARY[0]
-    assert ordinary[1] <= ORDINARY[1]
-    assert refresh[0] <= REFRESH[0]
-    assert refresh[1] <= REFRESH[1]
-    assert len(classes) <= CLASSES, sorted(one.__qualname__ for one in classes)
+    for found, most in ((ordinary, ORDINARY), (refresh, REFRESH)):
+        assert found[0] <= most[0]
+        assert found[1] <= most[1]
+    assert len(classes) <= CLASSES, sorted(found.__qualname__ for found in classes)

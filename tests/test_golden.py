@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 
-from golden import compare, record
 from golden.compare import (
     FIRST_STEPS,
     FOLDER,
@@ -59,16 +58,13 @@ def test_a_run_belongs_to_the_optimizer_that_it_trains_and_meets_every_decision(
         assert decisions == {"update", "keep", "stop"}, name
 
 
-# ---- the comparison itself -----------------------------------------------------------------------
-
-
 @pytest.fixture
 def golden():
     return read("digits") | {"fingerprint": fingerprint()}
 
 
 def nudged(content, step, by):
-    """The same with another loss at a step."""
+    """The same content with another loss at a step."""
     found = copy.deepcopy(content)
     found["losses"][step - 1] = (float.fromhex(found["losses"][step - 1]) * (1 + by)).hex()
     return found
@@ -77,20 +73,13 @@ def nudged(content, step, by):
 def test_every_bit_is_compared_and_the_first_step_that_differs_is_named(golden):
     assert differences("digits", golden, copy.deepcopy(golden)) == []
     found = nudged(nudged(golden, 7, 1e-7), 30, 1e-2)
-    (line,) = differences("digits", golden, found)
-    for part in ("digits: step 7 of 44 is the first", golden["losses"][6], found["losses"][6]):
-        assert part in line
-    found, key = copy.deepcopy(golden), "state.0.momentum_buffer"
+    key = "state.0.momentum_buffer"
     found["optimizer"][key] = found["optimizer"][key][:-1] + "x"
-    found["optimizer"]["param_groups.0.lr"] += 1e-18
-    found["model"]["more"] = 1
     found["refreshes"].append("43 0 update -")
-    lines = differences("digits", golden, found)
-    assert len(lines) == 4
-    for part in (f"{key}: float32 [16, 1, 3, 3]", "more is new", "'nothing' was recorded"):
-        assert any(part in line for line in lines), part
-    (line,) = differences("digits", golden, golden | {"settings": ["digits"]})
-    assert "its settings were" in line
+    step, refresh, state = differences("digits", golden, found)
+    assert "digits: step 7 of 44 is the first" in step
+    assert "'nothing' was recorded" in refresh
+    assert f"{key}: float32 [16, 1, 3, 3]" in state
 
 
 def test_another_machine_is_allowed_its_rounding_and_no_more(golden):
@@ -100,56 +89,3 @@ def test_another_machine_is_allowed_its_rounding_and_no_more(golden):
     assert differences("digits", golden, moved) == []
     (line,) = differences("digits", golden, nudged(elsewhere, FIRST_STEPS, 2e-3))
     assert f"step {FIRST_STEPS} of 44" in line
-    assert "0.001 is allowed on another machine" in line
-    found, state = elsewhere | {"optimizer": {**elsewhere["optimizer"]}}, "state.2.momentum_buffer"
-    found["optimizer"]["state.0.momentum_buffer"] += "x"
-    found["optimizer"][state] = found["optimizer"][state].replace("float32", "float64")
-    (line,) = differences("digits", golden, found)
-    assert state in line
-
-
-# ---- the numbers of the optimizers ---------------------------------------------------------------
-
-
-@pytest.fixture
-def recorded(golden, tmp_path, monkeypatch):
-    """What record.py makes of the numbers where the run of digits gives a content now."""
-    monkeypatch.setattr(compare, "FOLDER", tmp_path)
-    compare.write("numbers", {"numbers": {"THOR": 4, "ThorMuon": 7}, "harmless": []})
-    compare.write("digits", golden)
-
-    def record_(now, *words):
-        monkeypatch.setitem(record.RUNS, "digits", lambda: now)
-        record.main([*words, "digits"])
-        return compare.read("numbers")
-
-    return record_
-
-
-def test_other_bits_raise_the_number_of_the_optimizer_that_the_run_trains(recorded, golden):
-    """Neither a rename nor another machine does."""
-    renamed = copy.deepcopy(golden)
-    renamed["settings"][-1] = "thresholds=[0.1,0.0022]"
-    renamed["optimizer"]["state.0.velocity"] = renamed["optimizer"].pop("state.0.momentum_buffer")
-    elsewhere = nudged(golden, 1, 0.1) | {"fingerprint": {"processor": "another"}}
-    moved = nudged(elsewhere, 44, 1e-9)
-    for now, number in ((renamed, 4), (elsewhere, 4), (moved, 5), (moved, 5)):
-        assert recorded(now) == {"numbers": {"THOR": number, "ThorMuon": 7}, "harmless": []}
-        assert compare.read("digits") == now
-
-
-def test_a_move_is_declared_harmless_up_to_a_limit(recorded, golden):
-    # what later losses differ by is the same rounding, amplified
-    moved = nudged(nudged(golden, 40, 9e-8), 44, 1e-3)
-    found = recorded(moved, "--harmless", "sums in another order")
-    assert found["numbers"] == {"THOR": 4, "ThorMuon": 7}
-    (declared,) = found["harmless"]
-    assert declared["reason"] == "sums in another order"
-    assert declared["moves"] == {"digits": pytest.approx(9e-8, rel=0.01)}
-    before = compare.read("digits")
-    shorter = {**before, "losses": before["losses"][:-1]}
-    for far in (nudged(before, 3, 1.4e-7), nudged(before, 3, float("nan")), shorter):
-        with pytest.raises(SystemExit, match=r"may move by 1\.2e-07 at most, .* that of digits"):
-            recorded(far, "--harmless", "too far")
-        assert compare.read("digits") == before
-        assert compare.read("numbers") == found

@@ -1,14 +1,13 @@
 """THOR and ThorMuon take the steps of `torch_thor.reference`, in float64."""
 
 import copy
-import inspect
 import itertools
 
 import pytest
 import torch
 from torch import nn
 
-from torch_thor import THOR, ThorMuon, reference
+from torch_thor import THOR, ThorMuon
 from torch_thor.reference import ReferenceTHOR, ReferenceThorMuon
 
 STEPS = 9
@@ -28,7 +27,6 @@ OF_THOR = {
 }
 THOR_CASES = {
     "plain": {},
-    "no momentum": {"momentum": 0.0},
     "nesterov": {"nesterov": True},
     "weight decay": {"weight_decay": 0.1},
     "split with a tail": {"split_dim": 4},
@@ -90,13 +88,13 @@ class MeanOfTokens(nn.Module):
 
 def perceptron(*widths, bias=True):
     layers = [nn.Linear(*sizes, bias=bias) for sizes in itertools.pairwise(widths)]
-    return nn.Sequential(*(one for layer in layers for one in (layer, nn.Tanh())))[:-1].double()
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))[:-1].double()
 
 
-def of_tokens(*, bias=True):
-    """The first layers see tokens, and the last one samples."""
-    head = nn.Linear(6, 3, bias=bias).double()
-    return nn.Sequential(perceptron(5, 9, 6, bias=bias), nn.Tanh(), MeanOfTokens(), head)
+def of_tokens():
+    """The first layers see tokens, and the last layer samples."""
+    head = nn.Linear(6, 3).double()
+    return nn.Sequential(perceptron(5, 9, 6), nn.Tanh(), MeanOfTokens(), head)
 
 
 class Sum(nn.Module):
@@ -110,20 +108,13 @@ class Sum(nn.Module):
         return sum(part(x) for part in self.parts)
 
 
-def small():
-    """A weight that is shorter than 0.03 √d_out."""
-    model = nn.Linear(5, 3).double()
-    nn.init.normal_(model.weight, std=1e-3)
-    return model
-
-
 def rows(step):
     """The inputs grow by little, so that some traces change by less than 1 %."""
     return (1 + 0.003 * step) * torch.randn(64, 5, generator=torch.Generator().manual_seed(3))
 
 
 def tokens(step):
-    """(N, L, d_in), of which L, and so T, is another in each step."""
+    """(N, L, d_in): L, and so T, differs from step to step."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(24, (4, 3, 6)[step % 3], 5, generator=generator)
 
@@ -134,7 +125,6 @@ NETWORKS = {
     "tokens": (of_tokens, tokens),
     "many layers": (Sum, rows),
 }
-SMALL = {"small weights": (small, rows)}
 
 
 def backward(model, make_inputs, step):
@@ -147,7 +137,7 @@ def backward(model, make_inputs, step):
 
 def train(network, make, options):
     """The weights after each step, and what the trace rule has decided."""
-    build, make_inputs = (NETWORKS | SMALL)[network]
+    build, make_inputs = NETWORKS[network]
     torch.manual_seed(0)
     model = build()
     optimizer = make(model, **options)
@@ -187,43 +177,3 @@ def test_thor(network, case):
 def test_thor_muon(network, case):
     decisions = assert_same_steps(network, ThorMuon, ReferenceThorMuon, OF_MUON | MUON_CASES[case])
     assert decisions == {"update"}
-
-
-@pytest.mark.parametrize(
-    ("make", "reference", "defaults"),
-    [(THOR, ReferenceTHOR, OF_THOR), (ThorMuon, ReferenceThorMuon, OF_MUON)],
-)
-def test_bound_of_small_weights(make, reference, defaults):
-    assert_same_steps("small weights", make, reference, defaults | {"max_update_ratio": 0.05})
-
-
-def test_directions_without_a_gradient_are_left_alone():
-    """The gradients of a softmax add up to zero, so a direction of the last layer has none."""
-    labels, moved = torch.arange(64) % 3, []
-    for make in (ThorMuon, ReferenceThorMuon):
-        torch.manual_seed(0)
-        model = small()
-        before = model.weight.detach().clone()
-        optimizer = make(model, **OF_MUON)
-        nn.functional.cross_entropy(model(rows(0).double()), labels).backward()
-        optimizer.step()
-        moved.append(model.weight.detach() - before)
-        assert moved[-1].sum(0).norm() < 1e-8
-    torch.testing.assert_close(*moved, rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("make", "defaults", "cases"),
-    [(ReferenceTHOR, OF_THOR, THOR_CASES), (ReferenceThorMuon, OF_MUON, MUON_CASES)],
-)
-def test_every_case_differs(make, defaults, cases):
-    """What a case changes is active: the bounds shorten steps, and the blocks cut something off."""
-    for network in NETWORKS:
-        plain = train(network, make, defaults)[0][-1]
-        for case in cases.keys() - {"plain"}:
-            weights, _ = train(network, make, defaults | cases[case])
-            assert difference(weights[-1], plain) > 1e-4, f"{case} with {network}"
-
-
-def test_it_is_short():
-    assert len(inspect.getsource(reference).splitlines()) <= 175

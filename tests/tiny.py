@@ -70,12 +70,12 @@ def batches(count, size=8, features=5, classes=3, dtype=torch.float64):
 
 
 def as_list(value):
-    """Factors come as one tensor, or as a list with one a group."""
+    """Factors come as one tensor, or as a list with a tensor for each group."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def cross_entropy(labels):
-    """A loss of the output alone, whose classes are the last dimension."""
+    """A loss that needs only the output, whose classes are the last dimension."""
 
     def loss(output):
         return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), labels.reshape(-1))

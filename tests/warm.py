@@ -1,22 +1,19 @@
-"""Processes that start at once: forked from one that has imported what the application needs.
+"""Processes that start at once: forked from a process that has imported what the application needs.
 
-A fresh interpreter imports for seven seconds. Where a system cannot fork one is started, and where
-its imports are tested (`cold=True` in command_line.py).
+A fresh interpreter imports for seven seconds. It is started where a system cannot fork.
 """
 
 import atexit
 import base64
-import contextlib
-import io
 import multiprocessing
 import os
 import runpy
-import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -44,7 +41,7 @@ AVAILABLE = sys.platform == "linux"  # elsewhere libraries do not bear a fork
 BLANK = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP6DwABBQECz6AuzQAAAABJRU5ErkJggg=="
 )  # a PNG of one pixel
-GRACE = 300  # seconds that the other ranks have to end when one has failed
+GRACE = 300  # seconds that the other ranks have to end when a rank has failed
 
 
 def context():
@@ -68,20 +65,19 @@ def save_blank(figure, path, **options):
     Path(path).write_bytes(BLANK)
 
 
-def _become(folder, environment, words, out, err):
-    """In the new process: run `python WORDS` as a fresh interpreter would."""
+def _become(folder, environment, words, streams):
+    """In the new process: run `python WORDS` as a fresh interpreter would, its output in files."""
     os.setsid()
-    for connection, number in ((out, 1), (err, 2)):
-        os.dup2(connection.fileno(), number)
-        connection.close()
-    as_it_is = {"line_buffering": True, "errors": "backslashreplace"}
-    for name, number, options in (("stdout", 1, {}), ("stderr", 2, as_it_is)):
-        buffer = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
-        stream = io.TextIOWrapper(buffer, encoding="utf-8", **options)
+    for number, (name, path) in enumerate(zip(("stdout", "stderr"), streams, strict=True), 1):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+        options = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
+        stream = open(number, "w", closefd=False, **options)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     multiprocessing.current_process()._config["daemon"] = False  # it may have workers
-    multiprocessing.set_start_method(None, force=True)  # theirs is the system's again
+    multiprocessing.set_start_method(None, force=True)  # the workers start as the system has it
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -102,60 +98,33 @@ def _become(folder, environment, words, out, err):
 
 
 class WarmProcess:
-    """`python WORDS` in a folder, forked: what is used of `subprocess.Popen`."""
+    """`python WORDS` in a folder, forked: the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, words, folder, environment):
-        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-        self._ours = [ours for ours, _ in pipes]
-        theirs = [one for _, one in pipes]
-        arguments = (str(folder), environment, [str(word) for word in words], *theirs)
+        self._place = tempfile.TemporaryDirectory()
+        self._streams = [Path(self._place.name) / name for name in ("stdout", "stderr")]
+        for path in self._streams:
+            path.touch()
+        arguments = (str(folder), environment, [str(word) for word in words], self._streams)
         # a daemon: if a test ends without it, so does the process
         self._process = context().Process(target=_become, args=arguments, daemon=True)
         self._process.start()
-        for one in theirs:
-            one.close()
         self.pid = self._process.pid
 
     @property
     def returncode(self):
         return self._process.exitcode
 
-    def poll(self):
-        return self._process.exitcode
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
     def communicate(self, timeout=None):
-        """(stdout, stderr), once it and all that holds these has ended."""
-        found = read_all(self._ours, timeout)
+        """(stdout, stderr), once the process has ended."""
         self._process.join(timeout)
-        return tuple(content.decode(errors="replace") for content in found)
-
-
-def read_all(connections, timeout=None, watch=lambda: None):
-    """All that is written to pipes until they are closed; `watch` is called now and then."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    found = {connection: b"" for connection in connections}
-    with selectors.DefaultSelector() as selector:
-        for connection in connections:
-            if not connection.closed:
-                selector.register(connection, selectors.EVENT_READ)
-        while selector.get_map():
-            watch()
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a warm process", timeout)
-            for key, _ in selector.select(0.1):
-                if chunk := os.read(key.fd, 1 << 16):
-                    found[key.fileobj] += chunk
-                else:
-                    selector.unregister(key.fileobj)
-                    key.fileobj.close()
-    return list(found.values())
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a warm process", timeout)
+        return tuple(path.read_text(errors="replace") for path in self._streams)
 
 
 class WarmRanks:
-    """`torchrun` for warm processes: the environment of its ranks, and one that fails ends all."""
+    """`torchrun` for warm processes: the environment of its ranks; a rank that fails ends all."""
 
     def __init__(self, words, folder, environment, count):
         # at a port of its own
@@ -169,35 +138,24 @@ class WarmRanks:
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
         }
         own = [dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(count)]
-        self.ranks = [WarmProcess(words, folder, {**environment, **one}) for one in own]
+        self.ranks = [WarmProcess(words, folder, {**environment, **rank}) for rank in own]
         self.pid = self.ranks[0].pid
-        self._failed_at = None
 
     @property
     def returncode(self):
-        return self.poll()
-
-    def poll(self):
-        """None while a rank runs; then the exit code of one that has failed, or 0."""
-        codes = [rank.poll() for rank in self.ranks]
-        failed = [code for code in codes if code]
-        if failed and None in codes:
-            self._failed_at = self._failed_at or time.monotonic()
-            if time.monotonic() > self._failed_at + GRACE:
-                self.send_signal(signal.SIGKILL)
-        return None if None in codes else (failed or [0])[0]
-
-    def send_signal(self, number):
-        """To all ranks, as torchrun passes on what it is sent."""
-        for rank in self.ranks:
-            if rank.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    rank.send_signal(number)
+        """The exit code of a rank that has failed, or 0."""
+        return next((rank.returncode for rank in self.ranks if rank.returncode), 0)
 
     def communicate(self, timeout=None):
-        """(stdout, stderr) of all ranks."""
-        found = read_all([ours for rank in self.ranks for ours in rank._ours], timeout, self.poll)
-        for rank in self.ranks:
-            rank._process.join(timeout)
-        texts = [content.decode(errors="replace") for content in found]
-        return "".join(texts[0::2]), "".join(texts[1::2])
+        """(stdout, stderr) of all ranks; ranks that hang are killed."""
+        deadline = time.monotonic() + (timeout or GRACE)
+        running = {rank._process.sentinel: rank for rank in self.ranks}
+        while running:
+            ended = connection.wait(list(running), max(0.0, deadline - time.monotonic()))
+            for sentinel in ended:
+                if running.pop(sentinel).returncode:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            for rank in () if ended else running.values():
+                os.kill(rank.pid, signal.SIGKILL)
+        texts = zip(*(rank.communicate() for rank in self.ranks), strict=True)
+        return tuple("".join(parts) for parts in texts)

@@ -1,13 +1,11 @@
-"""`torch-thor plan`: its numbers are those of the optimizer, of a measured step and of the ring."""
+"""`torch-thor plan`: its numbers against the optimizer, a measured step and the ring."""
 
 import json
-import re
 
 import pytest
 import torch
 from rich.console import Console
 
-from torch_thor import intervals
 from torch_thor.errors import UserError
 from torch_thor.tools import device_plan as module
 from torch_thor.tools.device_plan import measure, plan, recipe_of, subject_of, times_of
@@ -48,17 +46,15 @@ def test_what_is_kept_and_sent(mine, console, tmp_path):
     divided = [(form, count) for form in ("ddp", "fsdp") for count in (2, 5, 8)]
     found = [(row["form"], row["devices"]) for row in rows]
     assert found == [("ddp", 1), *divided, ("hsdp", 8)]
-    alone, two, *_ = rows
+    single, two, *_ = rows
     weights = 4 * (301 * 130 + 131 * 10)
     factors = 4 * 2 * (300 * 128 + 130 * 128 + 130 * 128 + 10 * 10)
-    assert (alone["sent"], alone["sent_more"], alone["rounds"], alone["most_work"]) == (0, 0, 0, 1)
-    assert (alone["curvature"], alone["memory"]) == (factors, 3 * weights + factors)
+    assert (single["sent"], single["rounds"], single["most_work"]) == (0, 0, 1)
+    assert (single["curvature"], single["memory"]) == (factors, 3 * weights + factors)
     assert (two["sent"], two["rounds"], two["rounds_more"]) == (weights, 2, 6)
     assert json.loads((tmp_path / "plan.json").read_text())["rows"] == rows
-    text = console.export_text()
-    assert "thor: 2 layers with curvature, 40,440 parameters" in text
-    assert re.search(rf"ddp │ +2 │ +{two['memory'] / 1e6:.2f} ", text)
-    (row,) = plan(mine("build"), console, devices=(1,))  # for ThorMuon: blocks of A alone
+    assert "thor: 2 layers with curvature, 40,440 parameters" in console.export_text()
+    (row,) = plan(mine("build"), console, devices=(1,))  # for ThorMuon: only blocks of A
     assert row["curvature"] == 4 * 2 * (300 * 128 + 130 * 128)
 
 
@@ -69,9 +65,6 @@ def test_times_are_those_of_the_measured_step_and_a_ring():
     step, refresh = 1 + network, 7 - (1 - 0.75) * 4 + network + more
     training = 8 * step + 2 * refresh  # in steps 0 and 5 of 10
     assert found == {"step": step, "network": network, "refresh": refresh, "training": training}
-    every = intervals.Geometric(1, 2, factor=2.0)  # 1, then 2
-    grown = times_of({**row, "most_work": 1.5}, MEASURED, 4.0, 1e6, 79, every)
-    assert grown["training"] == 10 * step + (1 + 9 / 2) * (refresh - step)
 
 
 def test_times_are_printed_and_stored(monkeypatch, mine, console, tmp_path):
@@ -79,18 +72,12 @@ def test_times_are_printed_and_stored(monkeypatch, mine, console, tmp_path):
     (row,) = plan(mine("timed"), console, devices=(1,), batch=4, samples=4000, out=tmp_path)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert (found["measured"], found["rows"]) == (MEASURED, [row])
-    text = console.export_text()
-    assert "Predicted from a device; all: 4,000 samples" in text
-    assert f"{row['training'] / 60:,.2f} │" in text
+    assert f"{row['training'] / 60:,.2f} │" in console.export_text()
 
 
 @pytest.mark.filterwarnings("ignore:.*preconditions")
-@pytest.mark.parametrize(("name", "outputs"), [("digits", 10), ("bert-tiny", 30522)])
-def test_recipes(console, name, outputs):
-    """Without their data; settings are those of the recipe."""
-    with torch.device("meta"):
-        model = subject_of(name, recipe_of(name, ()), 2).model
-    assert outputs in {getattr(part, "out_features", None) for part in model.modules()}
+@pytest.mark.parametrize("name", ["digits", "bert-tiny"])
+def test_recipes_need_no_data_and_words_set_their_keys(console, name):
     (row,), (same,), (other,) = (
         plan(name, console, devices=(1,), **options)
         for options in ({"words": ["split_dim=16"]}, {"split_dim": 16}, {"split_dim": 8})
@@ -100,18 +87,13 @@ def test_recipes(console, name, outputs):
 
 
 @pytest.mark.filterwarnings("ignore:.*preconditions")
-@pytest.mark.parametrize("name", ["thor", "thor-muon"])
-@pytest.mark.parametrize(
-    ("word", "batch"), [("timed", 4), ("own_loss", 6), ("bert-tiny", 2), ("digits", 3)]
-)
-def test_a_step_is_measured(monkeypatch, mine, word, batch, name):
-    """With the batch of the user's function, or a random one."""
-    if word == "timed":  # an inversion takes no longer than a refresh more than an ordinary step
-        monkeypatch.setattr(module, "inverse_seconds", lambda *_, **__: (1e9,))
-    word = mine(word) if word in ("timed", "own_loss") else word
+@pytest.mark.parametrize(("word", "batch"), [("own_loss", 6), ("bert-tiny", 2), ("digits", 3)])
+def test_a_step_is_measured(mine, word, batch):
+    """With the batch of the user's function, or a random batch."""
+    word = mine(word) if word == "own_loss" else word
     precision = Precision("fp16" if word == "digits" else "fp32", None, torch.device("cpu"))
     subject = subject_of(word, recipe_of(word, ()), min(batch, 3))
-    found = measure(subject, name, {"split_dim": 4}, precision)
+    found = measure(subject, "thor-muon", {"split_dim": 4}, precision)
     assert found["batch"] == batch
     assert found["ordinary"] > 0
     assert 0 <= found["inverting"] <= max(0.0, found["refresh"] - found["ordinary"])
@@ -120,10 +102,8 @@ def test_a_step_is_measured(monkeypatch, mine, word, batch, name):
 @pytest.mark.parametrize(
     ("subject", "options", "said"),
     [
-        ("resnet18", {"words": ["lr=1"]}, "resnet18"),
         ("characters", {}, "model=char-transformer is not a network"),
         ("build", {"batch": 2}, "returned only a model, and its times are to be measured: return"),
-        ("resnet5", {}, "did you mean resnet"),
     ],
 )
 def test_bad_input(mine, console, subject, options, said):

@@ -6,13 +6,12 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
-from torch import nn
 
 from fake_times import fake_times
 from torch_thor import choose_split_dim
 from torch_thor import split as choice_module
 from torch_thor.errors import UserError
-from torch_thor.tools.split_dim import load_subject, sample_images, split_dim, verdict
+from torch_thor.tools.split_dim import load_subject, sample_images, split_dim
 from torch_thor.training.recipe_model import Transform
 
 MODEL = """
@@ -42,7 +41,7 @@ def run(word, folder, **options):
 
 
 @pytest.mark.parametrize("optimizer", ["thor", "thor-muon"])
-def test_the_report_is_that_of_the_choice(mine, tmp_path, monkeypatch, optimizer):
+def test_the_report_shows_the_choice(mine, tmp_path, monkeypatch, optimizer):
     monkeypatch.setattr(
         choice_module, "orthogonal_seconds", lambda _, split_dims, **__: [0.0] * len(split_dims)
     )
@@ -54,7 +53,6 @@ def test_the_report_is_that_of_the_choice(mine, tmp_path, monkeypatch, optimizer
     assert found | given | json.loads(json.dumps(expected.as_dict())) == found
     assert (out / "split_dim.png").read_bytes().startswith(b"\x89PNG")
     assert "<- chosen" in printed
-    assert verdict(expected) in printed
     with pytest.raises(UserError, match=r"split_dim\.json exists already: give another --out"):
         run(mine("own"), out)
     found, _ = run(mine("own"), out, overwrite=True)
@@ -62,29 +60,23 @@ def test_the_report_is_that_of_the_choice(mine, tmp_path, monkeypatch, optimizer
 
 
 def test_samples_are_normalised_crops_of_the_images_of_a_folder(tmp_path):
-    """Images of one colour stay so; which ones are chosen depends on the seed alone."""
     with pytest.raises(UserError, match="contains no images"):
         sample_images(4, 5, tmp_path, 1)
     for number in range(6):
-        (tmp_path / f"{number}").mkdir()
-        Image.new("RGB", (9, 7), (40 * number, 7, 255)).save(tmp_path / f"{number}" / "one.PNG")
-        (tmp_path / f"{number}" / "._one.png").write_bytes(b"no image")
+        Image.new("RGB", (9, 7), (40 * number, 7, 255)).save(tmp_path / f"{number}.PNG")
     images = sample_images(4, 5, tmp_path, 1)
     assert images.shape == (4, 3, 5, 5)
     mean, std = (torch.tensor(v)[:, None, None] for v in (Transform().mean, Transform().std))
     colours = ((images * std + mean) * 255).round()
-    assert (colours == colours[..., :1, :1]).all()
+    assert (colours == colours[..., :1, :1]).all()  # an image of a single colour stays so
     assert (colours[:, 1:, 0, 0] == torch.tensor([7.0, 255.0])).all()
-    assert len({*colours[:, 0, 0, 0].tolist()} & {*range(0, 240, 40)}) == 4
     assert torch.equal(images, sample_images(4, 5, tmp_path, 1))
     assert not torch.equal(images, sample_images(4, 5, tmp_path, 2))
-    assert sample_images(2, 5, None, 0).std() > 0.1
 
 
-def test_models_by_name():
-    assert isinstance(load_subject("small-cnn", 0).model, nn.Module)
+def test_a_model_by_name_is_drawn_from_the_seed():
     first, again, other = (
-        next(load_subject("squeezenet1_1", seed).model.parameters()) for seed in (0, 0, 1)
+        next(load_subject("small-cnn", seed).model.parameters()) for seed in (0, 0, 1)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

@@ -22,7 +22,7 @@ def lowest():
     """The lower bounds of torch and of the extra `trainers`, as exact versions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     every = project["dependencies"] + project["optional-dependencies"]["trainers"]
-    return [one.replace(">=", "==") for one in every]
+    return [name.replace(">=", "==") for name in every]
 
 
 def seen(place, versions):
@@ -40,12 +40,12 @@ def seen(place, versions):
         for name, ok in cases.items()
     }
     listed = subprocess.check_output([*pip, "list", "--format=json"])
-    return found, {one["name"].replace("_", "-"): one["version"] for one in json.loads(listed)}
+    return found, {own["name"].replace("_", "-"): own["version"] for own in json.loads(listed)}
 
 
 def main():
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        both = [seen(Path(one), []), seen(Path(other), lowest())]
+    with tempfile.TemporaryDirectory() as new, tempfile.TemporaryDirectory() as old:
+        both = [seen(Path(new), []), seen(Path(old), lowest())]
     lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
     for client in dict.fromkeys(client for client, _ in both[0][0]):
         versions = " and ".join(

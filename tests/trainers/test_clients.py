@@ -42,7 +42,7 @@ def constant(optimizer):
 
 
 def batches(steps, resume, accumulate=1):
-    """The batches that are left of a training, a list of one or more for each step."""
+    """The batches that are left of a training, a list of micro-batches for each step."""
     for _ in range(steps - HALF if resume else steps):
         yield list(DataLoader(samples(), batch_size=SAMPLES // accumulate))
 
@@ -90,7 +90,7 @@ def vocabulary():
 
 
 def texts():
-    return [" ".join(f"w{i}" for i in one) for one in tokens(SAMPLES).tolist()]
+    return [" ".join(f"w{i}" for i in words) for words in tokens(SAMPLES).tolist()]
 
 
 def trl(place, steps, resume, **options):
@@ -210,8 +210,18 @@ def fabric(place, steps, resume, accumulate=1, bf16=False):
     return trained(losses, model.module, optimizer)
 
 
-def loop(place, steps, resume, model, optimizer, accumulate=1, bf16=False):
-    """A plain loop around what a factory has made."""
+def timm(place, steps, resume, accumulate=1, bf16=False):
+    from timm.optim import OptimInfo, create_optimizer_v2
+    from timm.optim._optim_factory import default_registry
+
+    default_registry.register(OptimInfo("thor-muon", ThorMuon, has_eps=False))
+    model = net()
+    with model_is(model):
+        optimizer = create_optimizer_v2(model, "thor-muon", weight_decay=0.01, update_interval=3)
+    assert {(group["lr"], group["momentum"]) for group in optimizer.param_groups} == {(0.08, 0.8)}
+    assert all(group["auto_lr"] for group in optimizer.param_groups)
+    # timm's groups
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.01}
     if resume:
         saved = torch.load(place / "state.pt", weights_only=True)
         model.load_state_dict(saved["model"])
@@ -227,21 +237,6 @@ def loop(place, steps, resume, model, optimizer, accumulate=1, bf16=False):
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, place / "state.pt")
     return trained(losses, model, optimizer)
-
-
-def timm(place, steps, resume, **options):
-    from timm.optim import OptimInfo, create_optimizer_v2
-    from timm.optim._optim_factory import default_registry
-
-    default_registry.register(OptimInfo("thor-muon", ThorMuon, has_eps=False))
-    model = net()
-    with model_is(model):
-        optimizer = create_optimizer_v2(model, "thor-muon", weight_decay=0.01, update_interval=3)
-    assert {(group["lr"], group["momentum"]) for group in optimizer.param_groups} == {(0.08, 0.8)}
-    assert all(group["auto_lr"] for group in optimizer.param_groups)
-    # timm's groups
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.01}
-    return loop(place, steps, resume, model, optimizer, **options)
 
 
 def fastai(place, steps, resume, bf16=False):
