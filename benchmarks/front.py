@@ -61,7 +61,7 @@ def of_nanogpt(rows: Rows) -> list[list[str]]:
 
 def of_suite(rows: Rows) -> list[list[str]]:
     """Return a line for each problem of the suite that README shows."""
-    found = suite_report.contests(rows, suite.chosen(rows), suite.one_rates(rows))
+    found = suite_report.contests(rows, suite.chosen(rows), suite.same_settings(rows))
     by_name = {contest.problem: contest for contest in found}
     lines = []
     for problem, title in suite_report.README.items():

@@ -19,13 +19,16 @@ from collections.abc import Iterator
 from benchmarks.optimizers import CONTENDERS, FEWEST_RATES, PEERS, own_setting
 from benchmarks.runner.stores import key_of
 from benchmarks.suite_problems import PROBLEMS
-from benchmarks.suite_report import README, Contest, contests, picture, tables
+from benchmarks.suite_report import NAMES, README, Contest, contests, picture, tables
 from benchmarks.training import SEEDS, TUNING_SEEDS, Job, Rows, confirm, optimizers, run, tolerance
 
 __all__ = ["draw", "headlines", "jobs", "optimizers", "run", "table", "tolerance"]
 
 TUNING_SEED, MORE_SEEDS = TUNING_SEEDS[0], tuple(range(3, 10))
 MOST_RATES = 10
+# what is given one learning rate for all problems; the other peers have their usual momentum
+SAME: dict[str, Job] = {NAMES[name]: {"optimizer": name} for name in PEERS}
+SAME["Muon, momentum 0.8"] = {"optimizer": "muon", "momentum": 0.8}
 THOR_PROBLEMS = ("resnet128", "resnet1024", "autoencoder")  # those that THOR is meant to serve
 
 
@@ -51,11 +54,9 @@ def jobs(rows: Rows) -> list[Job]:
             if contest.values(ours) and is_close(contest, rival):
                 found += confirm(rival, MORE_SEEDS) + confirm(ours, MORE_SEEDS)
     if all(key_of(job) in rows for job in found):
-        rates = one_rates(rows)
-        for name in PEERS:
-            found += [job for problem in PROBLEMS for job in at_rates(problem, name)]
-            for problem in PROBLEMS if rates else ():
-                found += confirm({"task": problem, "optimizer": name, "lr": rates[name]})
+        found += [job for own in SAME.values() for task in PROBLEMS for job in at_rates(task, own)]
+        for setting in same_settings(rows).values():
+            found += [job for task in PROBLEMS for job in confirm({"task": task, **setting})]
     return found
 
 
@@ -80,12 +81,12 @@ def chosen(rows: Rows) -> dict[tuple[str, str], Job]:
 
 def table(rows: Rows) -> str:
     """Return the tables of the problems that are complete."""
-    return tables(contests(rows, chosen(rows), one_rates(rows)))
+    return tables(contests(rows, chosen(rows), same_settings(rows)))
 
 
 def draw(rows: Rows) -> None:
     """Draw the picture of four problems."""
-    picture(contests(rows, chosen(rows), one_rates(rows)))
+    picture(contests(rows, chosen(rows), same_settings(rows)))
 
 
 def contenders(problem: str) -> list[str]:
@@ -134,39 +135,38 @@ def best(rows: Rows, tried: list[Job]) -> Job:
     return {key: value for key, value in best_job(rows, tried).items() if key != "seed"}
 
 
-# ---- one learning rate for all problems ----------------------------------------------------------
+# ---- one setting for all problems ----------------------------------------------------------------
 
 
 def candidates(name: str) -> list[float]:
-    """Return the learning rates that may serve all problems: those around the first guess."""
+    """Return the learning rates that may serve all problems, around the first guess."""
     return [float(f"{CONTENDERS[name].lr * factor:.4g}") for factor in (0.25, 0.5, 1, 2)]
 
 
-def at_rates(problem: str, name: str) -> list[Job]:
+def at_rates(problem: str, own: Job) -> list[Job]:
     """Return the tuning runs of an optimizer at these learning rates."""
-    return [
-        {"task": problem, "optimizer": name, "lr": lr, "seed": TUNING_SEED}
-        for lr in candidates(name)
-    ]
+    rates = candidates(own["optimizer"])
+    return [{"task": problem, **own, "lr": lr, "seed": TUNING_SEED} for lr in rates]
 
 
-def one_rates(rows: Rows) -> dict[str, float]:
-    """Return each peer's one learning rate for all problems; nothing while runs are missing."""
-    rates = ((name, one_rate(rows, name)) for name in PEERS)
-    found = {name: lr for name, lr in rates if lr is not None}
-    return found if len(found) == len(PEERS) else {}
+def same_settings(rows: Rows) -> dict[str, Job]:
+    """Return each peer's setting for all problems, by its title; nothing while runs are missing."""
+    rates = {title: same_rate(rows, own) for title, own in SAME.items()}
+    if None in rates.values():
+        return {}
+    return {title: {**own, "lr": rates[title]} for title, own in SAME.items()}
 
 
-def one_rate(rows: Rows, name: str) -> float | None:
+def same_rate(rows: Rows, own: Job) -> float | None:
     """Return the learning rate with the smallest mean logarithm of errors over problems.
 
     The error is the loss, or 1 - accuracy, and at most ten times the smallest of the optimizer on
     the problem. The result is None where runs are missing.
     """
-    total = dict.fromkeys(candidates(name), 0.0)
+    total = dict.fromkeys(candidates(own["optimizer"]), 0.0)
     for problem, about in PROBLEMS.items():
         errors = {}
-        for job in at_rates(problem, name):
+        for job in at_rates(problem, own):
             if key_of(job) not in rows:
                 return None
             value = rows[key_of(job)]["value"]

@@ -49,13 +49,13 @@ class Contest:
         problem: Its name.
         rows: All results, by key.
         chosen: The best tuned setting of each optimizer, by name, as far as its runs are there.
-        rates: The one learning rate of each peer for all problems; empty while runs are missing.
+        same: The peers' settings for all problems, by title; empty while runs are missing.
     """
 
     problem: str
     rows: Mapping[str, Any]
     chosen: Mapping[str, Row]
-    rates: Mapping[str, float]
+    same: Mapping[str, Row]
 
     def runs(self, setting: Row) -> list[Row]:
         """Return a setting's runs with the seeds that count, without those that diverged."""
@@ -64,10 +64,10 @@ class Contest:
         return [row for row in found if row is not None and row["value"] is not None]
 
     def all_ran(self) -> bool:
-        """Return whether each peer ran with its one learning rate for all problems."""
+        """Return whether each peer ran with its setting for all problems."""
         jobs = [
-            {"task": self.problem, "optimizer": name, "lr": lr, "seed": seed}
-            for name, lr in self.rates.items()
+            {"task": self.problem, **setting, "seed": seed}
+            for setting in self.same.values()
             for seed in range(3)
         ]
         return bool(jobs) and all(key_of(job) in self.rows for job in jobs)
@@ -140,13 +140,13 @@ class Contest:
 
 
 def contests(
-    rows: Mapping[str, Any], chosen: Mapping[tuple[str, str], Row], rates: Mapping[str, float]
+    rows: Mapping[str, Any], chosen: Mapping[tuple[str, str], Row], same: Mapping[str, Row]
 ) -> list[Contest]:
     """Return the problems whose runs are there."""
     found = []
     for problem in PROBLEMS:
         own = {name: setting for (its, name), setting in chosen.items() if its == problem}
-        contest = Contest(problem, rows, own, rates)
+        contest = Contest(problem, rows, own, same)
         if (
             set(PEERS) <= set(own)
             and contest.values(own_setting(problem))
@@ -229,8 +229,8 @@ def shares(found: list[Contest]) -> str:
 
 def one_setting(found: list[Contest]) -> str:
     """Return the figures with the learning rate of each optimizer that serves all problems best."""
-    peers = {name: {"optimizer": name, "lr": lr} for name, lr in found[0].rates.items()}
-    heads = [f"{NAMES[name]} ({setting['lr']:g})" for name, setting in peers.items()]
+    peers = found[0].same
+    heads = [f"{title} ({setting['lr']:g})" for title, setting in peers.items()]
     lines = []
     for contest in found:
         settings = [*peers.values(), contest.setting("thor-muon")]
@@ -248,10 +248,7 @@ def profile(found: list[Contest]) -> str:
     """
     errors: dict[str, list[float]] = {}
     for contest in found:
-        settings = {
-            f"{NAMES[name]}, one setting": {"optimizer": name, "lr": lr}
-            for name, lr in contest.rates.items()
-        }
+        settings = {f"{title}, one setting": own for title, own in contest.same.items()}
         settings |= {f"{NAMES[name]}, tuned": contest.chosen[name] for name in PEERS}
         settings["ThorMuon, one setting"] = contest.setting("thor-muon")
         own = {label: contest.error(setting) for label, setting in settings.items()}

@@ -44,10 +44,10 @@ def test_each_is_tuned_alike_and_reported_with_other_seeds():
             assert off == pytest.approx({"pinn": 8}.get(problem, far.get(problem, 0)), abs=0.01)
             best = suite.best(rows, tried)
             assert all(key_of(job) in rows for job in suite.confirm(best))
-    rates = suite.one_rates(rows)
-    # what most problems want
-    assert rates == {name: suite.CONTENDERS[name].lr for name in suite.PEERS}
-    found = suite.contests(rows, suite.chosen(rows), rates)
+    same = suite.same_settings(rows)
+    for own in same.values():  # what most problems want
+        assert own["lr"] == suite.CONTENDERS[own["optimizer"]].lr
+    found = suite.contests(rows, suite.chosen(rows), same)
     assert [contest.problem for contest in found] == list(suite.PROBLEMS)
     assert "| ThorMuon, one setting |" in suite.table(rows)
 
