@@ -83,49 +83,6 @@ def main(run, model):
     print_training_details({}, is_final_entry=True)
     return val_acc
 """
-WORDS = {
-    "build/word_language_model/model.py": """
-import torch
-from torch import nn
-
-class RNNModel(nn.Module):
-    def __init__(self, rnn_type, ntoken, ninp, nhid, nlayers, dropout):
-        super().__init__()
-        self.encoder, self.drop = nn.Embedding(ntoken, ninp), nn.Dropout(dropout)
-        self.rnn = getattr(nn, rnn_type)(ninp, nhid, nlayers, dropout=dropout)
-        self.decoder = nn.Linear(nhid, ntoken)
-        self.shape = nlayers, nhid
-
-    def forward(self, input, hidden):
-        output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
-        return self.decoder(output).flatten(0, 1).log_softmax(dim=1), hidden
-
-    def init_hidden(self, bsz):
-        return (torch.zeros(self.shape[0], bsz, self.shape[1]),) * 2
-
-class TransformerModel(nn.Module):
-    def __init__(self, ntoken, ninp, nhead, nhid, nlayers, dropout):
-        super().__init__()
-        self.input_emb, self.decoder = nn.Embedding(ntoken, ninp), nn.Linear(ninp, ntoken)
-
-    def forward(self, src):
-        return self.decoder(torch.relu(self.input_emb(src))).log_softmax(dim=-1)
-""",
-    "build/word_language_model/data.py": """
-import torch
-
-class Corpus(object):
-    def __init__(self, path):
-        self.dictionary = {}
-        for name in ("train", "valid", "test"):
-            words = open(path + f"/{name}.txt").read().split()
-            numbers = [self.dictionary.setdefault(w, len(self.dictionary)) for w in words]
-            setattr(self, name, torch.tensor(numbers))
-""",
-    "build/word_language_model/data/wikitext-2/train.txt": "to be or not to be . " * 10,
-    "build/word_language_model/data/wikitext-2/valid.txt": "to be or not to be . " * 4,
-    "build/word_language_model/data/wikitext-2/test.txt": "be . ",
-}
 
 
 def write(texts):

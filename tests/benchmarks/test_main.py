@@ -10,7 +10,6 @@ from command_line import assert_refused
 
 NAMES = [
     "ablation", "anytime", "finetuning", "front", "gpu", "nanogpt", "peers", "step_time", "suite",
-    "wikitext",
 ]  # fmt: skip
 
 
