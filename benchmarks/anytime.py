@@ -95,7 +95,7 @@ def table(rows: Rows) -> str:
     heads = ["", "median excess", "within 2 %", "ahead of tuned AdamW"]
     statistics_of = ["problem, seed 0", "new statistics of BatchNorm", "those of the training"]
     tables = (["problem", *TITLES], lines), (heads, summary), (statistics_of, norms)
-    return "\n\n".join(markdown(*one) for one in tables)
+    return "\n\n".join(markdown(*each) for each in tables)
 
 
 def excess(rows: Rows, title: str, task: str) -> float:

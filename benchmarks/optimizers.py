@@ -213,5 +213,5 @@ def make(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def is_ours(name: str | None) -> list[str]:
-    """Name our class that an optimizer is, if it is one."""
+    """Name the class of an optimizer, if it is ours."""
     return [CLASSES[name]] if name in CLASSES else []

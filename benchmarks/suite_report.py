@@ -110,7 +110,7 @@ class Contest:
         return own + share * (refresh - own)
 
     def setting(self, name: str) -> Row:
-        """Return the setting that is shown: ThorMuon's only one, the tuned one of others."""
+        """Return the setting that is shown: ThorMuon's own, the best trial of others."""
         return own_setting(self.problem) if name == "thor-muon" else self.chosen[name]
 
     def curve(self, name: str) -> list[tuple[float, float]]:

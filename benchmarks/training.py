@@ -2,8 +2,8 @@
 
 A job names its `task` (problems.py), its `optimizer` (optimizers.py) and its `seed`. `schedule`
 replaces the problem's own, `half` says which half of the held-out data is read (otherwise the first
-with a seed that chooses, the second with one that is reported), and every other key is an option of
-the optimizer. Learning rates grow over the first 5 % of the steps.
+with a seed that chooses, the second with a reported seed), and every other key is an option of the
+optimizer. Learning rates grow over the first 5 % of the steps.
 """
 
 import math
@@ -126,7 +126,7 @@ def figure(problem: Problem, model: nn.Module, half: int) -> float:
 def evaluate(
     problem: Problem, model: nn.Module, optimizer: Any, batches: Iterator[Batch], half: int
 ) -> float:
-    """Return the figure, at the average of the steps where the optimizer has one."""
+    """Return the figure, at the average of the steps where the optimizer averages."""
     if not averages(optimizer):
         return figure(problem, model, half)
     optimizer.eval()
@@ -180,7 +180,7 @@ def time_steps(job: Job) -> dict[str, Any]:
 def optimizers(job: Job) -> list[str]:
     """Name our classes that a job trains with or times."""
     settings = job.get("settings", {job.get("optimizer"): job})
-    names = {name for one in settings.values() for name in is_ours(one.get("optimizer"))}
+    names = {name for own in settings.values() for name in is_ours(own.get("optimizer"))}
     pretrained = {"ThorMuon"} if job["task"].endswith("-thor-muon") else set()
     return sorted(names | pretrained)
 

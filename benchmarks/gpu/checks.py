@@ -137,7 +137,7 @@ def in_own_precision(parts: list[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def one_process(backend: str) -> Iterator[None]:
-    """Let this process be the only one of a group."""
+    """Let this process be the only process of a group."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:

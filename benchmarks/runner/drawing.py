@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
 
 
-FEW = 20  # points of a curve; fewer are marked, because a line alone does not show where they are
+FEW = 20  # points of a curve; fewer are marked, because a line does not show where they are
 
 
 def draw_band(

@@ -1,4 +1,4 @@
-"""Files of results, replaced only by complete ones, so an interruption loses no result."""
+"""Files of results, replaced only by complete files, so an interruption loses no result."""
 
 import json
 from collections.abc import Mapping

@@ -35,7 +35,7 @@ Job = Mapping[str, Any]
 
 
 class Parser(ArgumentParser):
-    """A parser of options that raises a `UserError` for bad ones."""
+    """A parser of options that raises a `UserError` for bad options."""
 
     def error(self, message: str) -> NoReturn:
         """Refuse an option."""
@@ -106,7 +106,7 @@ def complete(
 
 
 def verify(name: str, store: Lines, workers: int, only: str = "") -> int:
-    """Run the headlines again, and print each value beside the recorded one."""
+    """Run the headlines again, and print each value beside the recorded value."""
     study = importlib.import_module(name)
     require(hasattr(study, "headlines"), f"{_short(name)}: README shows none of its numbers")
     every = study.headlines(store.rows)

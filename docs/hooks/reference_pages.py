@@ -69,7 +69,7 @@ def options() -> Iterator[str]:
     yield f"|---|---|{'---|' * len(kinds)}---|"
     for name, option in OPTIONS.items():
         arguments = [inspect.signature(kind).parameters.get(name) for kind in kinds]
-        shown = ["" if one is None else f"`{one.default}`" for one in arguments]
+        shown = ["" if item is None else f"`{item.default}`" for item in arguments]
         if any(shown):
             cells = [f"`{name}`", _text(option.meaning), *shown, _text(option.rule)]
             yield f"| {' | '.join(cells)} |"
@@ -102,7 +102,7 @@ def _section(title: str, prefix: str, rows: list[tuple[str, str, str, str]]) -> 
     for name, kind, default, meaning in rows:
         key = f"{prefix}{name}"
         free = key in FREE_ON_RESUME or any(
-            one.endswith(".") and key.startswith(one) for one in FREE_ON_RESUME
+            item.endswith(".") and key.startswith(item) for item in FREE_ON_RESUME
         )
         cells = [
             f"`{name}`",
@@ -141,19 +141,20 @@ def command_line() -> Iterator[str]:
     for name, command in get_command(app).commands.items():
         yield f"### torch-thor {name}\n"
         yield f"{inspect.cleandoc(command.help or '')}\n"
-        arguments = [one for one in command.params if one.param_type_name == "argument"]
-        options = [one for one in command.params if one.param_type_name == "option"]
+        arguments = [item for item in command.params if item.param_type_name == "argument"]
+        options = [item for item in command.params if item.param_type_name == "option"]
         if arguments:
             yield "| argument | meaning |\n|---|---|"
-            for one in arguments:
-                yield f"| `{one.metavar or one.name.upper()}` | {_text(one.help or '')} |"
+            for item in arguments:
+                yield f"| `{item.metavar or item.name.upper()}` | {_text(item.help or '')} |"
             yield ""
         if options:
             yield "| option | default | meaning |\n|---|---|---|"
-            for one in options:
-                value = "" if one.is_flag else f" {one.name.upper()}"
-                default = "" if one.default is None or one.default is False else f"`{one.default}`"
-                yield f"| `{', '.join(one.opts)}{value}` | {default} | {_text(one.help or '')} |"
+            for item in options:
+                value = "" if item.is_flag else f" {item.name.upper()}"
+                has_default = item.default is not None and item.default is not False
+                default = f"`{item.default}`" if has_default else ""
+                yield f"| `{', '.join(item.opts)}{value}` | {default} | {_text(item.help or '')} |"
             yield ""
 
 

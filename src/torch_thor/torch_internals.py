@@ -1,7 +1,7 @@
 """All undocumented parts of torch that the package uses: private names, each with the reason.
 
-All of them are in torch from 2.9, the oldest that is supported, to 2.14. Where a newer torch lacks
-one, its test in tests/test_torch_internals.py fails first, and this is the only module to change.
+All of them are in torch from 2.9, the oldest that is supported, to 2.14. If a newer torch lacks
+a name, the import of this module fails first, and this is the only module to change.
 Private attributes of single modules, tensors and parameters (``_parameters``, ``_version``) and
 ``torch._foreach_*`` are used in their places.
 """
