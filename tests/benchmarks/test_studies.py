@@ -14,7 +14,7 @@ from golden.runs import RUNS_OF
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-STUDIES = ("anytime", "finetuning", "nanogpt", "step_time", "suite")
+STUDIES = ("ablation", "anytime", "finetuning", "nanogpt", "step_time", "suite")
 
 
 def study(name):
