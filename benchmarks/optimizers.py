@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import filter as matching
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -90,12 +89,6 @@ def _schedule_free(model: nn.Module, lr: float, momentum: float = 0.9) -> torch.
     return made(model, lr=lr, betas=(momentum, 0.99), weight_decay=0.01)
 
 
-def as_one_matrix(model: nn.Module) -> dict[str, int]:
-    """Return the ``row_splits`` of the results: query, key and value were one matrix in all."""
-    names = [name for name, _ in model.named_modules()]
-    return {pattern: 1 for pattern in ("*.qkv", "*.c_attn") if matching(names, pattern)}
-
-
 def _paper(model: nn.Module, lr: float, damping: float = 0.03) -> torch.optim.Optimizer:
     return THOR(model, lr=lr, weight_decay=5e-4, **THOR.preset("paper"), damping=damping)
 
@@ -107,7 +100,7 @@ def thor_muon(
     if not curvature:
         options["damping"] = NO_CURVATURE
     kind = ByProducts if products else ThorMuon
-    return kind(model, row_splits=as_one_matrix(model), **{"weight_decay": 0.01, **options})
+    return kind(model, **{"weight_decay": 0.01, **options})
 
 
 class ByProducts(ThorMuon):
@@ -183,6 +176,7 @@ OURS = {
 }
 CLASSES = {"thor-muon": "ThorMuon", "thor": "THOR", "thor-paper": "THOR"}  # of ours
 CONTENDERS = {**PEERS, **OURS}
+WITHOUT_SCHEDULE = ("schedule-free",)
 TRAINED = ("fine-tuning",)  # problems whose networks are trained already
 
 

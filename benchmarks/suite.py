@@ -54,7 +54,9 @@ def jobs(rows: Rows) -> list[Job]:
             if contest.values(ours) and is_close(contest, rival):
                 found += confirm(rival, MORE_SEEDS) + confirm(ours, MORE_SEEDS)
     if all(key_of(job) in rows for job in found):
-        found += [job for own in SAME.values() for task in PROBLEMS for job in at_rates(task, own)]
+        found += [
+            job for own in SAME.values() for task in PROBLEMS for job in at_rates(rows, task, own)
+        ]
         for setting in same_settings(rows).values():
             found += [job for task in PROBLEMS for job in confirm({"task": task, **setting})]
     return found
@@ -138,35 +140,44 @@ def best(rows: Rows, tried: list[Job]) -> Job:
 # ---- one setting for all problems ----------------------------------------------------------------
 
 
-def candidates(name: str) -> list[float]:
-    """Return the learning rates that may serve all problems, around the first guess."""
-    return [float(f"{CONTENDERS[name].lr * factor:.4g}") for factor in (0.25, 0.5, 1, 2)]
+def candidates(rows: Rows, own: Job) -> list[float]:
+    """Return learning rates around the first guess, more as long as the best is at an end."""
+    rates = [
+        float(f"{CONTENDERS[own['optimizer']].lr * factor:.4g}") for factor in (0.25, 0.5, 1, 2)
+    ]
+    while (best := same_rate(rows, own, rates)) in (rates[0], rates[-1]):
+        rates = [rates[0] / 2, *rates] if best == rates[0] else [*rates, 2 * rates[-1]]
+    return rates
 
 
-def at_rates(problem: str, own: Job) -> list[Job]:
+def at_rates(rows: Rows, problem: str, own: Job) -> list[Job]:
     """Return the tuning runs of an optimizer at these learning rates."""
-    rates = candidates(own["optimizer"])
+    return tuned_at(problem, own, candidates(rows, own))
+
+
+def tuned_at(problem: str, own: Job, rates: list[float]) -> list[Job]:
+    """Return the tuning runs of an optimizer at some learning rates."""
     return [{"task": problem, **own, "lr": lr, "seed": TUNING_SEED} for lr in rates]
 
 
 def same_settings(rows: Rows) -> dict[str, Job]:
     """Return each peer's setting for all problems, by its title; nothing while runs are missing."""
-    rates = {title: same_rate(rows, own) for title, own in SAME.items()}
+    rates = {title: same_rate(rows, own, candidates(rows, own)) for title, own in SAME.items()}
     if None in rates.values():
         return {}
     return {title: {**own, "lr": rates[title]} for title, own in SAME.items()}
 
 
-def same_rate(rows: Rows, own: Job) -> float | None:
-    """Return the learning rate with the smallest mean logarithm of errors over problems.
+def same_rate(rows: Rows, own: Job, rates: list[float]) -> float | None:
+    """Return the one of some learning rates with the smallest mean logarithm of errors.
 
     The error is the loss, or 1 - accuracy, and at most ten times the smallest of the optimizer on
     the problem. The result is None where runs are missing.
     """
-    total = dict.fromkeys(candidates(own["optimizer"]), 0.0)
+    total = dict.fromkeys(rates, 0.0)
     for problem, about in PROBLEMS.items():
         errors = {}
-        for job in at_rates(problem, own):
+        for job in tuned_at(problem, own, rates):
             if key_of(job) not in rows:
                 return None
             value = rows[key_of(job)]["value"]

@@ -1,9 +1,10 @@
 """One training of a problem by an optimizer, which all studies share, and the times of steps.
 
 A job names its `task` (problems.py), its `optimizer` (optimizers.py) and its `seed`. `schedule`
-replaces the problem's own, `half` says which half of the held-out data is read (otherwise the first
-with a seed that chooses, the second with a reported seed), and every other key is an option of the
-optimizer. Learning rates grow over the first 5 % of the steps.
+replaces the problem's own (schedule-free AdamW's rate stays), `half` says which half of the
+held-out data is read (otherwise the first with a seed that chooses, the second with a reported
+seed), and every other key is an option of the optimizer. Learning rates grow over the first 5 % of
+the steps.
 """
 
 import math
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks.optimizers import is_ours, make
+from benchmarks.optimizers import WITHOUT_SCHEDULE, is_ours, make
 from benchmarks.problems import PROBLEMS, Batch, Problem
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.markdown import with_error
@@ -50,9 +51,10 @@ def run(job: Job) -> dict[str, Any]:
     torch.manual_seed(job["seed"])
     model = problem.model().train()
     optimizer = make(job["optimizer"], model, **options_of(job))
+    usual = "constant" if job["optimizer"] in WITHOUT_SCHEDULE else problem.schedule
+    kind = job.get("schedule", usual)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: share_of_lr(step, problem.steps, job.get("schedule", problem.schedule)),
+        optimizer, lambda step: share_of_lr(step, problem.steps, kind)
     )
     batches = problem.batches(problem.batch, job["seed"])
     losses, curve, refreshes, seconds = list[float](), list[Any](), 0, 0.0

@@ -1,7 +1,7 @@
 """ResNet-50 on ImageNet with the recipe of THOR's reference, and with other optimizers.
 
-Batches of 256, label smoothing of 0.1 and, for THOR, the values with which MindSpore's reference,
-with float16 and 1,001 outputs, has 76.14 % after 42 epochs. On one device, or more with torchrun:
+Batches of 256, label smoothing of 0.1 and, for THOR, the values of MindSpore's reference, whose
+documentation gives 76.14 % after 42 epochs. On one device, or more with torchrun:
 
     python examples/imagenet_resnet50.py --data imagenet
     torchrun --nproc-per-node 8 examples/imagenet_resnet50.py --data imagenet

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks import suite, suite_report
-from benchmarks.optimizers import as_one_matrix
 from benchmarks.runner.stores import key_of
 from torch_thor.training.data.small import DEBIAN_FASHION_MNIST
 
@@ -93,7 +92,3 @@ def test_a_problem_is_the_same_for_the_same_seed_and_its_halves_differ(problem):
     assert not torch.equal(chosen[0], reported[0])
     with torch.no_grad():
         assert own.score(model, tuple(part[:3] for part in reported)).shape == (3,)
-
-
-def test_query_key_and_value_are_one_matrix_as_in_the_results():
-    assert as_one_matrix(suite.PROBLEMS["vit"].model()) == {"*.qkv": 1}
