@@ -3,11 +3,12 @@
     python -m benchmarks ablation            # runs what is missing: four hours of a core
     python -m benchmarks ablation --table
 
-The problems are nanoGPT's CPU example and three of the suite that chose no default. ThorMuon has a
-weight decay of 0.01 and no other option than those that its name says. Muon is tuned: in the suite
-over learning rates and two momenta, on nanoGPT's example over five learning rates with each
-momentum (rows of other studies are read from there). Newton-Muon (arXiv 2604.01472) has five
-learning rates too. Seed 10, and the half of the held-out data that is not reported, choose them.
+The problems are nanoGPT's CPU example and three of the suite that chose no default in use here.
+ThorMuon has a weight decay of 0.01 and no other option than those that its name says. Muon is
+tuned: in the suite over learning rates and two momenta, on nanoGPT's example over five learning
+rates with each momentum (rows of other studies are read from there). Newton-Muon (arXiv 2604.01472)
+has five learning rates too. Seed 10 chooses, in the suite by the half of the held-out data that is
+not reported.
 """
 
 from functools import cache
