@@ -1,6 +1,7 @@
 """The studies: their raw data are whole, and their tables stand beside them and in README."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,13 @@ def test_readme_shows_the_raw_data():
     assert table in text
     assert table.count("\n") == 7
     assert len(text.split()) <= 700
+
+
+def test_pages_show_means_and_errors_of_the_tables():
+    mean = re.compile(r"[\d.]+ ± [\d.]*\d")
+    known = {found for path in RESULTS.rglob("*.md") for found in mean.findall(path.read_text())}
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        assert set(mean.findall(path.read_text())) <= known, path
 
 
 @pytest.mark.pictures
