@@ -35,7 +35,9 @@ ARMS: dict[str, Job] = {
     "the same, exact polar factors": {**WITHOUT_A, "momentum": 0.95},
     "the same, momentum 0.8": WITHOUT_A,
     "the same, A in blocks of 128: ThorMuon": {"optimizer": "thor-muon"},
-    "the same, A and polar factors of whole matrices": {"optimizer": "thor-muon", "split_dim": None},
+    "the same, A and polar factors of whole matrices": {
+        "optimizer": "thor-muon", "split_dim": None,
+    },
 }  # fmt: skip
 SLOWER: Job = {"optimizer": "muon", "momentum": 0.8}
 TUNED: dict[str, tuple[Job, tuple[str, ...]]] = {
