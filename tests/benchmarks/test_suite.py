@@ -51,6 +51,14 @@ def test_each_is_tuned_alike_and_reported_with_other_seeds():
     assert "| ThorMuon, one setting |" in suite.table(rows)
 
 
+def test_the_one_rate_for_all_problems_is_no_end_of_those_tried():
+    rows = filled(lambda job: 3.0)
+    for own in suite.same_settings(rows).values():
+        assert own["lr"] == pytest.approx(8 * suite.CONTENDERS[own["optimizer"]].lr)
+        beyond = suite.tuned_at("vit", own, [2 * own["lr"]])[0]
+        assert key_of(beyond) in rows
+
+
 def test_steps_and_seconds_to_the_ends_of_others_by_hand():
     """Muon ends at 0.5 after 400 steps of 2 ms; ThorMuon passes 0.5 between steps 100 and 200, of
     3 ms, because a tenth of the steps are refreshes.
