@@ -4,10 +4,10 @@
     python -m benchmarks anytime --table
 
 The half of the held-out data that chose nothing is reported, for three seeds (nanoGPT's example has
-one held-out text). Schedule-free AdamW
-has the rate 0.0025 and the betas of its README, AdamW is tuned for each problem in the suite, and
-Prodigy and D-Adaptation (DAdaptAdam) run at a constant rate and under the cosine that Prodigy's
-README recommends. Beside the suite stand nanoGPT's CPU example and the fine-tuning of MiniLM.
+a single held-out text). Schedule-free AdamW has the rate 0.0025 and the betas of its README, AdamW
+is tuned for each problem in the suite, and Prodigy and D-Adaptation (DAdaptAdam) run at a constant
+rate and under the cosine that Prodigy's README recommends. nanoGPT's CPU example and the
+fine-tuning of MiniLM are measured too.
 
 An optimizer that averages is evaluated at its average, with statistics of BatchNorm that are taken
 anew; the figures with those of the training, and of the weights as they are, stand beside it.

@@ -54,9 +54,9 @@ def jobs(rows: Rows) -> list[Job]:
             if contest.values(ours) and is_close(contest, rival):
                 found += confirm(rival, MORE_SEEDS) + confirm(ours, MORE_SEEDS)
     if all(key_of(job) in rows for job in found):
-        found += [
-            job for own in SAME.values() for task in PROBLEMS for job in at_rates(rows, task, own)
-        ]
+        for own in SAME.values():
+            rates = candidates(rows, own)
+            found += [job for task in PROBLEMS for job in at_rates(task, own, rates)]
         for setting in same_settings(rows).values():
             found += [job for task in PROBLEMS for job in confirm({"task": task, **setting})]
     return found
@@ -150,12 +150,7 @@ def candidates(rows: Rows, own: Job) -> list[float]:
     return rates
 
 
-def at_rates(rows: Rows, problem: str, own: Job) -> list[Job]:
-    """Return the tuning runs of an optimizer at these learning rates."""
-    return tuned_at(problem, own, candidates(rows, own))
-
-
-def tuned_at(problem: str, own: Job, rates: list[float]) -> list[Job]:
+def at_rates(problem: str, own: Job, rates: list[float]) -> list[Job]:
     """Return the tuning runs of an optimizer at some learning rates."""
     return [{"task": problem, **own, "lr": lr, "seed": TUNING_SEED} for lr in rates]
 
@@ -169,7 +164,7 @@ def same_settings(rows: Rows) -> dict[str, Job]:
 
 
 def same_rate(rows: Rows, own: Job, rates: list[float]) -> float | None:
-    """Return the one of some learning rates with the smallest mean logarithm of errors.
+    """Return the learning rate that has the smallest mean logarithm of errors over problems.
 
     The error is the loss, or 1 - accuracy, and at most ten times the smallest of the optimizer on
     the problem. The result is None where runs are missing.
@@ -177,7 +172,7 @@ def same_rate(rows: Rows, own: Job, rates: list[float]) -> float | None:
     total = dict.fromkeys(rates, 0.0)
     for problem, about in PROBLEMS.items():
         errors = {}
-        for job in tuned_at(problem, own, rates):
+        for job in at_rates(problem, own, rates):
             if key_of(job) not in rows:
                 return None
             value = rows[key_of(job)]["value"]

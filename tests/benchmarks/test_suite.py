@@ -55,7 +55,7 @@ def test_the_one_rate_for_all_problems_is_no_end_of_those_tried():
     rows = filled(lambda job: 3.0)
     for own in suite.same_settings(rows).values():
         assert own["lr"] == pytest.approx(8 * suite.CONTENDERS[own["optimizer"]].lr)
-        beyond = suite.tuned_at("vit", own, [2 * own["lr"]])[0]
+        beyond = suite.at_rates("vit", own, [2 * own["lr"]])[0]
         assert key_of(beyond) in rows
 
 

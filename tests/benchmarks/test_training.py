@@ -80,6 +80,17 @@ def test_rates_stay_or_fall_to_zero():
         assert found == pytest.approx([constant, linear, cosine], abs=1e-3)
 
 
+def test_the_rate_of_schedule_free_adamw_stays(problem, monkeypatch):
+    monkeypatch.setattr(
+        training, "make", lambda _, model, lr: torch.optim.SGD(model.parameters(), lr)
+    )
+    job = {"task": "small", "lr": 0.1, "seed": 0}
+    falls = training.run({**job, "optimizer": "sgd"})
+    stays = training.run({**job, "optimizer": "sgd", "schedule": "constant"})
+    free = training.run({**job, "optimizer": "schedule-free"})
+    assert free["value"] == stays["value"] != falls["value"]
+
+
 def test_an_average_is_evaluated_with_statistics_of_its_own(problem):
     model = problem.model()
     optimizer = make("thor-muon", model, anytime=True)
