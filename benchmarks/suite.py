@@ -54,9 +54,9 @@ def jobs(rows: Rows) -> list[Job]:
             if contest.values(ours) and is_close(contest, rival):
                 found += confirm(rival, MORE_SEEDS) + confirm(ours, MORE_SEEDS)
     if all(key_of(job) in rows for job in found):
-        for own in SAME.values():
-            rates = candidates(rows, own)
-            found += [job for task in PROBLEMS for job in at_rates(task, own, rates)]
+        for peer in SAME.values():
+            rates = candidates(rows, peer)
+            found += [job for task in PROBLEMS for job in at_rates(task, peer, rates)]
         for setting in same_settings(rows).values():
             found += [job for task in PROBLEMS for job in confirm({"task": task, **setting})]
     return found
