@@ -117,39 +117,45 @@ def _products(parts: list[Tensor]) -> list[Tensor]:
 
 
 class NewtonMuon(MuonAdamW):
-    """Newton-Muon (arXiv 2604.01472), by its equations.
+    """Newton-Muon (arXiv 2604.01472, algorithm 1), with the settings of its authors' second GPT.
 
-    Every 32nd step K ← 0.95 K + 0.05 Z Zᵀ / N of the N inputs Z of each linear layer; its gradient
-    is multiplied by (K + 0.2 tr(K) / d I)⁻¹, then Muon takes its step.
+    The layers are the linear layers that Muon trains, K is 0.001 I at first. In every 16th step
+    K ← 0.8 K + 0.2 Z Zᵀ / N of the N inputs Z of a layer. From the first of these on its gradient
+    is multiplied by (K + 0.2 tr(K) / d I)⁻¹; then Muon takes its step.
     """
+
+    INTERVAL = 16
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self.steps, self.layers = 0, [m for m in model.modules() if isinstance(m, nn.Linear)]
-        self.second_moments: dict[nn.Module, Tensor] = {}
-        self.inverses: dict[nn.Module, Tensor] = {}
-        for layer in self.layers:
+        matrices = {p for g in self.param_groups if g["algorithm"] == "muon" for p in g["params"]}
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        layers = [layer for layer in linear if layer.weight in matrices]
+        self.steps, self.inverses = 0, dict[nn.Linear, Tensor]()
+        self.second_moments = {layer: 1e-3 * torch.eye(layer.in_features) for layer in layers}
+        for layer in layers:
             layer.register_forward_pre_hook(self._read)
 
-    def _read(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if self.steps % 32 or not layer.training:
-            return
-        rows = inputs[0].detach().flatten(0, -2)
-        new = rows.T @ rows / len(rows)
-        old = self.second_moments.get(layer)
-        self.second_moments[layer] = new if old is None else old.lerp(new, 0.05)
+    @property
+    def _refreshes(self) -> bool:
+        return (self.steps + 1) % self.INTERVAL == 0
+
+    @torch.no_grad()
+    def _read(self, layer: nn.Linear, inputs: tuple[Tensor, ...]) -> None:
+        if self._refreshes and layer.training:
+            rows = inputs[0].flatten(0, -2)
+            self.second_moments[layer].lerp_(rows.T @ rows / len(rows), 0.2)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Multiply the gradients of the layers, then take Muon's step."""
-        for layer in self.layers:
-            k = self.second_moments[layer]
-            if self.steps % 32 == 0:
-                ridge = 0.2 * k.trace() / len(k)
-                factor = torch.linalg.cholesky(k + ridge * torch.eye(len(k)))
-                self.inverses[layer] = torch.cholesky_inverse(factor)
+        for layer, k in self.second_moments.items() if self._refreshes else ():
+            ridge = 0.2 * k.trace() / len(k)
+            factor = torch.linalg.cholesky(k + ridge * torch.eye(len(k)))
+            self.inverses[layer] = torch.cholesky_inverse(factor)
+        for layer, inverse in self.inverses.items():
             assert layer.weight.grad is not None
-            layer.weight.grad = layer.weight.grad @ self.inverses[layer]
+            layer.weight.grad = layer.weight.grad @ inverse
         self.steps += 1
         return super().step(closure)
 

@@ -117,18 +117,27 @@ def test_steps_of_all_are_timed(problem):
 
 
 def test_newton_muon_by_hand():
-    """A gradient is multiplied by (K + 0.2 tr(K) / d I)⁻¹, with K the mean of z zᵀ."""
+    """Gradients are multiplied by (K + 0.2 tr(K) / d I)⁻¹ from step 16 on, AdamW's are not."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3))
-    optimizer, seen = NewtonMuon(model, lr=0.1), []
-    optimizer._inner["muon"].step = lambda: seen.append(model[0].weight.grad.clone())
-    inputs = torch.randn(6, 4)
-    model(inputs).square().sum().backward()
-    gradient = model[0].weight.grad.clone()
-    optimizer.step()
-    k = inputs.T @ inputs / 6
-    expected = gradient @ torch.linalg.inv(k + 0.2 * k.trace() / 4 * torch.eye(4))
-    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-5)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 3), nn.Linear(3, 4), nn.Linear(4, 6))
+    model[3].weight = model[0].weight  # which AdamW trains
+    optimizer, seen = NewtonMuon(model, lr=0.1, adamw_embeddings=True), {}
+    for half, number in (("muon", 1), ("adamw", 3)):
+        weight = model[number].weight
+        optimizer._inner[half].step = lambda n=number, w=weight: seen.update({n: w.grad.clone()})
+    k = 1e-3 * torch.eye(4)
+    for step in range(32):
+        codes = torch.randint(0, 6, (8,))
+        model.zero_grad()
+        model(codes).square().sum().backward()
+        gradients = {number: model[number].weight.grad.clone() for number in (1, 3)}
+        rows = model[0](codes).detach()
+        if step in (15, 31):
+            k = 0.8 * k + 0.2 * rows.T @ rows / 8
+        optimizer.step()
+        if step >= 15:
+            gradients[1] @= torch.linalg.inv(k + 0.2 * k.trace() / 4 * torch.eye(4))
+        torch.testing.assert_close(seen, gradients, rtol=1e-4, atol=1e-4)
 
 
 def test_without_a_schedule_what_is_counted(monkeypatch, problem):
