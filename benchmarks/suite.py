@@ -48,8 +48,9 @@ def jobs(rows: Rows) -> list[Job]:
             settings = {name: best[name] for name in PEERS} | {"thor-muon": ours}
             if problem in THOR_PROBLEMS:
                 settings["thor"] = best["thor"]
-            found.append({"task": problem, "settings": settings, "alone": True})
             contest = Contest(problem, rows, best, {})
+            if not contest.times:  # which do not depend on learning rate and momentum
+                found.append({"task": problem, "settings": settings, "alone": True})
             rival = best[contest.rival]
             if contest.values(ours) and is_close(contest, rival):
                 found += confirm(rival, MORE_SEEDS) + confirm(ours, MORE_SEEDS)
@@ -116,9 +117,18 @@ def tuning(rows: Rows, problem: str, name: str) -> Iterator[Job]:
         # beyond the end that the best rate is nearer to
         rates = [own[0]["lr"] / 2] if at < len(own) / 2 else [2 * own[-1]["lr"]]
     found = best_job(rows, own)
+    new = []
     for other in CONTENDERS[name].others:
         more = {key: value for key, value in other.items() if key != "factor"}
-        yield {**found, "lr": float(f"{found['lr'] * other.get('factor', 1):.4g}"), **more}
+        new.append({**found, "lr": float(f"{found['lr'] * other.get('factor', 1):.4g}"), **more})
+    while new:
+        yield from new
+        own += new
+        if any(key_of(job) not in rows for job in new):
+            return
+        top = best_job(rows, own)
+        beside = [{**top, "lr": float(f"{top['lr'] * factor:.4g}")} for factor in (0.5, 2.0)]
+        new = [job for job in beside if "momentum" in top and job not in own]
 
 
 def best_job(rows: Rows, tried: list[Job]) -> Job:

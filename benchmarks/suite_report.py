@@ -97,17 +97,25 @@ class Contest:
         alone = [row for row in self.rows.values() if row["job"].get("alone")]
         return next((row for row in alone[::-1] if row["job"]["task"] == self.problem), {})
 
-    def milliseconds(self, name: str) -> float | None:
-        """Return the mean time of a step in a run, with its share of refreshes."""
+    def spent(self, name: str) -> list[float]:
+        """Return the seconds of training up to each evaluation; none if no step was timed."""
         measured = self.times.get("milliseconds", {})
         if name not in measured:
-            return None
-        own = float(numpy.median(measured[name]))  # of a number or of several
-        refresh = float(numpy.median(measured.get(f"{name} refresh", own)))
-        runs = self.runs(self.setting(name))
-        taken = [run.get("refreshes") or run["curve"][-1][-1] for run in runs if name in CLASSES]
-        share = statistics.fmean(taken or [0]) / PROBLEMS[self.problem].steps
-        return own + share * (refresh - own)
+            return []
+        own = statistics.median(measured[name])
+        refresh = statistics.median(measured.get(f"{name} refresh", [own]))
+        run, seconds = self.runs(self.setting(name))[0], list[float]()
+        for step, _, *so_far in run["curve"]:
+            # of THOR only the sum was recorded; its refreshes are evenly distributed
+            evenly = run.get("refreshes", 0) * step / PROBLEMS[self.problem].steps
+            refreshes = so_far[0] if so_far else evenly
+            seconds.append((own * (step - refreshes) + refresh * refreshes) / 1000)
+        return seconds
+
+    def milliseconds(self, name: str) -> float | None:
+        """Return the mean time of a step in a run, with its refreshes."""
+        spent = self.spent(name)
+        return 1000 * spent[-1] / PROBLEMS[self.problem].steps if spent else None
 
     def setting(self, name: str) -> Row:
         """Return the setting that is shown: ThorMuon's own, the best trial of others."""
@@ -129,9 +137,13 @@ class Contest:
 
     def seconds(self, name: str | None = None) -> float | None:
         """Return the share of another's time after which ThorMuon is where it ends."""
-        share, own = self.steps(name), self.milliseconds("thor-muon")
-        other = self.milliseconds(name or self.rival)
-        return None if share is None or own is None or other is None else share * own / other
+        share, own = self.steps(name), self.spent("thor-muon")
+        other = self.spent(name or self.rival)
+        if share is None or not own or not other:
+            return None
+        steps = [step for step, _ in self.curve("thor-muon")]
+        there = share * PROBLEMS[self.problem].steps
+        return float(numpy.interp(there, [0, *steps], [0, *own])) / other[-1]
 
     def shown(self, setting: Row | None) -> str:
         """Format the mean and the standard error of a setting."""
@@ -306,19 +318,18 @@ def curves(panel: "Axes", contest: Contest) -> None:
     problem, ends, last = PROBLEMS[contest.problem], list[float](), 0.0
     thor = ["thor"] if contest.problem.startswith("resnet") else []
     for name in [*PEERS, *thor, "thor-muon"]:
-        cost = contest.milliseconds(name)
-        assert cost is not None
+        spent = contest.spent(name)
         steps, values = zip(*contest.curve(name), strict=True)
         ours = name == "thor-muon"
         panel.plot(
-            [step * cost / 1000 for step in steps],
+            spent,
             values,
             color=COLOURS[name],
             marker=marker(steps),
             label=f"{NAMES[name]}, {'one setting' if ours else 'tuned'}",
             linewidth=2.4 if ours else 1.2,
         )
-        last = 1.3 * problem.steps * cost / 1000
+        last = 1.3 * spent[-1]
         ends += values[4:] if name != "thor" else ()
     title = problem.title.split(" on ")[0].split(" that ")[0]
     panel.set_title(f"{title}, batch {problem.batch}", fontsize=10)

@@ -17,7 +17,7 @@ def filled(best):
         for job in todo:
             problem = suite.PROBLEMS[job["task"]]
             if job.get("alone"):
-                own = {"milliseconds": dict.fromkeys(job["settings"], 2.0)}
+                own = {"milliseconds": {name: [2.0] for name in job["settings"]}}
                 own["state_bytes"] = dict.fromkeys(job["settings"], 8.0)
             else:
                 middle = suite.CONTENDERS[job["optimizer"]].lr
@@ -51,6 +51,20 @@ def test_each_is_tuned_alike_and_reported_with_other_seeds():
     assert "| ThorMuon, one setting |" in suite.table(rows)
 
 
+def test_a_better_momentum_is_tried_with_the_rates_on_both_sides_of_its_best():
+    def best(job):
+        at = math.log2(job.get("lr", 1.0) / suite.CONTENDERS[job["optimizer"]].lr)
+        return 3.0 if "momentum" in job else at - abs(at) - 5.0
+
+    rows = filled(best)
+    for name in suite.PEERS:
+        own = suite.chosen(rows)["vit", name]
+        assert own["lr"] == pytest.approx(8 * suite.CONTENDERS[name].lr)
+        for factor in (0.5, 2.0):
+            beside = {**own, "lr": float(f"{own['lr'] * factor:.4g}"), "seed": 10}
+            assert key_of(beside) in rows
+
+
 def test_the_one_rate_for_all_problems_is_no_end_of_those_tried():
     rows = filled(lambda job: 3.0)
     for own in suite.same_settings(rows).values():
@@ -60,26 +74,26 @@ def test_the_one_rate_for_all_problems_is_no_end_of_those_tried():
 
 
 def test_steps_and_seconds_to_the_ends_of_others_by_hand():
-    """Muon ends at 0.5 after 400 steps of 2 ms; ThorMuon passes 0.5 between steps 100 and 200, of
-    3 ms, because a tenth of the steps are refreshes.
+    """Muon ends at 0.5 after 400 steps of 2 ms; ThorMuon passes 0.5 between steps 100 and 200. Its
+    steps take 3 ms and its refreshes, of which most come early, 4 ms.
     """
     rows = {}
     for name, lr, curve in (
         ("muon", 0.02, [[200, 0.9, 0], [400, 0.5, 0]]),
-        ("thor-muon", 0.08, [[100, 0.6, 30], [200, 0.4, 40]]),
+        ("thor-muon", 0.08, [[100, 0.6, 30], [200, 0.4, 40], [400, 0.3, 40]]),
     ):
         for seed in range(3):
             job = {"task": "autoencoder", "optimizer": name, "lr": lr, "seed": seed}
             rows[key_of(job)] = {"job": job, "value": curve[-1][1], "curve": curve}
     job = {"task": "autoencoder", "settings": {}, "alone": True}
-    times = {"muon": [2.0], "thor-muon": [2.9], "thor-muon refresh": [3.9]}
+    times = {"muon": [2.0], "thor-muon": [3.0], "thor-muon refresh": [4.0]}
     rows[key_of(job)] = {"job": job, "milliseconds": times, "state_bytes": {}}
     muon = {"task": "autoencoder", "optimizer": "muon", "lr": 0.02}
     contest = suite_report.Contest("autoencoder", rows, {"muon": muon}, {})
     assert contest.rival == "muon"
     assert contest.steps() == contest.steps("muon") == pytest.approx(150 / 400)
-    assert contest.milliseconds("thor-muon") == pytest.approx(3.0)
-    assert contest.seconds() == pytest.approx(150 * 3 / (400 * 2))
+    assert contest.milliseconds("thor-muon") == pytest.approx(3.0 + 40 / 400)
+    assert contest.seconds() == pytest.approx((150 * 3 + 35) / (400 * 2))
     assert contest.milliseconds("sgd") is None
 
 
