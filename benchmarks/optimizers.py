@@ -28,7 +28,7 @@ class Contender:
     Args:
         lr: The middle of the three learning rates that are tried first.
         others: What is tried with the best learning rate: arguments of `make`; `factor` multiplies
-            the learning rate. Where a momentum of these is best, so are the rates beside it.
+            the learning rate. A momentum that is best is tried with the rates on both sides too.
         make: Makes the optimizer of a model from its learning rate and such arguments.
     """
 
