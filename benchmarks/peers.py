@@ -6,13 +6,23 @@
 Problems, seeds and halves are those of finetuning.py, in which AdamW and ThorMuon are trained.
 """
 
+from benchmarks import finetuning
 from benchmarks.optimizers import CONTENDERS
 from benchmarks.problems import PROBLEMS
 from benchmarks.runner.markdown import table as markdown
 from benchmarks.runner.trials import best_of, rates_around, shown
-from benchmarks.training import TUNING_SEEDS, Job, Rows, compare, confirm, optimizers, run
+from benchmarks.training import (
+    TUNING_SEEDS,
+    Job,
+    Rows,
+    compare,
+    confirm,
+    optimizers,
+    run,
+    tolerance,
+)
 
-__all__ = ["jobs", "optimizers", "run", "table"]
+__all__ = ["headlines", "jobs", "optimizers", "run", "table", "tolerance"]
 
 TASKS = tuple(task for task in PROBLEMS if task.startswith("minilm"))
 NAMES = {"muon": "Muon, tuned", "soap": "SOAP, tuned"}
@@ -38,6 +48,12 @@ def jobs(rows: Rows) -> list[Job]:
     found = [job for pair in pairs for job in trials(rows, *pair)]
     best = [chosen(rows, *pair) for pair in pairs]
     return found + [job for setting in best if setting is not None for job in confirm(setting)]
+
+
+def headlines(rows: Rows) -> list[Job]:
+    """Return one seed of Muon on each problem whose row README shows."""
+    best = [chosen(rows, task, "muon") for task in finetuning.README]
+    return [{**setting, "seed": 0} for setting in best if setting is not None]
 
 
 def table(rows: Rows) -> str:

@@ -15,7 +15,7 @@ from golden.runs import RUNS_OF
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-STUDIES = ("ablation", "anytime", "finetuning", "nanogpt", "step_time", "suite")
+STUDIES = ("ablation", "anytime", "finetuning", "nanogpt", "peers", "step_time", "suite")
 
 
 def study(name):
@@ -45,7 +45,7 @@ def test_no_job_is_left_and_the_tables_are_those_of_the_raw_data(name):
     assert (RESULTS / f"{name}.md").read_text() == runner.page(name, tables)
 
 
-@pytest.mark.parametrize("name", ["finetuning", "nanogpt", "step_time", "suite"])
+@pytest.mark.parametrize("name", ["finetuning", "nanogpt", "peers", "step_time", "suite"])
 def test_each_row_that_readme_shows_can_be_run_again(name):
     shown, rows = study(name), rows_of(name)
     assert shown.headlines(rows)
@@ -101,7 +101,7 @@ def test_forms_and_peers_have_jobs_that_lead_on():
                 rows[key_of(job)] = {"job": job, "value": 0.5 + job.get("lr", 0.0)}
         assert rounds == 4
         # what is not tried: Muon with momentum 0.8 in the suite, Newton-Muon with an LSTM
-        assert tuned.table(rows).count("–") == (4 if name == "ablation" else 0)
+        assert tuned.table(rows).count("–") == (6 if name == "ablation" else 0)
 
 
 def test_a_name_means_the_same_problem_in_all_studies():
