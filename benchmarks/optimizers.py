@@ -120,7 +120,7 @@ class NewtonMuon(MuonAdamW):
     """Newton-Muon (arXiv 2604.01472, algorithm 1), with the settings of its authors' second GPT.
 
     The layers are the linear layers that Muon trains, K is 0.001 I at first. In every 16th step
-    K ← 0.8 K + 0.2 Z Zᵀ / N of the N inputs Z of a layer. From the first of these on its gradient
+    K ← 0.8 K + 0.2 Z Zᵀ / N of the N inputs Z of a layer. From step 16 on a layer's gradient
     is multiplied by (K + 0.2 tr(K) / d I)⁻¹; then Muon takes its step.
     """
 
